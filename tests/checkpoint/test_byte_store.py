@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -17,10 +15,10 @@ import epload
 from epload import CheckpointError
 from epload.checkpoint import safetensors, torch_file
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, merge_layouts
+from epload.checkpoint.file_checkpoint import OpenFiles
 from epload.checkpoint.local_store import LocalFile, LocalStore
-from epload.checkpoint.remote.clients import Address
-from epload.checkpoint.remote.object_store import ObjectFolder
+from epload.checkpoint.object_clients import Address
+from epload.checkpoint.object_store import ObjectFolder
 from support.checkpoints import assert_same, read_all, tensor
 
 
@@ -31,27 +29,17 @@ class MemoryFile(StoredFile):
         self.name = path.name
         self.path = path
         self.content = path.read_bytes()
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.content)
+        self.nbytes = len(self.content)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return self.content[offset : offset + nbytes]
 
-    def stream(self) -> BinaryIO:
-        return io.BytesIO(self.content)
+    def changed(self) -> str:
+        return f"{self.name} was modified" if self.path.read_bytes() != self.content else ""
 
 
 class MemoryStore(ByteStore):
-    """Stands for object storage: no descriptors, no memory mapping."""
-
-    def __init__(self, files: Sequence[MemoryFile]) -> None:
-        self.files: Sequence[MemoryFile] = files
-
-    def changed(self) -> str:
-        changed = (file for file in self.files if file.path.read_bytes() != file.content)
-        return next((f"{file.name} was modified" for file in changed), "")
+    """Stands for a store that is not part of epload: no descriptors, no memory mapping."""
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         for file, offset, at, nbytes in ranges.tolist():
@@ -59,13 +47,6 @@ class MemoryStore(ByteStore):
             if len(part) < nbytes:
                 raise CheckpointError(f"{self.files[file].name} ends at byte {offset + len(part)}")
             memoryview(buffer.numpy())[at : at + nbytes] = part
-
-    def reopen(self) -> None:
-        if changed := self.changed():
-            raise CheckpointError(changed)
-
-    def close(self) -> None:
-        pass
 
 
 def _local(paths: Sequence[Path]) -> ByteStore:
@@ -79,8 +60,7 @@ def _memory(paths: Sequence[Path]) -> ByteStore:
 def _objects(paths: Sequence[Path]) -> ByteStore:
     """Object storage, by a scheme of fsspec."""
     folder = ObjectFolder(Address(f"file://{paths[0].parent}"))
-    with folder.open([path.name for path in paths]) as files:
-        return folder.store(files)
+    return folder.store(folder.open([path.name for path in paths]))
 
 
 STORES = pytest.mark.parametrize("make", [_local, _memory, _objects])
@@ -111,14 +91,11 @@ def test_ranges_go_to_their_places(make: Make, tmp_path: Path) -> None:
     expected = bytearray(b"\xff" * at)
     for file, offset, begin, nbytes in rows:
         expected[begin : begin + nbytes] = paths[file].read_bytes()[offset : offset + nbytes]
-    store.read(torch.tensor(rows), buffer)
-    store.read(torch.empty(0, 4, dtype=torch.int64), buffer)
-    assert buffer.numpy().tobytes() == expected
-    store.close()
-    buffer.fill_(255)
-    store.read(torch.tensor(rows), buffer)  # opens the files again
-    assert buffer.numpy().tobytes() == expected
-    store.close()
+    for _ in range(2):  # opens the files again
+        store.read(torch.tensor(rows), buffer)
+        store.read(torch.empty(0, 4, dtype=torch.int64), buffer)
+        assert buffer.numpy().tobytes() == expected
+        store.close()
 
 
 @STORES
@@ -143,31 +120,21 @@ def test_a_change_of_an_opened_file_is_seen(make: Make, tmp_path: Path) -> None:
 
 
 @STORES
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_checkpoint_over_any_store(make: Make, suffix: str, tmp_path: Path) -> None:
-    state = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
-    path = tmp_path / f"model.{suffix}"
-    if suffix == "pt":
-        torch.save(state, path)
-    else:
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "views"])
+def test_a_checkpoint_over_any_store(make: Make, kind: str, tmp_path: Path) -> None:
+    state = {"weight": tensor(1, (4, 3)) if kind != "views" else tensor(1, (3, 4)).t(), "bias": tensor(2, (4,))}
+    path = tmp_path / "model"
+    if kind == "safetensors":
         save_file(state, path)
+    else:
+        torch.save(state, path)
+    format = safetensors.FORMAT if kind == "safetensors" else torch_file.FORMAT
     store = make([path])
-    (file,) = store.files
-    layout = torch_file.read_layout(file) if suffix == "pt" else safetensors.read_layout(file)
-    facts = torch_file.file_facts(file) if suffix == "pt" else safetensors.file_facts(file)
-    assert layout is not None
-    manifest = merge_layouts(store.files, [layout], [facts], str(path), None)
-    checkpoint = FileCheckpoint(store, manifest)
+    facts = [format.facts(file) for file in store.files]
+    checkpoint = format.read(OpenFiles(store.files, facts, store, str(path), None))
+    assert (checkpoint.manifest.locations is None) == (kind == "views")
     assert_same(read_all(checkpoint), state)
     for verify in (False, True):
         model = nn.Linear(3, 4)
         epload.load(model, checkpoint, verify=verify, progress=False)
         assert_same(model.state_dict(), state)
-
-
-def test_a_torch_file_that_cannot_be_mapped(tmp_path: Path) -> None:
-    state = {"weight": tensor(1, (3, 4)).t(), "bias": tensor(2, (4,))}
-    torch.save(state, tmp_path / "model.pt")
-    store = _memory([tmp_path / "model.pt"])
-    assert torch_file.read_layout(store.files[0]) is None
-    assert_same(read_all(torch_file.load_files(store.files, store, "model.pt", None)), state)

@@ -17,7 +17,7 @@ from torch import nn
 
 import epload
 from epload import Checkpoint, CheckpointError
-from epload.checkpoint.file_sets import choose, standard_names, weights_in_config
+from epload.checkpoint.file_sets import choose
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.pretrained import build
@@ -69,29 +69,19 @@ def _put(folder: Path, name: str, seed: int) -> None:
 LEFTOVERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "scaler.pt")
 FOLDERS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "a variant next to one file": (["model.safetensors", "model.fp16.safetensors"], ["", "fp16", "ema"]),
-    "a variant next to a torch file": (["pytorch_model.bin", "model.fp16.safetensors"], ["", "fp16"]),
     "two variants": (["pytorch_model.bin", "model.ema.safetensors", "model.non_ema.safetensors"], ["", "ema", "non_ema"]),
-    "a variant as a torch file": (["model.safetensors", "pytorch_model.fp16.bin"], ["", "fp16"]),
     "only a variant": (["model.fp16.safetensors"], ["", "fp16"]),
-    "no variant": (["model.safetensors"], ["", "fp16"]),
     "shards of a variant": (["sharded", "sharded fp16"], ["", "fp16"]),
-    "shards of a variant only": (["sharded fp16"], ["", "fp16"]),
-    "shards of a variant next to a torch file": (["pytorch_model.bin", "sharded fp16"], ["", "fp16"]),
     "a file and shards": (["model.safetensors", "sharded"], [""]),
     "shards and a torch file": (["sharded", "pytorch_model.bin"], [""]),
     "a torch file and torch shards": (["pytorch_model.bin", "torch-sharded"], [""]),
-    "shards and torch shards": (["sharded", "torch-sharded"], [""]),
     "torch shards": (["torch-sharded"], [""]),
     "an adapter next to a torch file": (["pytorch_model.bin", "adapter_model.safetensors"], [""]),
-    "other safetensors next to a torch file": (["pytorch_model.bin", "optimizer.safetensors", "x.safetensors"], [""]),
     "other models in folders": (["pytorch_model.bin", "2_Dense/model.safetensors", "original/x.pth"], [""]),
     "leftovers of training": (["pytorch_model.bin", *LEFTOVERS], [""]),
-    "leftovers of training next to shards": (["sharded", *LEFTOVERS], [""]),
     "Meta's format next to shards": (["sharded", "consolidated.00.pth", "original/consolidated.00.pth"], [""]),
-    "Mistral's format next to shards": (["sharded", "consolidated.safetensors"], [""]),
     "other frameworks": (["pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx"], [""]),
     "a DCP checkpoint next to one file": (["model.safetensors", ".metadata"], [""]),
-    "a DCP checkpoint next to a torch file": (["pytorch_model.bin", ".metadata"], [""]),
 }  # fmt: skip
 
 
@@ -174,11 +164,6 @@ def test_the_config_may_name_the_weights(weights: str, tmp_path: Path) -> None:
         Checkpoint.open(folder, variant="fp16")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"transformers_weights": 3}', "[" * 100_000])
-def test_a_config_that_names_nothing(content: str) -> None:
-    assert weights_in_config(content.encode()) == ""
-
-
 # ---- names that transformers does not load ----
 
 CHOSEN: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
@@ -186,34 +171,21 @@ CHOSEN: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
         ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"],
         "", ["diffusion_pytorch_model.safetensors"],
     ),
-    "diffusers, a variant": (
-        ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"],
-        "fp16", ["diffusion_pytorch_model.fp16.safetensors"],
-    ),
     "diffusers, the index first": (
         ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"],
         "", ["diffusion_pytorch_model.safetensors.index.json"],
-    ),
-    "diffusers, the index of a variant": (
-        ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json"],
-        "fp16", ["diffusion_pytorch_model.safetensors.index.fp16.json"],
     ),
     "diffusers, the former index of a variant": (
         ["diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.fp16.index.json"],
         "fp16", ["diffusion_pytorch_model.safetensors.fp16.index.json"],
     ),
     "PEFT": (["adapter_model.bin", "adapter_model.safetensors", "optimizer.pt"], "", ["adapter_model.safetensors"]),
-    "PEFT, a torch file": (["adapter_model.bin", "x.safetensors"], "", ["adapter_model.bin"]),
     "DCP next to an adapter": ([".metadata", "__0_0.distcp", "adapter_model.safetensors"], "", [".metadata"]),
     "shards without an index": (
         ["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors", "training_args.bin"],
         "", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
     ),
     "shards from 0 on": (["w-0-of-2.bin", "w-1-of-2.bin"], "", ["w-0-of-2.bin", "w-1-of-2.bin"]),
-    "shards of a variant": (
-        ["model-1-of-1.safetensors", "model.fp16-1-of-2.safetensors", "model.fp16-2-of-2.safetensors"],
-        "fp16", ["model.fp16-1-of-2.safetensors", "model.fp16-2-of-2.safetensors"],
-    ),
     "a variant of another name": (["w.safetensors", "w.ema.safetensors"], "ema", ["w.ema.safetensors"]),
     "numbers without a total": (["part.00.pth", "part.01.pth"], "", ["part.00.pth", "part.01.pth"]),
     "one number": (["step-300.pt"], "", ["step-300.pt"]),
@@ -223,7 +195,6 @@ CHOSEN: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
         ["shard-00001-model-00001-of-00002.safetensors", "shard-00002-model-00001-of-00002.safetensors",
          "shard-00001-model-00002-of-00002.safetensors"],
     ),
-    "leftovers next to a name of one's own": (["weights.safetensors", *LEFTOVERS], "", ["weights.safetensors"]),
 }  # fmt: skip
 
 
@@ -251,18 +222,6 @@ REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
         "",
         r"w-01-of-1\.safetensors and w-1-of-1\.safetensors have the same number",
     ),
-    "two totals": (
-        ["model-1-of-2.safetensors", "model-3-of-3.safetensors"],
-        "",
-        r"several sets of weights: model-\*-of-2\.safetensors \(1 of 2 missing: numbers 2\), model-\*-of-3\.safetensors \(2 of 3",
-    ),
-    "two names": (
-        ["a-1-of-2.bin", "a-2-of-2.bin", "b-1-of-1.bin"],
-        "",
-        r"several sets of weights: a-\*-of-2\.bin \(2 files\), b-1-of-1\.bin; pass the file that is meant",
-    ),
-    "two files": (["a.safetensors", "b.safetensors"], "", r"several sets of weights: a\.safetensors, b\.safetensors; "),
-    "two formats": (["w.pt", "w.safetensors"], "", r"several sets of weights: w\.pt, w\.safetensors; pass the file"),
     "two libraries": (
         ["pytorch_model.bin", "diffusion_pytorch_model.safetensors"],
         "",
@@ -280,7 +239,6 @@ REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
         "",
         r"of a variant only: model\.fp16\.safetensors, pytorch_model\.ema-1-of-1\.bin; pass variant='ema' or variant='fp16'",
     ),
-    "numbers as variants": (["model.0.safetensors", "model.1.safetensors"], "", "pass variant='0' or variant='1'"),
     "no such variant": (
         ["model.safetensors", "model.ema.safetensors"],
         "fp16",
@@ -307,13 +265,6 @@ def test_names_of_which_none_comes_first_are_listed(what: str) -> None:
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_names_that_are_asked_for_one_by_one_are_all_that_come_first() -> None:
-    """Servers that cannot list are asked for the standard names."""
-    for variant in ("", "fp16"):
-        for name in standard_names(variant):
-            assert choose([name, "x.safetensors"], "FOLDER", variant) == [name]
-
-
 # ---- the option ----
 
 
@@ -328,6 +279,8 @@ def test_a_variant_is_for_folders(tmp_path: Path) -> None:
     folder = _small(tmp_path / "model", "model.safetensors", "model.fp16.safetensors")
     expected = Checkpoint.open(folder / "model.fp16.safetensors")
     assert_same(read_all(Checkpoint.open(folder, variant="fp16")), read_all(expected))
+    other = read_all(Checkpoint.open(folder / "model.safetensors"))
+    assert_same(read_all(Checkpoint.open(folder, expected.manifest)), other)  # of the same layout
     for source in (folder / "model.fp16.safetensors", {"w": torch.ones(1)}, expected):
         with pytest.raises(ValueError, match="variant='fp16' "):
             Checkpoint.open(source, variant="fp16")
@@ -360,20 +313,6 @@ def _with_variants(rank: int, folder: Path, variants: Sequence[str]) -> tuple[st
         assert bool((model.weight == -5.0).all())
         return type(error).__name__, str(error), 0.0
     return "", "", model.weight.double().sum().item()
-
-
-def _in_turn(rank: int, folder: Path, expected: dict[str, State]) -> None:
-    model = nn.Linear(3, 4)
-    with epload.HierarchicalLoader(readers="every", progress=False) as loader:
-        for variant in ("", "fp16", "fp16", ""):
-            loader.load(model, folder, variant=variant)
-            assert_same(model.state_dict(), expected[variant])
-
-
-def test_a_loader_loads_variants_in_turn(tmp_path: Path) -> None:
-    """Their layout is the same, so that it knows them from the load before."""
-    folder = _small(tmp_path / "model", "model.safetensors", "model.fp16.safetensors")
-    ranks.run(2, _in_turn, folder, {each: read_all(Checkpoint.open(folder, variant=each)) for each in ("", "fp16")})
 
 
 def test_all_ranks_load_the_same_variant_or_none_does(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -221,34 +220,6 @@ def test_an_argument_of_another_type(argument: str) -> None:
     make, options, message = ARGUMENTS[argument]
     with pytest.raises(TypeError, match=message):
         epload.load(make(), _state(), progress=False, **options)
-
-
-def test_arguments_that_look_odd_and_are_not() -> None:
-    epload.load(
-        _linear(),
-        _state(),
-        dtype={"weight": torch.float32},
-        timeout=timedelta(seconds=5),
-        progress=False,
-        options=LoadOptions(bucket_bytes=500),
-    )
-
-
-def _argument(rank: int, argument: str) -> tuple[str, str]:
-    make, options, _ = ARGUMENTS[argument]
-    try:
-        # What is wrong on one rank only is heard of by the others.
-        epload.load(make() if rank else _linear(), _state(), progress=False, **(options if rank else {}))
-    except TypeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.parametrize("argument", ["dtype", "model", "hook"])
-def test_every_rank_hears_of_an_argument(argument: str) -> None:
-    first, second = ranks.run(2, _argument, argument)
-    assert first == second
-    assert "expected" in first[1]
 
 
 # ---- renames ----

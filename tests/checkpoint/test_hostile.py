@@ -46,17 +46,16 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
             )
         except LoadError:
             return
-        found = read_layout(LocalFile(path))
+        found = {stored.name: stored for stored in read_layout(LocalFile(path))}
     for name, parameter in filled.named_parameters():
-        if name in report.missing_keys or (name not in found.names and parameter.numel() == 0):  # which needs nothing
+        if name in report.missing_keys or (name not in found and parameter.numel() == 0):  # which needs nothing
             assert not parameter.detach().any()
             continue
-        at = found.names.index(name)
-        nbytes = prod(found.shapes[at]) * found.dtypes[at].itemsize
-        raw = content[found.offsets[at] : found.offsets[at] + nbytes]
+        _, dtype, shape, offset, _ = found[name]
+        raw = content[offset : offset + prod(shape) * dtype.itemsize]
         value = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
-        wanted = value.view(found.dtypes[at]).reshape(found.shapes[at]).to(parameter.dtype)
-        assert torch.equal(parameter.detach().view(torch.int32), wanted.view(torch.int32))
+        expected = value.view(dtype).reshape(shape).to(parameter.dtype)
+        assert torch.equal(parameter.detach().view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
-from epload.checkpoint.remote import hub
+from epload.checkpoint import hub
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.checks import all_fine
@@ -109,31 +109,14 @@ def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tm
         assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
 
 
-def test_variants(model: Path, tmp_path: Path) -> None:
-    """Each is downloaded when it is asked for, into one folder of the cache."""
-    save_file(VARIANT, model / "model.fp16.safetensors")
-    variants = {"fp16": (VARIANT, {"model.fp16.safetensors": 1}), "": (STATE, {"model.safetensors": 1})}
-    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
-        fetched = {"config.json": 1}
-        for variant, (state, new) in variants.items():
-            assert_same(read_all(Checkpoint.open("org/name", variant=variant)), state)
-            fetched |= new
-            assert server.fetched == fetched
-        with pytest.raises(
-            CheckpointError, match=r"org/name@.* has no weights of variant='ema'; it has consolidated\.safe"
-        ):
-            Checkpoint.open("org/name", variant="ema")
-        assert server.fetched == fetched
-    with pointing(server.address, tmp_path / "cache", offline=True):
-        for variant, (state, _) in variants.items():
-            assert_same(read_all(Checkpoint.open("org/name", variant=variant)), state)
-
-
 def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path: Path) -> None:
     save_file(VARIANT, model / "model.fp16.safetensors")
     with serving(HubServer(model)) as server:
         with pointing(server.address, tmp_path / "cache"):
-            Checkpoint.open("org/name", variant="fp16").close()
+            assert_same(read_all(Checkpoint.open("org/name", variant="fp16")), VARIANT)
+            assert server.fetched == {"config.json": 1, "model.fp16.safetensors": 1}
+            with pytest.raises(CheckpointError, match=r"has no weights of variant='ema'; it has consolidated\.safe"):
+                Checkpoint.open("org/name", variant="ema")
         with (
             pointing(server.address, tmp_path / "cache", offline=True),
             pytest.raises(

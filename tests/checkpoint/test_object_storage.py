@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology, load
-from epload.checkpoint.remote import clients, object_store
+from epload.checkpoint import object_clients, object_store
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
-from support.checks import all_fine, differences
-from support.dcp_checkpoints import FORMATS, folder_of, save_all, sharded
+from support.checks import all_fine
+from support.dcp_checkpoints import FORMATS, folder_of, save_all
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
 from support.tls_server import untrusted
@@ -55,7 +55,7 @@ def only(library: str) -> Iterator[None]:
     """As if no other client were installed."""
     with ExitStack() as stack:
         if library == "fsspec":
-            stack.enter_context(mock.patch.dict(clients._OBSTORE, clear=True))
+            stack.enter_context(mock.patch.dict(object_clients._OBSTORE, clear=True))
         yield
 
 
@@ -294,14 +294,6 @@ def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
             clean(caught.value)
 
 
-def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
-    folder_with_index(tmp_path, small_state())
-    checkpoint = Checkpoint.open(f"file://{tmp_path}")
-    assert_same(read_all(checkpoint), small_state())
-    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 100)
-    assert "was replaced" in checkpoint.changed()
-
-
 # ---- loads ----
 
 READERS = ("auto", "partitioned", "one", "per_node", "every")
@@ -379,21 +371,6 @@ def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Pa
     all_fine(ranks.run(4, _replaced_meanwhile, s3[1].address, url, s3[0].port, str(tmp_path / "2")))
 
 
-def _load_dcp(rank: int, address: str, url: str) -> list[str]:
-    os.environ.update(s3_server.environment(address))
-    problems, topology = [], Topology.from_nodes(NODES)
-    for readers in READERS:
-        model = sharded("moe", values=False, on="meta")
-        with HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False) as loader:
-            for turn in ("from meta", "again"):
-                loader.load(model, url)
-                problems += [f"{readers}, {turn}: {text}" for text in differences(sharded("moe", values=True), model)]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.zero_()
-    return problems
-
-
 def _load_in_every_mode(rank: int, url: str) -> list[str]:
     object_store.FIRST_PAUSE = 0.02
     problems = []
@@ -416,13 +393,3 @@ def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
     put(s3[0], tmp_path, "web/ranks")
     s3[1].fault = now_and_then(1)
     all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
-
-
-def test_a_scheme_of_fsspec_on_ranks(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, _load_in_every_mode, f"file://{tmp_path}"))
-
-
-def test_a_dcp_folder_into_a_sharded_model(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
-    url = put(s3[0], folder_of(dcp_folders, "moe", "torch"), "dcp/moe")
-    all_fine(ranks.run(4, _load_dcp, s3[1].address, url))

@@ -17,10 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-from campaigns import replaced
 from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
 from epload import Checkpoint, CheckpointError, HierarchicalLoader
-from epload.checkpoint import local_store
 from epload.checkpoint.local_store import LocalFile
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading.run import LoadRun
@@ -186,20 +184,6 @@ def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:
         file.close()
 
 
-@pytest.mark.parametrize(("age", "slept"), [(0.001, True), (0.011, True), (0.1, False), (-5.0, True)])
-def test_only_a_young_file_is_waited_for(age: float, slept: bool, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x")
-    now = path.stat().st_ctime_ns + int(age * 1e9)
-    with (
-        mock.patch.object(local_store.time, "time_ns", return_value=now),
-        mock.patch.object(local_store.time, "sleep") as sleep,
-    ):
-        LocalFile(path).close()
-    assert sleep.called == slept
-    assert all(0 < call.args[0] <= 0.02 for call in sleep.call_args_list)
-
-
 def _refused_early(rank: int, folder: str) -> list[str]:
     """A load that is refused after the files were opened leaves none open."""
     loader = HierarchicalLoader(progress=False)
@@ -214,21 +198,3 @@ def _refused_early(rank: int, folder: str) -> list[str]:
 def test_a_refused_load_keeps_no_file_open(tmp_path: Path) -> None:
     _small(tmp_path)
     assert ranks.run(2, _refused_early, str(tmp_path)) == [[], []]
-
-
-def test_the_campaign_would_notice() -> None:
-    """Its judge, of outcomes that are wrong."""
-    run = Run("one", "rename", "first", "read")
-    fine = replaced.Outcome(True, "", "", "old", "")
-    refused = replaced.Outcome(True, "CheckpointError", "model-0.safetensors was replaced", "", "")
-    assert judged(run, [fine] * 4) == ("right", "")
-    assert judged(run, [refused] * 4) == ("refused", "")
-    for bad in (
-        replaced.Outcome(True, "", "", "neither", ""),
-        replaced.Outcome(True, "", "", "new", ""),
-        replaced.Outcome(True, "", "", "old", "wrong values"),
-        refused,
-    ):
-        assert judged(run, [fine, fine, bad, fine])[0] == "wrong"
-    assert judged(run, [replaced.Outcome(True, "LoadError", "model-0.safetensors", "", "")] * 4)[0] == "wrong"
-    assert judged(run, [replaced.Outcome(True, "CheckpointError", "some file", "", "")] * 4)[0] == "wrong"

@@ -17,8 +17,6 @@ from support.checkpoint_kinds import one_file
 from support.checkpoints import make_cold, tensor
 from support.traced_reads import Traced, fill
 
-MOST_BYTES = 16 << 20
-"""Of one request."""
 MOST_VECTORS = 1024
 """IOV_MAX of Linux."""
 
@@ -44,24 +42,6 @@ def test_adjacent_tensors_are_one_request(size: int, count: int, requests: int, 
     assert len(seen) <= requests
     assert max(request.vectors for request in seen) <= MOST_VECTORS
     assert sum(request.nbytes for request in seen) == size * count
-
-
-def test_tensors_that_are_far_apart_are_requests_of_their_own(tmp_path: Path) -> None:
-    state = {f"t{i}": tensor(i, (size,), torch.uint8) for i, size in enumerate((64, 100_000, 64, 64, 100_000))}
-    path = one_file(tmp_path, state)
-    number = Checkpoint.open(path).manifest.names.index
-    wanted = [Piece(number(f"t{i}"), 0, 64 * at, 64) for at, i in enumerate((0, 2, 3))]
-    traced = fill(path, wanted, 192)
-    assert sorted(request.nbytes for request in traced.requests) == [64, 128]
-    expected = torch.cat([state[f"t{i}"] for i in (0, 2, 3)])
-    assert torch.equal(traced.buffer, expected)
-
-
-def test_requests_are_bounded(tmp_path: Path) -> None:
-    state = {"small": tensor(1, (100,), torch.uint8), "large": tensor(2, ((2 * MOST_BYTES + 999) // 4,), torch.int32)}
-    seen = read_in_order(one_file(tmp_path, state), state).requests
-    assert len(seen) <= 4
-    assert max(request.nbytes for request in seen) <= MOST_BYTES
 
 
 @pytest.mark.parametrize("most", [1, 13, 100])
@@ -92,16 +72,3 @@ def test_a_cold_file_is_read_past_the_cache_unless_its_file_system_refuses(refus
     assert traced.error == ""
     assert torch.equal(traced.buffer, tensor(1, (1 << 20,), torch.uint8))
     assert (cached(large_file) > 0.9) == bool(refused)
-
-
-def test_what_is_in_the_cache_is_not_read_past_it(large_file: Path) -> None:
-    large_file.read_bytes()
-    traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=errno.EIO)
-    assert traced.error == ""
-    assert len(traced.requests) == 1
-
-
-def test_a_read_error_past_the_cache_names_the_file(large_file: Path) -> None:
-    traced = fill(large_file, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=errno.EIO, error=errno.EIO)
-    assert str(large_file) in traced.error
-    assert "Input/output error" in traced.error

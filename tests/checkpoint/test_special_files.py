@@ -88,13 +88,6 @@ def test_a_link_to_nothing(to: str, tmp_path: Path) -> None:
             Checkpoint.open(source)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_with_the_name_of_a_file(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(CheckpointError, match=rf"no checkpoint in {tmp_path}: .* got a folder {name}/"):
-        Checkpoint.open(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "x.bin", ".metadata", "model.safetensors.index.json"])
 @pytest.mark.parametrize("file", ["/proc/self/mem", "/proc/self/pagemap", "/proc/version"])
 def test_files_without_a_size(name: str, file: str, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from epload.checkpoint import byte_store
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.local_store import LocalFolder
-from epload.checkpoint.remote.clients import Address
-from epload.checkpoint.remote.object_store import ObjectFolder
+from epload.checkpoint.object_clients import Address
+from epload.checkpoint.object_store import ObjectFolder
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.copy_table import CopyTable
@@ -60,8 +60,7 @@ def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, ByteSto
         (folder / str(number)).write_bytes(content)
     chunks = Chunks.of([tuple(v.shape) for v in values], [v.dtype.itemsize for v in values], boxes)
     where = ObjectFolder(Address(f"file://{folder}")) if random.random() < 0.5 else LocalFolder(folder)
-    with where.open(["0", "1"]) as files:
-        return values, chunks, where.store(files), file, torch.tensor(offset)
+    return values, chunks, where.store(where.open(["0", "1"])), file, torch.tensor(offset)
 
 
 def test_regions_of_tensors_in_chunks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import epload
 from epload import Checkpoint, CheckpointError, LoadError, ModelMismatch
-from epload.checkpoint.remote import object_store
+from epload.checkpoint import object_store
 from epload.cli.main import main
 from epload.cli.output import print_json
 from epload.core.log import logger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -45,8 +45,8 @@ class Checkpoint(ABC):
     """True if its tensors can be read only once."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
-    _opener: ClassVar[Opener]
-    """Set by the package, since the formats are subclasses of this class."""
+    _opener: ClassVar[Any]
+    """The module ``opening``, set by the package, since the formats are subclasses of this class."""
 
     @property
     @abstractmethod
@@ -74,7 +74,7 @@ class Checkpoint(ABC):
         return None
 
     def tensor(self, index: int) -> Tensor | None:
-        """The tensor with this index in the manifest, if the checkpoint has it in memory; else None."""
+        """Returns the tensor with this index in the manifest if it is in memory, else None."""
         return None
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
@@ -92,7 +92,7 @@ class Checkpoint(ABC):
             The bytes read, or None if the checkpoint cannot read this way.
 
         Raises:
-            CheckpointError: a file is missing, cannot be read or ends too early.
+            CheckpointError: a file has changed, cannot be read or ends too early.
         """
         return None
 
@@ -163,22 +163,20 @@ class Checkpoint(ABC):
             TypeError: ``source`` has another type.
             ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
-        if isinstance(source, Checkpoint):
-            if prefix:
+        if not isinstance(source, Checkpoint):
+            opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
+            return opened
+        for name, value, path in (("prefix", prefix, "a DCP folder"), ("variant", variant, "a folder")):
+            if value:
                 raise ValueError(
-                    f"prefix={prefix!r} is for the path of a DCP folder, not for a Checkpoint: open it with the prefix"
+                    f"{name}={value!r} is for the path of {path}, not for a Checkpoint: open it with the {name}"
                 )
-            if variant:
-                raise ValueError(
-                    f"variant={variant!r} is for the path of a folder, not for a Checkpoint: open it with the variant"
-                )
-            if changed := source.changed():
-                raise CheckpointError(
-                    f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
-                )
-            source.prepare()
-            return source
-        return Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
+        if changed := source.changed():
+            raise CheckpointError(
+                f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
+            )
+        source.prepare()
+        return source
 
     @staticmethod
     def join(
@@ -197,7 +195,8 @@ class Checkpoint(ABC):
             OtherLayout: without ``same_content``, it has another layout, or only the other rank can tell which one is meant.
             TypeError: ``source`` has another type.
         """
-        return Checkpoint._opener.join_source(source, manifest, progress or _ignore, same_content)
+        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress or _ignore, same_content)
+        return joined
 
     @staticmethod
     def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
@@ -211,22 +210,13 @@ class Checkpoint(ABC):
             CheckpointError: a tensor is sparse, quantized or on meta.
             TypeError: a tensor is a DTensor, no value is a tensor, or a name is not a string.
         """
-        return Checkpoint._opener.from_state_dict(state_dict, consume)
+        wrapped: Checkpoint = Checkpoint._opener.from_state_dict(state_dict, consume)
+        return wrapped
 
 
 def _ignore(nbytes: int) -> None:
-    """Progress that nobody asks for."""
+    """Does nothing: progress that nobody asks for."""
 
 
 class OtherLayout(Exception):
-    """See :meth:`Checkpoint.join`."""
-
-
-class Opener(Protocol):
-    """Implements the static methods of :class:`Checkpoint`; see there."""
-
-    def open_source(
-        self, source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress
-    ) -> Checkpoint: ...
-    def join_source(self, source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint: ...
-    def from_state_dict(self, state_dict: Mapping[str, Tensor], consume: bool) -> Checkpoint: ...
+    """Raised by :meth:`Checkpoint.join`. Not a CheckpointError: the load goes on without the layout that was expected."""

@@ -1,13 +1,16 @@
-"""The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored."""
+"""The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored.
+
+A store is one module with a :class:`Folder`, which ``STORES`` in :mod:`epload.checkpoint.opening` lists.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,16 +24,21 @@ SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
 
 
+Shared = tuple[str, Sequence[str]]
+"""The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
+
+
 class StoredFile(ABC):
     """One open file of a store. ``str(file)`` is its path or URL, for error messages. Reading is thread-safe."""
 
     name: str
     """Last component of the path or URL."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Size in bytes when the file was opened."""
+    nbytes: int
+    """Size in bytes when the file was opened."""
+    identity: str = ""
+    """The storage's own identifier of the content, such as an ETag; empty if it has none."""
+    mapping_path: Path | None = None
+    """A local path by which the open file can be memory-mapped; None if there is none."""
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -42,12 +50,7 @@ class StoredFile(ABC):
         """
 
     def read_whole(self, limit: int) -> bytes:
-        """Returns all bytes of a file that describes others.
-
-        Raises:
-            CheckpointError: the file has changed since it was opened, or is larger than ``limit``.
-            OSError: it cannot be read.
-        """
+        """Returns all bytes of a file that describes others. Raises as :meth:`read`; CheckpointError if it is too large."""
         if self.nbytes > limit:
             raise CheckpointError(
                 f"{self} has {self.nbytes} bytes, expected at most {limit} from its name: replace it, or save it again"
@@ -55,18 +58,12 @@ class StoredFile(ABC):
         return self.read(0, self.nbytes)
 
     def stream(self) -> BinaryIO:
-        """A new stream over the open file, positioned at its beginning; the caller closes it. Raises as :meth:`read`."""
+        """Returns a new stream over the open file, positioned at its beginning. Reading raises as :meth:`read`."""
         return io.BufferedReader(_Stream(self), _STREAM_BYTES)
 
-    @property
-    def identity(self) -> str:
-        """The storage's own identifier of the content, such as an ETag; empty if it has none."""
+    def changed(self) -> str:
+        """Returns how the file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if not."""
         return ""
-
-    @property
-    def mapping_path(self) -> Path | None:
-        """A local path by which the open file can be memory-mapped; None if there is none."""
-        return None
 
     def close(self) -> None:
         """Releases what it holds, if anything. Later reads open the file again, provided that it is unchanged."""
@@ -78,7 +75,7 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, file: StoredFile) -> None:
         self._file = file
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -87,37 +84,59 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.nbytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        part = self._file.read(self._at, len(buffer))
+        part = self._file.read(self._position, len(buffer))
         buffer[: len(part)] = part
-        self._at += len(part)
+        self._position += len(part)
         return len(part)
 
 
 class ByteStore(ABC):
     """The files of one checkpoint, open for reading. Reading is thread-safe; closing must not overlap with it.
 
-    An implementation opens each file once and reads everything, headers included, from what it opened, so that what was
-    parsed is what is read.
+    Each file is opened once and everything, headers included, is read from what was opened, so that what was parsed is what is
+    read.
     """
 
     files: Sequence[StoredFile]
-    """The files that ranges refer to by index."""
+    _all: Sequence[StoredFile]
+    """The files, and others whose content the checkpoint depends on."""
     direct_io: bool = False
     """True if large reads of what is not in the page cache go past it, in a store that uses it."""
     threads: int | None = None
     """Number of threads that read, in a store that has threads; None for the store's own number."""
 
-    @abstractmethod
+    def __init__(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> None:
+        """Takes ownership of the files.
+
+        Args:
+            files: the files that ranges refer to by index.
+            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
+        """
+        self.files = files
+        self._all = [*metadata, *files]
+
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
+        return next(filter(None, (file.changed() for file in self._all)), "")
+
+    def reopen(self) -> None:
+        """Opens all files by path again, so that later reads see what other ranks find there.
+
+        Raises:
+            CheckpointError: a file is not the one that was opened before.
+        """
+        if changed := self.changed():
+            raise CheckpointError(f"{changed} after it was opened; load again")
+
+    def close(self) -> None:
+        """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
+        for file in self._all:
+            file.close()
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
@@ -179,21 +198,36 @@ class ByteStore(ABC):
         """
         return None
 
-    @abstractmethod
-    def reopen(self) -> None:
-        """Opens all files by path again, so that later reads see what other ranks find there.
-
-        Raises:
-            CheckpointError: a file is not the one that was opened before.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
-
 
 class Folder(ABC):
     """The location of a checkpoint's files. ``str(folder)`` is its path or URL, for error messages."""
+
+    store: ClassVar[type[ByteStore]]
+    """Reads the files that the folder has opened."""
+
+    def __init__(self) -> None:
+        self._opened: list[StoredFile] = []
+
+    @classmethod
+    @abstractmethod
+    def locate(
+        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    ) -> tuple[Folder, str] | None:
+        """Finds what a path or URL means. A store that downloads does so here.
+
+        Args:
+            source: as for ``Checkpoint.open``.
+            variant: of the weights, where the store downloads.
+            progress: called with numbers of bytes as they are downloaded.
+            shared: what another rank has opened, if this one joins it.
+
+        Returns:
+            The folder, and the name of the file in it that is meant, "" for the folder itself; None if ``source`` is not of this
+            store.
+
+        Raises:
+            CheckpointError: there is nothing.
+        """
 
     @abstractmethod
     def names(self, standard: Sequence[str] = ()) -> list[str]:
@@ -206,23 +240,29 @@ class Folder(ABC):
             CheckpointError, OSError: it cannot be read.
         """
 
-    def present(self, names: Sequence[str]) -> set[str]:
-        """Returns those of ``names`` that are in the folder. Raises as :meth:`names`."""
-        return {*names} & {*self.names()}
+    def open(self, names: Sequence[str]) -> list[StoredFile]:
+        """Opens files. Raises CheckpointError; OSError, which names the file."""
+        begin = len(self._opened)
+        self._opened.extend(self._files(names))
+        return self._opened[begin:]
 
     @abstractmethod
-    def open(self, names: Sequence[str]) -> AbstractContextManager[Sequence[StoredFile]]:
-        """Opens files, and closes them if the body raises. Raises CheckpointError; OSError, which names the file."""
+    def _files(self, names: Sequence[str]) -> Iterable[StoredFile]:
+        """Opens files."""
 
-    @abstractmethod
-    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> ByteStore:
-        """A store of files that this folder has opened, of which it takes ownership.
+    def read(self, name: str, limit: int) -> bytes:
+        """Returns the content of a file, up to ``limit`` bytes. Raises as :meth:`open`."""
+        (file,) = self._files([name])
+        try:
+            return file.read(0, limit)
+        finally:
+            file.close()
 
-        Args:
-            files: the files that ranges refer to.
-            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
-        """
+    def close(self) -> None:
+        """Closes what was opened, if it was to no avail."""
+        for file in self._opened:
+            file.close()
 
     @abstractmethod
     def path_of(self, name: str) -> str:
-        """The path or URL of a file in it, for error messages."""
+        """Returns the path or URL of a file in it, for error messages."""

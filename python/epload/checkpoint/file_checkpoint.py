@@ -1,8 +1,13 @@
-"""Checkpoints whose tensors, or parts of them, are byte ranges of files, in any format and in any byte store."""
+"""Checkpoints whose tensors, or parts of them, are byte ranges of files, in any format and in any byte store.
+
+A format is one module with a :class:`Format`, which ``FORMATS`` in :mod:`epload.checkpoint.opening` lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,17 +15,18 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
-from epload.checkpoint.manifest import FileFacts, FileLayout, Manifest, TensorLocations
+from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor, TensorLocations
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
-from epload.core.pieces import Piece, Pieces
+from epload.core.pieces import Piece, Pieces, Quantization
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native.ops import Pipe
 
 
 class FileCheckpoint(Checkpoint):
-    """Files in which each tensor, or each chunk of it, is one byte range. Adjacent ranges are read with one request."""
+    """Files in which each tensor, or each chunk of it, is one byte range."""
 
     _store: ByteStore
 
@@ -35,24 +41,27 @@ class FileCheckpoint(Checkpoint):
     def manifest(self) -> Manifest:
         return self._manifest
 
+    def declare(self, quantization: Quantization | None) -> None:
+        """Adds what a configuration next to the files declares to the manifest."""
+        self._manifest = self._manifest.with_quantization(quantization)
+
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         columns, locations = Pieces.of(pieces).columns, self._locations
         if locations.chunks is not None:
-            targets, copies, origins = locations.chunks.fill(bucket, columns)
-            self._store.read_regions(locations.file, locations.offset, Regions(targets, copies, origins))
+            regions = Regions(*locations.chunks.fill(bucket, columns))
+            self._store.read_regions(locations.file, locations.offset, regions)
             return
         tensor, tensor_offset, bucket_offset, nbytes = columns.unbind(1)
         offset = locations.offset[tensor] + tensor_offset
-        self._store.read(torch.stack(_coalesced(locations.file[tensor], offset, bucket_offset, nbytes), 1), bucket)
+        self._store.read(torch.stack([locations.file[tensor], offset, bucket_offset, nbytes], 1), bucket)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
         columns, locations = Pieces.of(pieces).columns, self._locations
         if locations.chunks is not None:
             regions = Regions(*locations.chunks.fill(bucket, columns), pipe)
         else:
-            regions = Regions(
-                [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]), columns[:, :2].contiguous(), pipe
-            )
+            copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
+            regions = Regions([bucket], copies, columns[:, :2].contiguous(), pipe)
         self._store.read_regions(locations.file, locations.offset, regions)
         return True
 
@@ -67,63 +76,57 @@ class FileCheckpoint(Checkpoint):
         return self._store.digest_regions(self._locations.file, self._locations.offset, origins, table)
 
 
-def _coalesced(file: Tensor, offset: Tensor, position: Tensor, nbytes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Joins ranges that follow each other both in the file and in the buffer. Columns are int64 [n]."""
-    apart = (
-        (file[1:] != file[:-1]) | (offset[1:] != (offset + nbytes)[:-1]) | (position[1:] != (position + nbytes)[:-1])
-    )
-    first = torch.cat([torch.ones_like(file[:1], dtype=torch.bool), apart])
-    run = first.cumsum(0) - 1
-    total = torch.zeros(int(first.sum()), dtype=torch.int64).index_add_(0, run, nbytes)
-    return file[first], offset[first], position[first], total
+@dataclass(frozen=True)
+class OpenFiles:
+    """The files of a checkpoint that is not described yet."""
+
+    files: Sequence[StoredFile]
+    facts: Sequence[FileFacts]
+    """One entry per file."""
+    store: ByteStore
+    """The store of these files."""
+    source: str
+    """The path, for messages."""
+    index: Index | None
+    """The index that names the files, if there is one."""
+
+    def checkpoint(self, layouts: Sequence[Sequence[StoredTensor]], ignored: Sequence[str] = ()) -> FileCheckpoint:
+        """Returns the checkpoint of files with these tensors.
+
+        Args:
+            layouts: the tensors of each file.
+            ignored: names of entries that hold no tensor.
+
+        Raises:
+            CheckpointError: a tensor is in two files, or the index names one that is in none.
+        """
+        tensors: dict[str, tuple[int, StoredTensor]] = {}
+        for number, (file, layout) in enumerate(zip(self.files, layouts, strict=True)):
+            for tensor in layout:
+                if self.index is None or self.index.places(tensor.name, file.name):
+                    if tensor.name in tensors:
+                        raise CheckpointError(
+                            f"{tensor.name} is both in {self.files[tensors[tensor.name][0]]} and in {file}"
+                        )
+                    tensors[tensor.name] = number, tensor
+        if self.index is not None:
+            self.index.check_complete({*tensors, *ignored})
+        files, stored = zip(*tensors.values(), strict=True) if tensors else ((), ())
+        digest = "" if self.index is None else self.index.digest
+        offsets = column([tensor.offset for tensor in stored])
+        locations = TensorLocations(tuple(self.facts), column(files), offsets, digest)
+        shapes, dtypes = tuple(tensor.shape for tensor in stored), tuple(tensor.dtype for tensor in stored)
+        return FileCheckpoint(
+            self.store, Manifest(tuple(tensors), shapes, dtypes, self.source, locations, tuple(ignored))
+        )
 
 
-def merge_layouts(
-    files: Sequence[StoredFile],
-    layouts: Sequence[FileLayout],
-    facts: Sequence[FileFacts],
-    source: str,
-    index: Index | None,
-) -> Manifest:
-    """The manifest of files with these layouts.
+class Format(NamedTuple):
+    """A format of files with tensors."""
 
-    Args:
-        files: all of one format.
-        layouts, facts: of each file.
-        source: for error messages.
-        index: names the file of each tensor, if there is an index.
-
-    Raises:
-        CheckpointError: a tensor is in two files, or the index names one that is in none.
-    """
-    numbers: list[int] = []
-    offsets: list[int] = []
-    file_of: dict[str, int] = {}
-    shapes: list[tuple[int, ...]] = []
-    kinds: list[torch.dtype] = []
-    ignored: dict[str, None] = {}
-    for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
-        ignored |= dict.fromkeys(layout.ignored)
-        order = layout.order
-        if index is not None:
-            order = [i for i in order if index.places(layout.names[i], file.name)]
-        names, ordered_shapes, types, begins = layout.names, layout.shapes, layout.dtypes, layout.offsets
-        if order != range(len(names)):
-            names, ordered_shapes = [names[i] for i in order], [ordered_shapes[i] for i in order]
-            types, begins = [types[i] for i in order], [begins[i] for i in order]
-        if (twice := next(filter(file_of.__contains__, names), None)) is not None:
-            raise CheckpointError(f"{twice} is both in {files[file_of[twice]]} and in {file}")
-        file_of.update(dict.fromkeys(names, number))
-        shapes += ordered_shapes
-        kinds += types
-        numbers += [number] * len(names)
-        offsets += begins
-    if index is not None:
-        index.check_complete({*file_of, *ignored})
-    locations = TensorLocations(
-        tuple(facts),
-        column(numbers),
-        column(offsets),
-        "" if index is None else index.digest,
-    )
-    return Manifest(tuple(file_of), tuple(shapes), tuple(kinds), source, locations, tuple(ignored))
+    suffixes: tuple[str, ...]
+    """The suffixes of its files; "" for files of all names that no other format has."""
+    facts: Callable[[StoredFile], FileFacts]
+    """Returns the facts of a file. Raises CheckpointError if it has changed, OSError if it cannot be read."""
+    read: Callable[[OpenFiles], FileCheckpoint | StateDictCheckpoint]
+    """Parses files. Raises CheckpointError if they are malformed, OSError if they cannot be read."""

@@ -12,10 +12,12 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from epload.checkpoint import dcp, unsupported
+from epload.checkpoint import unsupported
 from epload.errors import CheckpointError
 
 CONFIG = "config.json"
+DCP = ".metadata"
+"""The description of a DCP folder."""
 _TRANSFORMERS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -30,8 +32,7 @@ _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict
 """Files that the Trainer of transformers and accelerate save next to the weights."""
 _RANK_FILE = re.compile(r"shard-\d+-(?=model-\d+-of-\d+)")
 """Start of the names of the files that torch's HuggingFaceStorageWriter writes for each rank."""
-_SHARD = re.compile(r"(.*?)([0-9]{1,9})-of-([0-9]{1,9})(.*)")
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
+_NUMBERED = re.compile(r"(?P<begin>.*?)(?P<number>[0-9]{1,9})(-of-(?P<total>[0-9]{1,9})(?P<end>.*)|)")
 _MAX_SHOWN = 6
 
 
@@ -60,7 +61,7 @@ class FileSet(NamedTuple):
 def standard_names(variant: str = "") -> list[str]:
     """Returns the names that weights have in a folder, in the order in which they are chosen."""
     names = [*_of_variant(_TRANSFORMERS, variant), *_of_variant(_DIFFUSERS, variant)]
-    return names if variant else [*names, dcp.FILE, *_PEFT]
+    return names if variant else [*names, DCP, *_PEFT]
 
 
 def choose(names: Collection[str], where: str, variant: str = "", named_by_config: str = "") -> list[str]:
@@ -86,10 +87,19 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
         raise _ambiguous(where, [*standard, *of_ranks])
     if standard:
         return standard
-    if not variant and (name := next(filter(names.__contains__, (dcp.FILE, *_PEFT)), "")):
+    if not variant and (name := next(filter(names.__contains__, (DCP, *_PEFT)), "")):
         return [name]
     candidates = [each for each in sets if (each.base.endswith(f".{variant}") if variant else not each.variant)]
-    return _only(candidates, sets, names, where, variant)
+    reason = unsupported.of_folder(where, names) if DCP not in names else ""
+    if reason and not any(name.endswith(".safetensors") for each in candidates for name in each.files):
+        raise CheckpointError(reason)
+    if len(candidates) > 1:
+        raise _ambiguous(where, candidates)
+    if not candidates:
+        raise _no_weights(sets, names, where, variant)
+    if candidates[0].fault:
+        raise CheckpointError(f"{where} has no complete set of weights: {candidates[0]}; copy the files again")
+    return candidates[0].files
 
 
 def weights_in_config(content: bytes) -> str:
@@ -124,28 +134,17 @@ def _check_named(name: str, names: Collection[str], where: str, variant: str) ->
     return name
 
 
-def _only(
-    candidates: Sequence[FileSet], sets: Sequence[FileSet], names: Collection[str], where: str, variant: str
-) -> list[str]:
-    """Returns the files of the only candidate. Raises CheckpointError."""
-    reason = unsupported.of_folder(where, names) if dcp.FILE not in names else ""
-    if reason and not any(name.endswith(".safetensors") for each in candidates for name in each.files):
-        raise CheckpointError(reason)
-    if len(candidates) > 1:
-        raise _ambiguous(where, candidates)
-    if candidates and candidates[0].fault:
-        raise CheckpointError(f"{where} has no complete set of weights: {candidates[0]}; copy the files again")
-    if candidates:
-        return candidates[0].files
+def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, variant: str) -> CheckpointError:
+    """Returns the error for a folder in which no set is meant."""
     if variant:
-        there = [*sets, *["a DCP checkpoint"] * (dcp.FILE in names)] or ["none"]
-        raise CheckpointError(f"{where} has no weights of variant={variant!r}; it has {_listed(there)}")
+        present = [*sets, *["a DCP checkpoint"] * (DCP in names)] or ["none"]
+        return CheckpointError(f"{where} has no weights of variant={variant!r}; it has {_listed(present)}")
     if variants := sorted({each.variant for each in sets}):
         choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])
-        raise CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
+        return CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
     folders = [name for name in names if name.endswith(tuple(f"{suffix}/" for suffix in _WEIGHTS))]
     also = f", got a folder {folders[0]}" if folders else ""
-    raise CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{also}")
+    return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{also}")
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:
@@ -163,32 +162,28 @@ def _group(names: Collection[str]) -> list[FileSet]:
     """Returns the weight files of a folder as sets, sorted by name. Files without a total, such as ``part-0`` and ``part-1``,
     are one set if their numbers have no gap."""
     numbered: dict[tuple[str, str, str, str], dict[int, list[str]]] = {}
-    sets = []
+    singles = []
     for name in sorted(names):
         if not name.endswith(_WEIGHTS) or _TRAINING_STATE.fullmatch(name):
             continue
         stem, _, suffix = name.rpartition(".")
-        stem = _RANK_FILE.sub("shard-*-", stem)
-        if match := _SHARD.fullmatch(stem):
-            begin, number, total, end = match.groups()
-        elif (match := _NUMBERED.fullmatch(stem)) and not stem.startswith(_STEMS):
-            begin, number, total, end = *match.groups(), "", ""
+        match = _NUMBERED.fullmatch(_RANK_FILE.sub("shard-*-", stem))
+        if match and (match["total"] or not stem.startswith(_STEMS)):
+            key = match["begin"], match["total"] or "", match["end"] or "", suffix
+            numbered.setdefault(key, {}).setdefault(int(match["number"]), []).append(name)
         else:
-            sets.append(FileSet(name, stem, [name]))
-            continue
-        numbered.setdefault((begin, total, end, suffix), {}).setdefault(int(number), []).append(name)
+            singles.append(name)
+    sets = []
     for (begin, total, end, suffix), files in numbered.items():
         listed = [name for number in sorted(files) for name in files[number]]
         fault = _fault(files, int(total) if total else len(files))
-        if total or (len(files) > 1 and not fault):
-            pattern = (
-                listed[0]
-                if len(listed) == 1 and not fault
-                else f"{begin}*{f'-of-{total}' if total else ''}{end}.{suffix}"
-            )
-            sets.append(FileSet(pattern, begin.rstrip("-_.") + end, listed, fault))
-        else:
-            sets += [FileSet(name, name.rpartition(".")[0], [name]) for name in listed]
+        if not total and (fault or len(files) == 1):
+            singles += listed
+            continue
+        pattern = f"{begin}*{f'-of-{total}' if total else ''}{end}.{suffix}"
+        shown = listed[0] if len(listed) == 1 and not fault else pattern
+        sets.append(FileSet(shown, begin.rstrip("-_.") + end, listed, fault))
+    sets += [FileSet(name, _RANK_FILE.sub("shard-*-", name).rpartition(".")[0], [name]) for name in singles]
     return sorted(sets, key=lambda each: each.files)
 
 

@@ -18,20 +18,23 @@ _MAX_BYTES = 100_000_000
 class Index:
     """One index file, parsed when its content is asked for. Not trusted."""
 
-    def __init__(self, file: StoredFile) -> None:
-        """Raises CheckpointError if it is too large; OSError."""
-        self._file = file
-        self._raw = file.read_whole(_MAX_BYTES)
-        self.digest = hashlib.blake2b(self._raw, digest_size=16).hexdigest()
+    def __init__(self, file: StoredFile, limit: int = _MAX_BYTES, salt: bytes = b"") -> None:
+        """Raises CheckpointError if it has more than ``limit`` bytes; OSError.
+
+        Args:
+            salt: anything else than the content on which the meaning of the index depends.
+        """
+        self.file = file
+        self.raw = file.read_whole(limit)
+        self.digest = hashlib.sha256(self.raw + salt).hexdigest()[:32]
 
     @property
     def is_valid(self) -> bool:
         """True if the file is a JSON object with a weight map, which may still be malformed."""
         try:
-            content = json.loads(self._raw)
-        except (ValueError, RecursionError):
+            return "weight_map" in dict(json.loads(self.raw))
+        except (ValueError, TypeError, RecursionError):
             return False
-        return isinstance(content, dict) and "weight_map" in content
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -41,17 +44,17 @@ class Index:
             CheckpointError: the index is malformed, or names something else than files in its own folder.
         """
         try:
-            weight_map: dict[str, str] = json.loads(self._raw)["weight_map"]
+            weight_map: dict[str, str] = json.loads(self.raw)["weight_map"]
             if not all(isinstance(text, str) for text in [*weight_map.keys(), *weight_map.values()]):
                 raise TypeError("weight_map has values other than strings")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f'{self._file}: expected a JSON object with a "weight_map" of tensor names to file names'
+                f'{self.file}: expected a JSON object with a "weight_map" of tensor names to file names'
             ) from error
         for name in sorted(set(weight_map.values())):
             if Path(name).name != name or name in ("", ".", ".."):
                 raise CheckpointError(
-                    f"{self._file}: names the file {name!r}; expected a plain file name in the index's own folder"
+                    f"{self.file}: names the file {name!r}; expected a plain file name in the index's own folder"
                 )
         return weight_map
 
@@ -61,17 +64,17 @@ class Index:
         return sorted(set(self.weight_map.values()))
 
     def absent(self, file_name: str) -> CheckpointError:
-        """The error for a file that the index names and that does not exist."""
+        """Returns the error for a file that the index names and that does not exist."""
         name = next(name for name, file in self.weight_map.items() if file == file_name)
-        return CheckpointError(f"{self._file}: places {name} in {file_name}, which is not in its folder")
+        return CheckpointError(f"{self.file}: places {name} in {file_name}, which is not in its folder")
 
     def places(self, name: str, file_name: str) -> bool:
-        """Returns True if the tensor ``name``, found in a file, is to be read from there. Tensors that the index omits are."""
+        """Returns True if the tensor ``name`` is to be read from this file, in which it is. The index may omit tensors."""
         return self.weight_map.get(name, file_name) == file_name
 
     def check_complete(self, names: Container[str]) -> None:
-        """Checks that all entries were found in the files. Raises CheckpointError."""
+        """Checks that all entries are among the names that the files have. Raises CheckpointError."""
         if (absent := next((name for name in self.weight_map if name not in names), None)) is not None:
             raise CheckpointError(
-                f"{self._file}: places {absent} in {self.weight_map[absent]}, which does not contain it"
+                f"{self.file}: places {absent} in {self.weight_map[absent]}, which does not contain it"
             )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Folder, Shared, StoredFile
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.files import open_regular
@@ -82,31 +80,17 @@ class LocalFile(StoredFile):
         self._opening = Lock()
         self._fd, self.version = self._open()
         for _ in range(_SETTLING_ROUNDS):
-            if not (nanoseconds := self._settling_time()):
+            if not (nanoseconds := _settling_time(self.version)):
                 break
             time.sleep(nanoseconds / 1e9)
             before, self.version = self.version, FileVersion.of(os.fstat(self._fd))
             if before == self.version:
                 break
+        self.nbytes = self.version.nbytes
 
     def _open(self) -> tuple[int, FileVersion]:
         fd = open_regular(self.path)
-        try:
-            return fd, FileVersion.of(os.fstat(fd))
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def _settling_time(self) -> int:
-        """Nanoseconds until another change is certain to change ctime; 0 if it already is."""
-        tick = _TICK_NS if self.version.ctime % 1_000_000_000 else _COARSE_TICK_NS
-        age = time.time_ns() - self.version.ctime
-        # If a file server's clock is ahead of this machine's, the age is negative and means nothing: wait one whole tick.
-        return max(0, tick - max(age, 0))
-
-    @property
-    def nbytes(self) -> int:
-        return self.version.nbytes
+        return fd, FileVersion.of(os.fstat(fd))
 
     @property
     def fd(self) -> int:
@@ -122,7 +106,7 @@ class LocalFile(StoredFile):
         return self._fd
 
     def reopen(self) -> None:
-        """Opens the path again, so that later reads see what other ranks find there. Raises as :attr:`fd`."""
+        """Opens the path again. Raises as :attr:`fd`."""
         fd = self._open_again()
         self.close()
         self._fd = fd
@@ -151,19 +135,13 @@ class LocalFile(StoredFile):
             raise OSError(error.errno, error.strerror, str(self.path)) from None  # which the kernel does not say
         return b"".join(parts)
 
-    def stream(self) -> BinaryIO:
-        stream = open(os.dup(self.fd), "rb")  # noqa: SIM115  (the caller closes it)
-        stream.seek(0)  # the position is shared with the duplicated descriptor
-        return stream
-
     @property
-    def mapping_path(self) -> Path | None:
+    def mapping_path(self) -> Path | None:  # type: ignore[override]
         """The path of the descriptor, which is the open file even if its own path was replaced."""
         path = Path(f"/proc/self/fd/{self.fd}")
         return path if path.exists() else self.path
 
     def changed(self) -> str:
-        """Returns how the file or its path has changed since it was opened, e.g. "PATH was replaced ..."; empty if not."""
         try:
             difference = self.version.difference(FileVersion.of(os.stat(self.path)))
             if not difference and self._fd >= 0:
@@ -175,7 +153,6 @@ class LocalFile(StoredFile):
         return f"{self.path} {difference}" if difference else ""
 
     def close(self) -> None:
-        """Closes the descriptor. Later reads open the file again, provided that it is unchanged."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -186,87 +163,52 @@ class LocalFile(StoredFile):
     def __str__(self) -> str:
         return str(self.path)
 
-    def __repr__(self) -> str:
-        return f"LocalFile({str(self.path)!r})"
 
-
-class LocalFolder(Folder):
-    """A folder of a file system."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        with os.scandir(self.path) as entries:
-            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
-
-    @contextmanager
-    def open(self, names: Sequence[str]) -> Iterator[list[StoredFile]]:
-        files: list[StoredFile] = []
-        try:
-            for name in names:
-                files.append(LocalFile(self.path / name))
-            yield files
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
-
-    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> LocalStore:
-        local, others = ([file for file in each if isinstance(file, LocalFile)] for each in (files, metadata))
-        return LocalStore(local, others)
-
-    def path_of(self, name: str) -> str:
-        return str(self.path / name)
-
-    def __str__(self) -> str:
-        return str(self.path)
+def _settling_time(version: FileVersion) -> int:
+    """Returns the nanoseconds until another change is certain to change ctime; 0 if it already is."""
+    tick = _TICK_NS if version.ctime % 1_000_000_000 else _COARSE_TICK_NS
+    age = time.time_ns() - version.ctime
+    # If a file server's clock is ahead of this machine's, the age is negative and means nothing: wait one whole tick.
+    return max(0, tick - max(age, 0))
 
 
 class LocalStore(ByteStore):
     """Local files, read natively with a few threads."""
 
-    def __init__(self, files: Sequence[LocalFile], metadata: Sequence[LocalFile] = ()) -> None:
-        """Arguments are those of :meth:`Folder.store`."""
-        self.files: Sequence[LocalFile] = files
-        self._all = [*metadata, *files]
+    files: Sequence[LocalFile]
+    _all: Sequence[LocalFile]
 
-    def changed(self) -> str:
-        return next(filter(None, (file.changed() for file in self._all)), "")
+    def reopen(self) -> None:
+        for file in self._all:
+            file.reopen()
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        descriptors = self._descriptors(ranges[:, 0])
-        self._check(ops.read_ranges(descriptors, ranges, buffer, self._threads, self.direct_io))
+        self._check(ops.read_ranges(self._descriptors, ranges, buffer, self._threads, self.direct_io))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
-        descriptors = self._descriptors(files[regions.origins[:, 0]])
         targets, copies, origins, pipe = regions
-        table = descriptors, files, offsets, origins, targets, copies.rows
+        table = self._descriptors, files, offsets, origins, targets, copies.rows
         if pipe is not None:
             return self._check(ops.read_to_device(*table, pipe, self.direct_io))
         return self._check(ops.read_regions(*table, self._threads, self.direct_io))
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor:
-        descriptors = self._descriptors(files[origins[:, 0]])
-        digests, outcome = ops.digest_files(descriptors, files, offsets, origins, table, DIGEST_THREADS, self.direct_io)
+        digests, outcome = ops.digest_files(
+            self._descriptors, files, offsets, origins, table, DIGEST_THREADS, self.direct_io
+        )
         self._check(outcome)
         return digests
+
+    @property
+    def _descriptors(self) -> list[int]:
+        return [file.fd for file in self.files]
 
     @property
     def _threads(self) -> int:
         return self.threads or READ_THREADS
 
-    def _descriptors(self, files: Tensor) -> list[int]:
-        """Returns the descriptors of all files, -1 for one that is not among ``files``. Raises CheckpointError."""
-        if len(self.files) == 1:
-            return [self.files[0].fd]
-        descriptors = [-1] * len(self.files)
-        for index in torch.unique(files).tolist():
-            descriptors[index] = self.files[index].fd
-        return descriptors
-
     def _check(self, outcome: tuple[int, int, int, int]) -> int:
-        """The bytes read. ``outcome``: of ``ops.read_ranges``. Raises CheckpointError if a file could not be read."""
+        """Returns the bytes read. ``outcome``: of ``ops.read_ranges``. Raises CheckpointError if a file could not be read."""
         nbytes, failed, offset, error = outcome
         if failed < 0:
             return nbytes
@@ -277,10 +219,39 @@ class LocalStore(ByteStore):
             raise CheckpointError(f"cannot read {file} at byte {offset}: {os.strerror(error)}")
         raise CheckpointError(f"{file} ends at byte {offset}, but its header describes more")
 
-    def reopen(self) -> None:
-        for file in self._all:
-            file.reopen()
 
-    def close(self) -> None:
-        for file in self._all:
-            file.close()
+class LocalFolder(Folder):
+    """A folder of a file system."""
+
+    store = LocalStore
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @classmethod
+    def locate(
+        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    ) -> tuple[Folder, str] | None:
+        try:
+            path = Path(source).expanduser()
+        except RuntimeError as error:
+            raise CheckpointError(f"no checkpoint at {source}: {error}") from error
+        if path.is_dir():
+            return LocalFolder(path), ""
+        if shared is None and not path.exists():
+            raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
+        return LocalFolder(path.parent), path.name
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        with os.scandir(self.path) as entries:
+            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
+
+    def _files(self, names: Sequence[str]) -> Iterator[StoredFile]:
+        return (LocalFile(self.path / name) for name in names)
+
+    def path_of(self, name: str) -> str:
+        return str(self.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)

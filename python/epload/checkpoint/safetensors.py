@@ -6,23 +6,20 @@ holes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import struct
-from dataclasses import replace
+from collections.abc import Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any
-
-import torch
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.manifest import FileFacts, FileLayout
-from epload.core.columns import column, from_raw
+from epload.checkpoint.chunked import of_shards
+from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
-from epload.native.extension import _C
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -37,14 +34,21 @@ def file_facts(file: StoredFile) -> FileFacts:
     """Raises CheckpointError if the file has changed, OSError if it cannot be read."""
     prefix = file.read(0, 8)
     length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
-    # Processors have instructions for SHA-256, and a header can have megabytes that every reader hashes in every load.
-    header = hashlib.sha256(prefix)
-    header.update(file.read(8, length))
-    return FileFacts.of(file, header.hexdigest()[:32], 8 + length)
+    return FileFacts.of(file, prefix + file.read(8, length), 8 + length)
 
 
-def read_layout(file: StoredFile) -> FileLayout:
-    """Reads and checks the header; reads no tensor.
+def read(opened: OpenFiles) -> FileCheckpoint:
+    """Reads the headers of files. Raises as :func:`read_layout`."""
+    layouts = [read_layout(file) for file in opened.files]
+    is_sharded = any(tensor.start is not None for layout in layouts for tensor in layout)
+    return of_shards(opened, layouts) if opened.index is None and is_sharded else opened.checkpoint(layouts)
+
+
+FORMAT = Format((".safetensors",), file_facts, read)
+
+
+def read_layout(file: StoredFile) -> list[StoredTensor]:
+    """Reads and checks the header; reads no tensor. Returns the tensors, ordered as their bytes are.
 
     Raises:
         CheckpointError: the header violates the format, or describes bytes that the file does not have.
@@ -56,88 +60,42 @@ def read_layout(file: StoredFile) -> FileLayout:
         raise CheckpointError(
             f"{file}: expected a safetensors file, got {size} bytes, which is less than its shortest header"
         )
-    (length,) = struct.unpack("<Q", prefix)
+    length = int.from_bytes(prefix, "little")
     if reason := unsupported.lfs_pointer(file, prefix + file.read(8, 56)):
         raise CheckpointError(reason)
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"{file}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
         )
-    header = file.read(8, length)
-    layout = _plain_layout(file, header)
-    if layout is not None:
-        return layout
     try:
-        entries = json.loads(header, object_pairs_hook=_no_duplicates)
+        entries = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: expected the header to be a JSON object, got a {type(entries).__name__}")
     metadata = entries.pop("__metadata__", None)
-    layout, ends = _parse_entries(file, entries, 8 + length)
-    _check_no_holes(file, layout, ends, 8 + length)
-    return _with_parts(file, layout, metadata)
+    layout = _parse_entries(file, entries, 8 + length)
+    return _with_starts(file, layout, metadata)
 
 
-def _plain_layout(file: StoredFile, header: bytes) -> FileLayout | None:
-    """The layout of a header in the form that writers give it, for a tenth of the work of the rest. None for every other, and for
-    what is wrong, so that the rest finds out what."""
-    found = _C.safetensors_entries(header)
-    if found is None:
-        return None
-    names, kinds, *columns, metadata = found
-    if not names or len(set(names)) != len(names):
-        return None
-    about = None
-    if metadata is not None:
-        try:
-            about = json.loads(header[slice(*metadata)], object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError):
-            return None
-    sizes = []
-    for dtype_name, shape in kinds:
-        dtype = SAFETENSORS.get(dtype_name)
-        if dtype is None or len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
-            return None
-        sizes.append(prod(shape) * dtype.itemsize)
-    kind, begin, end = (from_raw(raw) for raw in columns)
-    dtypes, shapes = [SAFETENSORS[name] for name, _ in kinds], [shape for _, shape in kinds]
-    data, kind_of = 8 + len(header), kind.tolist()
-    layout = FileLayout(
-        names,
-        [dtypes[i] for i in kind_of],
-        [shapes[i] for i in kind_of],
-        (begin + data).tolist(),
-        range(len(names)),
-    )
-    if not torch.equal(begin[1:], end[:-1]):
-        order = sorted(layout.order, key=list(zip(begin.tolist(), end.tolist(), strict=True)).__getitem__)
-        layout, place = replace(layout, order=order), column(order)
-        kind, begin, end = (values.index_select(0, place) for values in (kind, begin, end))
-    no_holes = int(begin[0]) == 0 and torch.equal(begin[1:], end[:-1]) and data + int(end[-1]) == file.nbytes
-    if not no_holes or not torch.equal(end - begin, column(sizes)[kind]):
-        return None
-    return _with_parts(file, layout, about)
-
-
-def _with_parts(file: StoredFile, layout: FileLayout, metadata: Any) -> FileLayout:
-    """The layout with what ``__metadata__`` says of the tensors, if they are one rank's parts of larger ones (DCP)."""
+def _with_starts(file: StoredFile, layout: list[StoredTensor], metadata: Any) -> list[StoredTensor]:
+    """Adds what ``__metadata__`` says of the tensors, if they are one rank's parts of larger ones (DCP)."""
     sharding = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     if not isinstance(sharding, str):
         return layout
     try:
-        starts = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
-        parts = [starts[name] for name in layout.names]
-        if not all(type(n) is int and 0 <= n < 1 << 62 for start in parts for n in start):
+        saved = json.loads(sharding)
+        starts = [tuple(saved[tensor.name]["saved_offsets"]) for tensor in layout]
+        if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts for n in start):
             raise ValueError("an offset is no integer in range")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: DCP_SHARDING_INFO does not give an offset for each tensor ({_show(error)})"
         ) from error
     # A job of one rank saves whole tensors with this key too.
-    if not _SHARD_FILE.match(file.name) and not any(map(any, parts)):
+    if not _SHARD_FILE.match(file.name) and not any(map(any, starts)):
         return layout
-    return replace(layout, parts=parts)
+    return [tensor._replace(start=start) for tensor, start in zip(layout, starts, strict=True)]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,15 +106,21 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _parse_entries(file: StoredFile, entries: dict[str, Any], data: int) -> tuple[FileLayout, list[int]]:
-    """The layout, and where each tensor ends. ``data``: where the tensors' bytes begin."""
-    dtypes, shapes, offsets, ends = [], [], [], []
+def _parse_entries(file: StoredFile, entries: dict[str, Any], data: int) -> list[StoredTensor]:
+    """Returns the tensors, which fill the file from ``data`` to its end, ordered as their bytes are."""
+    tensors: list[tuple[int, int, StoredTensor]] = []
     nbytes_of: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, entry in entries.items():
         try:
             dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             dtype = SAFETENSORS.get(dtype_name)
-            valid = type(shape) is list and all(type(n) is int and 0 <= n <= _MAX_INTEGER for n in (*shape, begin, end))
+            numbers = [*shape, begin, end]
+            valid = (
+                type(shape) is list
+                and {*map(type, numbers)} == {int}
+                and min(numbers) >= 0
+                and max(numbers) <= _MAX_INTEGER
+            )
         except (TypeError, KeyError, ValueError) as error:
             raise _invalid(file, name, f"lacks a dtype, a shape or two data_offsets: {_show(entry)}") from error
         if dtype is None:
@@ -165,37 +129,33 @@ def _parse_entries(file: StoredFile, entries: dict[str, Any], data: int) -> tupl
             what = f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"
             raise _invalid(file, name, what)
         shape = tuple(shape)
-        nbytes = nbytes_of.get((dtype_name, shape))
-        too_large = False
-        if nbytes is None:
+        if (nbytes := nbytes_of.get((dtype_name, shape))) is None:
             nbytes = nbytes_of[dtype_name, shape] = prod(shape) * dtype.itemsize
             # With a dim of 0 the tensor has no bytes, but the strides of the other dims must not overflow.
             too_large = len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63
+            if too_large and end - begin == nbytes:
+                raise _invalid(file, name, f"has shape {_show(list(shape))}, more than a tensor can have")
         if end - begin != nbytes:
             what = f"has {end - begin} bytes, but {dtype_name} {_show(list(shape))} takes {_show(nbytes)}"
             raise _invalid(file, name, what)
-        if too_large:
-            raise _invalid(file, name, f"has shape {_show(list(shape))}, more than a tensor can have")
-        dtypes.append(dtype)
-        shapes.append(shape)
-        offsets.append(data + begin)
-        ends.append(data + end)
-    order = sorted(range(len(ends)), key=lambda i: (offsets[i], ends[i]))
-    return FileLayout(list(entries), dtypes, shapes, offsets, order), ends
+        tensors.append((begin, end, StoredTensor(name, dtype, shape, data + begin)))
+    tensors.sort(key=itemgetter(0, 1))
+    _check_no_holes(file, tensors, data)
+    return [tensor for _, _, tensor in tensors]
 
 
-def _check_no_holes(file: StoredFile, layout: FileLayout, ends: list[int], data: int) -> None:
+def _check_no_holes(file: StoredFile, tensors: Sequence[tuple[int, int, StoredTensor]], data: int) -> None:
     """Checks that the tensors fill the file from ``data`` to its end, without holes or overlaps."""
-    position, previous = data, "the header"
-    for i in layout.order:
-        if layout.offsets[i] != position:
-            what = "overlaps" if layout.offsets[i] < position else "leaves a hole after"
-            raise _invalid(file, layout.names[i], f"{what} {previous[:200]}")
-        position, previous = ends[i], layout.names[i]
-    if position != file.nbytes:
-        what = "is truncated" if position > file.nbytes else "has bytes that belong to no tensor"
+    position, previous = 0, "the header"
+    for begin, end, tensor in tensors:
+        if begin != position:
+            what = "overlaps" if begin < position else "leaves a hole after"
+            raise _invalid(file, tensor.name, f"{what} {previous[:200]}")
+        position, previous = end, tensor.name
+    if (described := data + position) != file.nbytes:
+        what = "is truncated" if described > file.nbytes else "has bytes that belong to no tensor"
         raise CheckpointError(
-            f"{file}: {what}: the header describes {position} bytes, the last of them {previous[:200]}, and the file has "
+            f"{file}: {what}: the header describes {described} bytes, the last of them {previous[:200]}, and the file has "
             f"{file.nbytes}"
         )
 

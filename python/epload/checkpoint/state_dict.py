@@ -1,9 +1,8 @@
-"""State dicts as checkpoints: tensors in memory or memory-mapped, of which no more than the wanted piece is copied."""
+"""State dicts as checkpoints: tensors in memory or memory-mapped, of which no more than a piece is copied."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
-from epload.core import dtypes
+from epload.core.columns import arange
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces, Quantization
-from epload.core.placement import Box, box_of_range, box_slices, boxes_of_range, row_major_strides
+from epload.core.placement import box_slices, boxes_of_range
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -27,7 +26,7 @@ _MAX_SHOWN = 10
 
 
 def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a state dict, and the names of its other entries. An empty dict is a state dict without tensors.
+    """Returns the tensors of a state dict, and the names of its other entries. An empty dict is a state dict without tensors.
 
     Raises:
         CheckpointError: there are entries, but no tensors among them, or the name of a tensor is not a string.
@@ -86,7 +85,6 @@ class StateDictCheckpoint(Checkpoint):
             source,
             ignored=tuple(ignored),
         )
-        self._dims = max((tensor.ndim for tensor in tensors.values()), default=0) or 1
         self._nbytes_read = [0] * len(self._names)
 
     @property
@@ -101,38 +99,34 @@ class StateDictCheckpoint(Checkpoint):
         return self._tensors.get(self._names[index])
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        sources = []
-        rows = []
-        for i, piece in enumerate(pieces):
-            name = self._names[piece.tensor]
-            if name not in self._tensors:
-                raise CheckpointError(f"{name} was consumed by an earlier load")
-            tensor, (start, size) = _source_box(self._tensors[name].detach(), piece, bucket.device)
-            padding = [0] * (self._dims - tensor.ndim)
-            row = [i, piece.bucket_offset, dtypes.code(tensor.dtype), tensor.ndim]
-            rows.append([*row, *start, *padding, *size, *padding, *row_major_strides(size), *padding])
-            sources.append(tensor)
-        if rows:
-            ops.pack(bucket, sources, torch.tensor(rows, dtype=torch.int64))
-        if self._consumed is not None:
-            self._release(pieces, self._consumed)
+        columns = Pieces.of(pieces).columns
+        sources, origins = self._sources(pieces)
+        copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
+        copies.target.copy_(arange(len(pieces)))
+        copies.start.copy_(origins[:, 1:])
+        if sources:
+            ops.pack(bucket, sources, copies.rows)
+        self._release(pieces)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
         columns = Pieces.of(pieces).columns
-        sources, origins = [], columns.new_empty(len(columns), 2)
+        sources, origins = self._sources(pieces)
+        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
+        self._release(pieces)
+        return True
+
+    def _sources(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Tensor]:
+        """Returns bytes on CPU that have each piece, and int64 [n, 2]: the number of a piece, and where in them it begins."""
+        sources, origins = [], []
         for i, piece in enumerate(pieces):
-            tensor = self._tensors.get(self._names[piece.tensor])
-            if tensor is None:
+            if (tensor := self._tensors.get(self._names[piece.tensor])) is None:
                 raise CheckpointError(f"{self._names[piece.tensor]} was consumed by an earlier load")
             source, begin = _bytes_of(tensor), piece.tensor_offset
             if source is None:
-                source, ((begin,), _) = _copied(tensor.detach(), piece, torch.device("cpu"))
-            origins[i, 0], origins[i, 1] = i, begin
+                source, begin = _copied(tensor.detach(), piece)
             sources.append(source)
-        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
-        if self._consumed is not None:
-            self._release(pieces, self._consumed)
-        return True
+            origins.append([i, begin])
+        return sources, torch.tensor(origins, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
     def read_regions(self, regions: Regions) -> int | None:
         if regions.pipe is None or self._consumed is not None:
@@ -145,16 +139,17 @@ class StateDictCheckpoint(Checkpoint):
         ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)  # type: ignore[arg-type]
         return int(regions.copies.nbytes().sum())
 
-    def _release(self, pieces: Sequence[Piece], consumed: Mapping[Any, Any]) -> None:
-        for piece in pieces:
+    def _release(self, pieces: Sequence[Piece]) -> None:
+        """Drops the tensors that have been read, if the caller's state dict is consumed."""
+        for piece in pieces if self._consumed is not None else ():
             name = self._names[piece.tensor]
             # A piece at the start of a tensor whose first bytes were read before: that load failed, and this is another.
             before = self._nbytes_read[piece.tensor] if piece.tensor_offset else 0
             self._nbytes_read[piece.tensor] = before + piece.nbytes
             if self._nbytes_read[piece.tensor] == self._tensors[name].nbytes:
                 del self._tensors[name]
-                if isinstance(consumed, dict):
-                    consumed.pop(name, None)
+                if isinstance(self._consumed, dict):
+                    self._consumed.pop(name, None)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor | None:
@@ -164,33 +159,14 @@ def _bytes_of(tensor: Tensor) -> Tensor | None:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _source_box(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Tensor, Box]:
-    """A tensor on ``device``, and the box in it that is a piece of ``tensor``. Copies no more than the piece."""
-    if tensor.device == device and not (tensor.is_conj() or tensor.is_neg()):
-        if tensor.is_contiguous():
-            return tensor.view(-1).view(torch.uint8), ((piece.tensor_offset,), (piece.nbytes,))
-        if (box := _box_of_piece(tensor, piece)) is not None:
-            return tensor, box
-    return _copied(tensor, piece, device)
-
-
-def _copied(tensor: Tensor, piece: Piece, device: torch.device) -> tuple[Tensor, Box]:
-    """A copy of a piece on a device, as bytes, and where in it the piece is."""
+def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:
+    """Returns a copy of a piece on CPU, as bytes, and where in it the piece is. Copies no more than whole elements."""
     item = tensor.element_size()
     begin, end = piece.tensor_offset // item, -(-(piece.tensor_offset + piece.nbytes) // item)
     if tensor.is_contiguous():
         boxes = [tensor.view(-1)[begin:end]]
     else:
         boxes = [tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
-    parts = [box.resolve_conj().resolve_neg().to(device).reshape(-1) for box in boxes]
+    parts = [box.resolve_conj().resolve_neg().cpu().reshape(-1) for box in boxes]
     copied = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
-    return copied, ((piece.tensor_offset - begin * item,), (piece.nbytes,))
-
-
-def _box_of_piece(tensor: Tensor, piece: Piece) -> Box | None:
-    """The box of its tensor that a piece covers, which needs no copy; None if it does not cover exactly a box."""
-    item = tensor.element_size()
-    start, size = box_of_range(tensor.shape, piece.tensor_offset // item, piece.nbytes // item)
-    inside = all(a + n <= length for a, n, length in zip(start, size, tensor.shape, strict=True))
-    whole = piece.tensor_offset % item == 0 and prod(size) * item == piece.nbytes
-    return (start, size) if inside and whole else None
+    return copied, piece.tensor_offset - begin * item

@@ -6,19 +6,18 @@ Such a file is a zip archive whose members are stored uncompressed: a pickle of 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.index import Index
-from epload.checkpoint.manifest import FileFacts, FileLayout
+from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.pickles import Suspicious, check_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
@@ -27,8 +26,8 @@ from epload.errors import CheckpointError
 WRAPPERS = ("state_dict", "model")
 """Keys under which a file may store the state dict, next to an optimizer's state, a step count and the like."""
 _ZIP = b"PK\x03\x04"
-_MAX_DIRECTORY_BYTES = 100_000_000
-"""Limit of the archive's directory, and of the pickle. Larger ones are loaded by torch as a whole."""
+_MAX_LEGACY_BYTES = 100_000_000
+"""Limit of the pickles at the beginning of a file of the format before torch 1.6."""
 _MAX_PICKLE_BYTES = 1_000_000_000
 """Limit of a pickle that torch loads: one that is compressed may claim any size."""
 _LEGACY_PICKLES = 5
@@ -45,7 +44,9 @@ def check_pickles(stream: BinaryIO) -> None:
     is_archive = stream.read(4) == _ZIP
     stream.seek(0)
     if is_archive:
-        nbytes = _pickle_bytes(stream)
+        with zipfile.ZipFile(stream) as archive:
+            nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
+        stream.seek(0)
         reader = torch._C.PyTorchFileReader(stream)  # which finds the same pickle as torch.load
         if hasattr(reader, "get_record_size"):  # since torch 2.12
             nbytes = reader.get_record_size("data.pkl")
@@ -53,52 +54,55 @@ def check_pickles(stream: BinaryIO) -> None:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
         check_pickle(reader.get_record("data.pkl"))
     else:
-        raw, end = stream.read(_MAX_DIRECTORY_BYTES), 0
+        raw, end = stream.read(_MAX_LEGACY_BYTES), 0
         for _ in range(_LEGACY_PICKLES):
             end = check_pickle(raw, end)
     stream.seek(0)
 
 
-def _pickle_bytes(stream: BinaryIO) -> int:
-    """Returns the size of the largest pickle of an archive, by the archive's directory."""
-    with zipfile.ZipFile(stream) as archive:
-        sizes = [entry.file_size for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
-    stream.seek(0)
-    return max(sizes, default=0)
+def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
+    """Locates the tensors without reading them, or, if some are not one byte range each, loads the files: views that are not
+    contiguous, another byte order, the format before torch 1.6, or a torch that does not report offsets.
+
+    Raises:
+        CheckpointError: a file is no state dict, a tensor is in two files, or the index names one that is in none.
+        OSError: a file cannot be read.
+    """
+    layouts, ignored = [], dict[str, None]()
+    for file, facts in zip(opened.files, opened.facts, strict=True):
+        # Without a digest of its header, another file could not be told from this one.
+        if (layout := _read_layout(file) if facts.header else None) is None:
+            return _load_files(opened)
+        layouts.append(layout[0])
+        ignored |= dict.fromkeys(layout[1])
+    return opened.checkpoint(layouts, list(ignored))
 
 
-def read_layout(file: StoredFile) -> FileLayout | None:
-    """Locates the tensors without reading them. Returns None if some are not one byte range each: views that are not contiguous,
-    another byte order, the format before torch 1.6, or a torch that does not report offsets.
+def _read_layout(file: StoredFile) -> tuple[list[StoredTensor], list[str]] | None:
+    """Returns the tensors, ordered as their bytes are, and the names of other entries; None if they are not byte ranges.
 
     Raises:
         CheckpointError: the file is no state dict.
         OSError: it cannot be read.
     """
-    if _directory(file) is None:
-        return None
     try:
         members = _members(file)
-        with file.stream() as stream:
-            check_pickles(stream)
-            state = torch.load(stream, map_location="meta", weights_only=True)
+        state = _load_on_meta(file)
     except OSError:
         raise
     except Exception:
-        return None  # load_tensors() reports what is wrong
+        return None  # _load() reports what is wrong
     tensors, ignored = _unwrapped(state, file)
-    offsets = []
-    for tensor in tensors.values():
+    layout = []
+    for name, tensor in tensors.items():
         if (begin := _byte_range(tensor, members)) is None:
             return None
-        offsets.append(begin)
-    dtypes, shapes = [t.dtype for t in tensors.values()], [tuple(t.shape) for t in tensors.values()]
-    order = sorted(range(len(tensors)), key=offsets.__getitem__)
-    return FileLayout(list(tensors), dtypes, shapes, offsets, order, ignored)
+        layout.append(StoredTensor(name, tensor.dtype, tuple(tensor.shape), begin))
+    return sorted(layout, key=lambda stored: stored.offset), ignored
 
 
-def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """The dtype, the shape and the first byte of the tensor that is all of a file, as ``torch.save(tensor)`` writes it.
+def locate_tensor(file: StoredFile) -> StoredTensor:
+    """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it.
 
     Raises:
         CheckpointError: the file has something else, or not as one byte range.
@@ -107,11 +111,9 @@ def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
     reason = "its bytes are not one range of an uncompressed zip archive"
     try:
         members = _members(file)
-        with file.stream() as stream:
-            check_pickles(stream)
-            tensor = torch.load(stream, map_location="meta", weights_only=True)
+        tensor = _load_on_meta(file)
         if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) is not None:
-            return tensor.dtype, tuple(tensor.shape), begin
+            return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin)
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -119,6 +121,12 @@ def locate_tensor(file: StoredFile) -> tuple[torch.dtype, tuple[int, ...], int]:
     raise CheckpointError(
         f"{file}: expected a tensor as torch.save writes it, to load with weights_only=True ({reason})"
     )
+
+
+def _load_on_meta(file: StoredFile) -> Any:
+    with file.stream() as stream:
+        check_pickles(stream)
+        return torch.load(stream, map_location="meta", weights_only=True)
 
 
 def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int | None:
@@ -136,49 +144,38 @@ def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int | None:
     return int(begin) + int(offset)
 
 
-def load_files(files: Sequence[StoredFile], store: ByteStore, source: str, index: Index | None) -> StateDictCheckpoint:
-    """A checkpoint of files whose tensors are not all byte ranges. ``index``: names the file of each tensor, if there is one.
-
-    Raises:
-        CheckpointError: a file is no state dict, a tensor is in two files, or the index names one that is in none.
-        OSError: a file cannot be read.
-    """
+def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
+    """Raises as :func:`read`."""
     tensors: dict[str, Tensor] = {}
     file_of: dict[str, StoredFile] = {}
     ignored: dict[str, None] = {}
-    for file in files:
-        found, others = _load(file)
+    for file in opened.files:
+        state, others = _load(file)
         ignored |= dict.fromkeys(others)
-        for name, tensor in found.items():
-            if index is not None and not index.places(name, file.name):
-                continue
-            if name in file_of:
-                raise CheckpointError(f"{name} is both in {file_of[name]} and in {file}")
-            tensors[name], file_of[name] = tensor, file
-    if index is not None:
-        index.check_complete({*tensors, *ignored})
-    return StateDictCheckpoint(tensors, source, ignored=tuple(ignored), store=store)
+        for name, tensor in state.items():
+            if opened.index is None or opened.index.places(name, file.name):
+                if name in file_of:
+                    raise CheckpointError(f"{name} is both in {file_of[name]} and in {file}")
+                tensors[name], file_of[name] = tensor, file
+    if opened.index is not None:
+        opened.index.check_complete({*tensors, *ignored})
+    return StateDictCheckpoint(tensors, opened.source, ignored=tuple(ignored), store=opened.store)
 
 
 def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors, memory-mapped if the format allows it, and the names of the other entries.
+    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries.
 
     Raises:
         CheckpointError: the file is no state dict.
         OSError: it cannot be read.
     """
     try:
-        is_archive = file.read(0, 4) == _ZIP
-        path = (
-            file.mapping_path if is_archive and _is_uncompressed(file) else None
-        )  # before: streams share their position
-        # From a stream with a descriptor torch would load files of a third format, a tar archive.
-        with file.stream() if is_archive else StoredFile.stream(file) as stream:
+        # torch would take the bytes of compressed members as they are.
+        is_mapped = file.mapping_path is not None and file.read(0, 4) == _ZIP and all(map(_is_stored, _entries(file)))
+        with file.stream() as stream:
             check_pickles(stream)
-            if path is not None:
-                state = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
-            else:
-                state = torch.load(stream, map_location="cpu", weights_only=True)
+            source = os.fspath(file.mapping_path) if is_mapped and file.mapping_path is not None else stream
+            state = torch.load(source, map_location="cpu", mmap=is_mapped, weights_only=True)
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -190,7 +187,7 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a state dict that may be wrapped, and the names of all other entries."""
+    """Returns the tensors of a state dict that may be wrapped, and the names of all other entries."""
     others: list[str] = []
     path = ""
     for wrapper in WRAPPERS:
@@ -212,79 +209,60 @@ def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[st
 
 
 def _has_tensors(state: Any) -> bool:
-    """True for a dict of tensors, and for one that wraps such a dict."""
+    """Returns True for a dict of tensors, and for one that wraps such a dict."""
     if not isinstance(state, Mapping):
         return False
     wrapped = [state[wrapper] for wrapper in WRAPPERS if isinstance(state.get(wrapper), Mapping)]
-    return any(isinstance(value, Tensor) for each in [state, *wrapped] for value in each.values())
+    return any(isinstance(value, Tensor) for values in [state, *wrapped] for value in values.values())
 
 
 # ---- the archive ----
 
 
 def file_facts(file: StoredFile) -> FileFacts:
-    """The header is the archive's directory, which says where each storage is, and the pickle, which says what is in them.
+    """Returns facts whose header is the archive's directory, which says where each storage is, and the pickle, which says what
+    is in them.
 
     Raises:
         CheckpointError: the file has changed.
         OSError: it cannot be read.
     """
-    directory = _directory(file)
-    header = hashlib.sha256(b"".join(directory)).hexdigest()[:32] if directory is not None else ""
-    return FileFacts.of(file, header, 0)
+    header = b""
+    try:
+        if file.read(0, 4) == _ZIP:
+            entries = _entries(file)
+            where = [(entry.filename, entry.header_offset, entry.file_size, entry.compress_type) for entry in entries]
+            pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+            if len(pickles) == 1 and _is_stored(pickles[0]) and pickles[0].file_size <= _MAX_PICKLE_BYTES:
+                raw = file.read(_data_begin(file, pickles[0].header_offset), pickles[0].file_size)
+                header = repr(where).encode() + raw
+    except (CheckpointError, OSError):
+        raise
+    except Exception:
+        pass  # reading the file reports what is wrong
+    return FileFacts.of(file, header)
 
 
-def _directory(file: StoredFile) -> tuple[bytes, bytes] | None:
-    """The archive's central directory without checksums, and the file up to the end of its first member, the pickle; None if
-    the archive is not laid out as torch does it."""
-    end = file.read(max(file.nbytes - 22, 0), 22)  # torch writes no comment after it
-    if file.read(0, 4) != _ZIP or len(end) < 22 or end[:4] != b"PK\x05\x06":
-        return None
-    nbytes, begin = struct.unpack_from("<II", end, 12)
-    locator = file.read(max(file.nbytes - 42, 0), 20)
-    if locator[:4] == b"PK\x06\x07":
-        (offset,) = struct.unpack_from("<Q", locator, 8)
-        end64 = file.read(offset, 56)
-        if len(end64) < 56 or end64[:4] != b"PK\x06\x06":
-            return None
-        nbytes, begin = struct.unpack_from("<QQ", end64, 40)
-    if nbytes > _MAX_DIRECTORY_BYTES:
-        return None
-    directory = file.read(begin, nbytes)
-    if len(directory) < max(nbytes, 46) or directory[:4] != b"PK\x01\x02":
-        return None
-    packed, _, name_length = struct.unpack_from("<IIH", directory, 20)
-    (offset,) = struct.unpack_from("<I", directory, 42)
-    is_pickle = directory[46 : 46 + name_length].endswith(b"/data.pkl")
-    if not is_pickle or packed > _MAX_DIRECTORY_BYTES or offset != 0:
-        return None
-    return _without_checksums(directory), file.read(0, _data_begin(file, 0) + packed)
+FORMAT = Format(("",), file_facts, read)
 
 
-def _without_checksums(directory: bytes) -> bytes:
-    """A central directory that does not depend on the values of the tensors."""
-    blank, position = bytearray(directory), 0
-    while directory[position : position + 4] == b"PK\x01\x02" and position + 46 <= len(directory):
-        blank[position + 16 : position + 20] = bytes(4)
-        position += 46 + sum(struct.unpack_from("<HHH", directory, position + 28))
-    return bytes(blank)
+def _entries(file: StoredFile) -> list[zipfile.ZipInfo]:
+    """Returns the archive's directory."""
+    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
+        return archive.infolist()
 
 
 def _members(file: StoredFile) -> dict[int, int]:
-    """The size of each uncompressed member, by where its bytes begin; empty if the tensors are not little-endian."""
-    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
-        entries = archive.infolist()
-        byte_order = next((entry for entry in entries if entry.filename.endswith("/byteorder")), None)
-        if byte_order is not None and archive.read(byte_order) != b"little":
+    """Returns the size of each uncompressed member, by where its bytes begin; empty if the tensors are not little-endian."""
+    entries = _entries(file)
+    for entry in entries:
+        if entry.filename.endswith("/byteorder") and file.read(_data_begin(file, entry.header_offset), 6) != b"little":
             return {}
-    stored = [entry for entry in entries if entry.compress_type == zipfile.ZIP_STORED]
-    return {_data_begin(file, entry.header_offset): entry.file_size for entry in stored}
+    return {_data_begin(file, entry.header_offset): entry.file_size for entry in entries if _is_stored(entry)}
 
 
-def _is_uncompressed(file: StoredFile) -> bool:
-    """True if an archive can be mapped: torch would take compressed bytes as they are."""
-    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
-        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+def _is_stored(entry: zipfile.ZipInfo) -> bool:
+    return entry.compress_type == zipfile.ZIP_STORED
 
 
 def _data_begin(file: StoredFile, header: int) -> int:

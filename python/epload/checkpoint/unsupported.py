@@ -51,6 +51,6 @@ def of_folder(folder: str, names: Collection[str]) -> str:
     steps = "latest" in names and any(re.fullmatch(r"global_step\d+/", name) for name in names)
     if steps or any(map(_ZERO_FILE.match, names)):
         return f"{folder} is {_ZERO}"
-    if found := [name for name in names if name.endswith(".gguf")]:
-        return f"{folder}/{found[0]} is {_GGUF}"
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"{folder}/{gguf[0]} is {_GGUF}"
     return ""

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from epload.checkpoint import dcp
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.file_checkpoint import OpenFiles
 from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts
 from epload.checkpoint.opening import unreadable
@@ -219,15 +219,16 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     root = Path(path).expanduser()
     if not (root / dcp.FILE).is_file():
         return Checkpoint.open(path), []
-    folder = LocalFolder(root)
     try:
-        with folder.open([dcp.FILE]) as metadata_files:
-            metadata = dcp.read_metadata(metadata_files[0])
-            with folder.open(sorted({item.file for item in metadata.items.values()})) as files:
-                store = folder.store(files, metadata_files)
-                facts = [FileFacts.of(file, "", 0) for file in files]
-                # Without the keys, names are not shortened to those of the model.
-                manifest = dcp.of_metadata(metadata._replace(paths={}), store, facts, str(folder), "", "")
-                return FileCheckpoint(store, manifest), metadata.others
+        return _open_dcp(LocalFolder(root))
     except OSError as error:
         raise unreadable(error) from error
+
+
+def _open_dcp(folder: LocalFolder) -> tuple[Checkpoint, list[str]]:
+    (file,) = folder.open([dcp.FILE])
+    index = dcp.DcpIndex(file, dcp.ROOT)
+    files = folder.open(index.file_names)
+    store = folder.store(files, [index.file])
+    opened = OpenFiles(files, [FileFacts.of(file) for file in files], store, str(folder), index)
+    return dcp.read(opened), index.metadata.others

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Folder, StoredFile
-from epload.checkpoint.remote.clients import Absent, Address, Client, Replaced, RequestRefused, connect
+from epload.checkpoint.byte_store import ByteStore, Folder, Shared, StoredFile
+from epload.checkpoint.object_clients import Absent, Address, ObjectClient, Replaced, RequestRefused, connect
 from epload.errors import CheckpointError
 
 REQUEST_BYTES = 8 << 20
-"""Most that one request asks for."""
-LEAST_REQUEST_BYTES = 2 << 20
-"""Requests are smaller than the most where there would be fewer of them than run at once, but not than this."""
+"""Maximum number of bytes that one request asks for."""
+MIN_REQUEST_BYTES = 2 << 20
+"""Requests are smaller than the maximum where there would be fewer of them than run at once, but not than this."""
 REQUESTS = 16
 """Number of requests that each process runs at once."""
 ATTEMPTS = 7
 FIRST_PAUSE = 0.2
-"""Seconds before the second attempt, on average; each pause is twice the one before, up to LONGEST_PAUSE."""
-LONGEST_PAUSE = 8.0
+"""Seconds before the second attempt, on average; each pause is twice the one before, up to MAX_PAUSE."""
+MAX_PAUSE = 8.0
 _HEAD_BYTES = 128 << 20
 """Maximum number of bytes that are kept from the start of an object; more than any header has."""
 _GAP_BYTES = 64 << 10
@@ -39,7 +38,7 @@ T = TypeVar("T")
 class ObjectFile(StoredFile):
     """One object, as it was when it was opened."""
 
-    def __init__(self, client: Client, name: str, url: str) -> None:
+    def __init__(self, client: ObjectClient, name: str, url: str) -> None:
         """Raises CheckpointError; FileNotFoundError."""
         self.name, self._client, self._url = name, client, url
         self._head = bytearray()
@@ -49,14 +48,8 @@ class ObjectFile(StoredFile):
             self.version = self._retry(lambda: client.head(name))
         except Absent:
             raise FileNotFoundError(2, "no such object", url) from None
-
-    @property
-    def nbytes(self) -> int:
-        return self.version.nbytes
-
-    @property
-    def identity(self) -> str:
-        return f"{self.version.tag} {self.nbytes}"
+        self.nbytes = self.version.nbytes
+        self.identity = f"{self.version.tag} {self.nbytes}"
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Ranges that continue what was read from the beginning on, as those of a header do, are fetched once."""
@@ -74,10 +67,10 @@ class ObjectFile(StoredFile):
         """Raises CheckpointError."""
 
         def get() -> memoryview:
-            found = memoryview(self._client.get(self.name, begin, end, self.version))
-            if found.nbytes != end - begin:
-                raise ConnectionError(f"expected {end - begin} bytes, got {found.nbytes}")
-            return found
+            content = memoryview(self._client.get(self.name, begin, end, self.version))
+            if content.nbytes != end - begin:
+                raise ConnectionError(f"expected {end - begin} bytes, got {content.nbytes}")
+            return content
 
         try:
             return self._retry(get)
@@ -105,7 +98,7 @@ class ObjectFile(StoredFile):
 
 
 def retried(call: Callable[[], T], what: str) -> T:
-    """Returns the result of ``call``, after up to ATTEMPTS attempts.
+    """Returns the result of ``call``, after up to ATTEMPTS attempts. Clients' own retries do not cover the bodies of responses.
 
     Raises:
         Absent, Replaced: as ``call`` does.
@@ -123,51 +116,8 @@ def retried(call: Callable[[], T], what: str) -> T:
             last = str(error) if type(error) is ConnectionError else type(error).__name__
         if attempt + 1 < ATTEMPTS:
             time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
     raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
-
-
-class ObjectFolder(Folder):
-    """The objects under one address."""
-
-    def __init__(self, address: Address) -> None:
-        """Raises CheckpointError."""
-        self._address = address
-        self._client = connect(address)
-
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        try:
-            found = retried(self._client.list, str(self))
-        except Absent:
-            return []
-        return sorted(self.present(standard)) if found is None else found
-
-    def present(self, names: Sequence[str]) -> set[str]:
-        def exists(name: str) -> bool:
-            try:
-                retried(lambda: self._client.head(name), self.path_of(name))
-            except Absent:
-                return False
-            return True
-
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return {name for name, found in zip(names, pool.map(exists, names), strict=True) if found}
-
-    @contextmanager
-    def open(self, names: Sequence[str]) -> Iterator[list[StoredFile]]:
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            files = list(pool.map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names))
-        yield list(files)
-
-    def store(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> ByteStore:
-        objects, others = ([file for file in each if isinstance(file, ObjectFile)] for each in (files, metadata))
-        return ObjectStore(objects, others)
-
-    def path_of(self, name: str) -> str:
-        return f"{self._address}/{name}"
-
-    def __str__(self) -> str:
-        return str(self._address)
 
 
 class _Request(NamedTuple):
@@ -182,28 +132,21 @@ class _Request(NamedTuple):
 class ObjectStore(ByteStore):
     """Objects, read by requests that run at once."""
 
-    def __init__(self, files: Sequence[ObjectFile], metadata: Sequence[ObjectFile] = ()) -> None:
-        """Arguments are those of :meth:`Folder.store`."""
-        self.files: Sequence[ObjectFile] = files
-        self._all = [*metadata, *files]
-        self._pool: ThreadPoolExecutor | None = None
+    files: Sequence[ObjectFile]
+    _pool: ThreadPoolExecutor | None = None
 
     def changed(self) -> str:
-        return next(filter(None, self._threads().map(ObjectFile.changed, self._all)), "")
-
-    def reopen(self) -> None:
-        if changed := self.changed():
-            raise CheckpointError(f"{changed} after it was opened; load again")
+        return next(filter(None, self._threads().map(lambda file: file.changed(), self._all)), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         order = torch.argsort(ranges[:, 1], stable=True)
         rows = ranges[order[torch.argsort(ranges[order, 0], stable=True)]].tolist()
         into = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        jobs = [self._threads().submit(partial(self._fetch, request, rows, into)) for request in _requests(rows)]
-        done, left = wait(jobs, return_when=FIRST_EXCEPTION)
-        for job in left:
+        jobs = [self._threads().submit(self._fetch, request, rows, into) for request in _requests(rows)]
+        done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
+        for job in pending:
             job.cancel()
-        wait(left)  # none writes to the buffer after this
+        wait(pending)  # none writes to the buffer after this
         for job in done:
             job.result()
 
@@ -237,8 +180,8 @@ def _requests(rows: Sequence[Sequence[int]]) -> list[_Request]:
         rows: file, offset, place in the buffer, bytes; sorted by file and offset.
     """
     total = sum(nbytes for _, _, _, nbytes in rows)
-    size = min(REQUEST_BYTES, max(LEAST_REQUEST_BYTES, -(-total // REQUESTS)))
-    found: list[_Request] = []
+    size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-total // REQUESTS)))
+    requests: list[_Request] = []
     first, ends = 0, list[int]()
     for i, (file, offset, _, nbytes) in enumerate(rows):
         ends.append(max(offset + nbytes, ends[-1] if ends else 0))
@@ -248,13 +191,55 @@ def _requests(rows: Sequence[Sequence[int]]) -> list[_Request]:
         for begin in range(begins[0], ends[-1], size):
             end = min(begin + size, ends[-1])
             touched = range(first + bisect_right(ends, begin), first + bisect_left(begins, end))
-            found.append(_Request(file, begin, end, touched))
+            requests.append(_Request(file, begin, end, touched))
         first, ends = i + 1, []
-    return found
+    return requests
 
 
-def parse(source: object) -> tuple[Address, str] | None:
-    """The folder and the file that a URL names; None for what is no URL."""
-    if not isinstance(source, str) or "://" not in source:
-        return None
-    return Address.of(source)
+class ObjectFolder(Folder):
+    """The objects under one address."""
+
+    store = ObjectStore
+
+    def __init__(self, address: Address) -> None:
+        """Raises CheckpointError."""
+        super().__init__()
+        self._address = address
+        self._client = connect(address)
+
+    @classmethod
+    def locate(
+        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    ) -> tuple[Folder, str] | None:
+        if not isinstance(source, str) or "://" not in source:
+            return None
+        address, name = Address.of(source)
+        return ObjectFolder(address), name
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        try:
+            listed = retried(self._client.list, str(self))
+        except Absent:
+            return []
+        if listed is not None:
+            return listed
+
+        def exists(name: str) -> bool:
+            try:
+                retried(lambda: self._client.head(name), self.path_of(name))
+            except Absent:
+                return False
+            return True
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            return sorted(name for name, present in zip(standard, pool.map(exists, standard), strict=True) if present)
+
+    def _files(self, names: Sequence[str]) -> Iterator[StoredFile]:
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            yield from pool.map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names)
+
+    def path_of(self, name: str) -> str:
+        return f"{self._address}/{name}"
+
+    def __str__(self) -> str:
+        return str(self._address)

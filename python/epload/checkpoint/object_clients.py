@@ -26,9 +26,10 @@ _OBSTORE = {
     "http": "http",
     "https": "http",
 }
+"""The schemes that obstore knows, and the extra of epload that installs it."""
 _STATUS = re.compile(r"status code: ([45]\d\d)")
 _TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "last_modified", "created")
 
 
 class Version(NamedTuple):
@@ -51,7 +52,7 @@ class RequestRefused(Exception):
     """The request failed in a way that no retry helps with; the text says how."""
 
 
-class Client(ABC):
+class ObjectClient(ABC):
     """Access to the objects below one address. Thread-safe. Names are relative to that address.
 
     All methods raise Absent, RequestRefused, or another exception after which a retry may help.
@@ -62,11 +63,11 @@ class Client(ABC):
 
     @abstractmethod
     def get(self, name: str, begin: int, end: int, version: Version) -> Any:
-        """The bytes [begin, end) of an object, as something with the buffer protocol. Raises Replaced, if the server can tell."""
+        """Returns the bytes [begin, end) as something with the buffer protocol. Raises Replaced, if the server can tell."""
 
     @abstractmethod
     def list(self) -> list[str] | None:
-        """Names of the objects, without those in folders; None if this kind of server cannot list."""
+        """Returns the names of the objects, without those in folders; None if this kind of server cannot list."""
 
 
 class Address(NamedTuple):
@@ -78,7 +79,7 @@ class Address(NamedTuple):
 
     @staticmethod
     def of(url: str) -> tuple[Address, str]:
-        """The address of a folder, and the name of a file in it; "" for the folder itself, which lacks a suffix of files.
+        """Returns the address of a folder, and the name of a file in it; "" for the folder itself, which lacks a suffix of files.
 
         Raises:
             CheckpointError: the URL is malformed.
@@ -101,34 +102,35 @@ class Address(NamedTuple):
     def scheme(self) -> str:
         return urlsplit(self.url).scheme
 
+    @property
+    def full(self) -> str:
+        """The URL with its query."""
+        return f"{self.url}?{self.query}" if self.query else self.url
+
     def __str__(self) -> str:
-        """Without credentials."""
-        return redact_url(f"{self.url}?{self.query}" if self.query else self.url)
+        """Returns the URL without credentials."""
+        return redact_url(self.full)
 
 
-def connect(address: Address) -> Client:
+def connect(address: Address) -> ObjectClient:
     """Raises CheckpointError if no client is installed for the scheme, or it does not take the address."""
-    scheme = address.scheme
-    makers: list[tuple[str, Callable[[Any, Address], Client]]] = []
-    if scheme in _OBSTORE:
-        makers.append(("obstore.store", ObstoreClient))
-    makers.append(("fsspec", FsspecClient))
-    reasons = []
-    for library, make in makers:
+    scheme, missing = address.scheme, []
+    for library, client in (("obstore.store", ObstoreClient), ("fsspec", FsspecClient)):
+        if client is ObstoreClient and scheme not in _OBSTORE:
+            continue
         try:
-            return make(importlib.import_module(library), address)
+            return client(importlib.import_module(library), address)
         except ImportError as error:
-            reasons.append(str(error.name or library))
+            missing.append(str(error.name or library))
         except Exception as error:
             raise CheckpointError(f"cannot open {address}: {type(error).__name__} in {library}") from None
-    extra = _EXTRAS.get(scheme, "http" if scheme in _OBSTORE else "fsspec")
     raise CheckpointError(
-        f"cannot open {address}: no client for {scheme}:// is installed (lacking {', '.join(reasons)}); "
-        f"pip install epload[{extra}]"
+        f"cannot open {address}: no client for {scheme}:// is installed (missing: {', '.join(missing)}); "
+        f"pip install epload[{_OBSTORE.get(scheme, 'fsspec')}]"
     )
 
 
-class ObstoreClient(Client):
+class ObstoreClient(ObjectClient):
     """obstore, in Rust."""
 
     def __init__(self, library: Any, address: Address) -> None:
@@ -136,7 +138,7 @@ class ObstoreClient(Client):
         self._obstore = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions")
         scheme = _OBSTORE[address.scheme]
-        url = address.url.replace("s3a://", "s3://", 1) + (f"?{address.query}" if address.query else "")
+        url = address.full.replace("s3a://", "s3://", 1)
         options: dict[str, Any] = {"retry_config": {"max_retries": 0}}
         if scheme == "http" and address.scheme == "http":
             options["client_options"] = {"allow_http": True}
@@ -150,16 +152,16 @@ class ObstoreClient(Client):
         options: dict[str, Any] = {"range": (begin, end)}
         if version.tag.startswith('"'):
             options["if_match"] = version.tag
-        found = self._call(lambda: self._obstore.get(self._store, name, options=options))
-        if self._version(found.meta) != version:
+        result = self._call(lambda: self._obstore.get(self._store, name, options=options))
+        if self._version(result.meta) != version:
             raise Replaced
-        return self._call(found.bytes)
+        return self._call(result.bytes)
 
     def list(self) -> list[str] | None:
         if not self._lists:
             return None
-        found = self._call(lambda: self._obstore.list_with_delimiter(self._store))
-        return sorted(entry["path"] for entry in found["objects"])
+        listed = self._call(lambda: self._obstore.list_with_delimiter(self._store))
+        return sorted(entry["path"] for entry in listed["objects"])
 
     def _call(self, function: Callable[[], Any]) -> Any:
         errors = self._errors
@@ -174,83 +176,61 @@ class ObstoreClient(Client):
         except errors.UnauthenticatedError as error:
             raise RequestRefused("the credentials are missing or not valid (401)") from error
         except errors.BaseError as error:
-            raise _described(str(error)) from error
+            raise _described(str(error).lower()) from error
 
     @staticmethod
     def _version(meta: Any) -> Version:
         return Version(meta["size"], meta["e_tag"] or str(meta["last_modified"] or ""))
 
 
-class FsspecClient(Client):
+class FsspecClient(ObjectClient):
     """Any file system of fsspec."""
 
     def __init__(self, library: Any, address: Address) -> None:
-        url = address.url + (f"?{address.query}" if address.query else "")
-        self._fs, self._root = library.core.url_to_fs(url)
+        self._fs, self._root = library.core.url_to_fs(address.full)
         self._lists = address.scheme not in ("http", "https")
 
     def head(self, name: str) -> Version:
-        try:
-            return self._version(self._info(name))
-        except FileNotFoundError as error:
-            raise Absent from error
+        self._fs.invalidate_cache()
+        info = self._call(self._fs.info, self._path(name))
+        return Version(int(info["size"] or 0), next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), ""))
 
     def get(self, name: str, begin: int, end: int, version: Version) -> Any:
-        try:
-            return self._fs.cat_file(self._path(name), start=begin, end=end)
-        except FileNotFoundError as error:
-            raise Absent from error
-        except PermissionError as error:
-            raise RequestRefused("access is denied") from error
+        return self._call(self._fs.cat_file, self._path(name), start=begin, end=end)
 
     def list(self) -> list[str] | None:
         if not self._lists:
             return None
-        try:
-            self._fs.invalidate_cache()
-            found = self._fs.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return []
-        except PermissionError as error:
-            raise RequestRefused("access is denied") from error
-        return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
+        self._fs.invalidate_cache()
+        entries = self._call(self._fs.ls, self._root, detail=True)
+        return sorted(entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file")
 
-    def _info(self, name: str) -> Any:
+    def _call(self, function: Callable[..., Any], path: str, **options: Any) -> Any:
         try:
-            self._fs.invalidate_cache()
-            return self._fs.info(self._path(name))
+            return function(path, **options)
+        except FileNotFoundError as error:
+            raise Absent from error
         except PermissionError as error:
             raise RequestRefused("access is denied") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    @staticmethod
-    def _version(info: Any) -> Version:
-        for key in ("ETag", "etag", "LastModified", "mtime", "last_modified", "created"):
-            if info.get(key):
-                return Version(int(info["size"]), str(info[key]))
-        return Version(int(info["size"] or 0), "")
-
 
 def _described(text: str) -> Exception:
-    """Returns an exception for a client's error text, without quoting it: it may contain the address."""
-    lower = text.lower()
-    if match := _STATUS.search(lower):
+    """Returns an exception for a client's error text in lower case, without quoting it: it may contain the address."""
+    if match := _STATUS.search(text):
         status = int(match[1])
         if status == 404:
             return Absent()
-        if status < 500 and status not in (408, 425, 429):
-            return RequestRefused(f"the server answered {status}")
-        return ConnectionError(f"the server answered {status}")
-    if "certificate" in lower or "unknownissuer" in lower:
+        refused = status < 500 and status not in (408, 425, 429)
+        return (RequestRefused if refused else ConnectionError)(f"the server answered {status}")
+    if "certificate" in text or "unknownissuer" in text:
         return RequestRefused(
             "its certificate is not valid for it, or not signed by an authority that this machine trusts"
         )
-    if "builder error" in lower:
+    if "builder error" in text:
         return RequestRefused(
             "the client does not take its address; an http:// endpoint has to be allowed, e.g. by AWS_ALLOW_HTTP=true"
         )
-    if _TIMEOUT.search(lower):
-        return ConnectionError("no answer in time")
-    return ConnectionError("the connection failed")
+    return ConnectionError("no answer in time" if _TIMEOUT.search(text) else "the connection failed")

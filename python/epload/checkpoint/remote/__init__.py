@@ -1,1 +1,0 @@
-"""Checkpoints that are not on this machine: on the Hugging Face Hub, in object storage."""
