@@ -179,23 +179,19 @@ class Checkpoint(ABC):
         return source
 
     @staticmethod
-    def join(
-        source: Any, manifest: Manifest, progress: Progress | None = None, same_content: bool = True
-    ) -> Checkpoint:
+    def join(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
         """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
 
         Args:
             source: as for :meth:`open`.
             manifest: that of the other rank.
             progress: as for :meth:`open`.
-            same_content: if False, it may be another checkpoint of the same layout, with files of the same names.
 
         Raises:
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
-            OtherLayout: without ``same_content``, it has another layout, or only the other rank can tell which one is meant.
             TypeError: ``source`` has another type.
         """
-        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress or _ignore, same_content)
+        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress or _ignore)
         return joined
 
     @staticmethod
@@ -216,7 +212,3 @@ class Checkpoint(ABC):
 
 def _ignore(nbytes: int) -> None:
     """Does nothing: progress that nobody asks for."""
-
-
-class OtherLayout(Exception):
-    """Raised by :meth:`Checkpoint.join`. Not a CheckpointError: the load goes on without the layout that was expected."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from epload.checkpoint import dcp, file_sets, hub, safetensors, torch_file, unsupported
-from epload.checkpoint.base import Checkpoint, OtherLayout, Progress
+from epload.checkpoint.base import Checkpoint, Progress
 from epload.checkpoint.byte_store import Folder, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.index import Index
@@ -55,12 +55,10 @@ def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, 
         return _open_file(folder, name, known)
 
 
-def join_source(source: Any, manifest: Manifest, progress: Progress, same_content: bool) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
-    if not same_content and hub.parse(source) is not None:  # the manifest has the commit of the load before
-        raise OtherLayout(f"{source}: the source rank says which commit is loaded")
     expected = manifest.locations.files
     with _located(source, "", progress, manifest) as (folder, name):
         is_file = name and not name.endswith(".json")
@@ -71,13 +69,8 @@ def join_source(source: Any, manifest: Manifest, progress: Progress, same_conten
             )
         files = folder.open([name] if is_file else [facts.name for facts in expected])
         facts = list(map(_facts, files))
-        if same_content:
-            _check_same(files, facts, expected)
-            return FileCheckpoint(folder.store(files), manifest)
-        joined = manifest.with_files(manifest.source, manifest.locations.index, facts)
-        if joined is None:
-            raise OtherLayout(f"{folder} has no checkpoint of the same layout as {manifest.source}")
-        return FileCheckpoint(folder.store(files), joined)
+        _check_same(files, facts, expected)
+        return FileCheckpoint(folder.store(files), manifest)
 
 
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:

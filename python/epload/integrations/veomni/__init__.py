@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from epload.integrations.veomni.converted import ConvertedCheckpoint
 from epload.loader import load
+from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
@@ -48,7 +49,7 @@ def rank0_load_and_broadcast_weights(
     Args:
         model: the model, which may be on meta.
         weights_path: a checkpoint file or folder.
-        kwargs: ``is_peft_model``, and options of :func:`epload.load`, e.g. ``init_missing``, ``strict`` or ``outer_shards``,
+        kwargs: ``is_peft_model``, and arguments of :func:`epload.load`, e.g. ``init_missing``, ``strict`` or ``options``,
             which replace the defaults.
 
     Raises:
@@ -66,7 +67,7 @@ def rank0_load_and_broadcast_weights(
         )
     options: dict[str, Any] = {"readers": "one", "progress": False, "strict": False}
     options |= {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LOAD}
-    options.setdefault("outer_shards", _planned_shards(model))
+    options.setdefault("options", LoadOptions(outer_shards=_planned_shards(model)))
     tied = _find_tied_embeddings(model)
     converted = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), converted is not None, tied))
@@ -162,7 +163,7 @@ def _find_tied_embeddings(model: nn.Module) -> tuple[nn.Module, nn.Module] | Non
     Raises:
         RuntimeError: the config ties them, but the model does not return one of them.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     owners = [owner for owner in (config, text_config) if hasattr(owner, "tie_word_embeddings")]
     if not owners or not all(owner.tie_word_embeddings for owner in owners):

@@ -202,7 +202,7 @@ class ConvertedCheckpoint(Checkpoint):
     def _handles(self, converter: Any, name: str, tensor: Tensor) -> bool:
         def handles() -> bool:
             by_tensor = getattr(converter, "can_handle_tensor", None)
-            return (callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name)
+            return bool((callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name))
 
         return converter is not None and bool(self._call(converter, f"at {name}", handles))
 
