@@ -86,7 +86,8 @@ class Router:
         asked, topology = self._options.algorithm, self._topology
         if asked == "auto":
             crosses = len(topology.nodes) > 1 and readers in ("one", "partitioned")
-            return ("striped" if device != CPU and crosses and topology.even else "two_level"), ""
+            several = topology.even and len(topology.node) > 1
+            return ("striped" if device != CPU and crosses and several else "two_level"), ""
         if asked == "two_level" or readers == "every" or len(topology.ranks) == 1:
             return asked, ""
         why = ""
