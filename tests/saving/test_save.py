@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import epload
+from epload.mapping.rules import Rename
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
@@ -156,3 +157,16 @@ def test_saves_in_the_background(tmp_path: Path) -> None:
         assert error.startswith(f"{tmp_path}/1 exists")
     for version in (1, 2):
         assert all(torch.equal(found, values(name, version)) for name, found in read(tmp_path / str(version)).items())
+
+
+def test_names_of_another_checkpoint(tmp_path: Path) -> None:
+    model, names = torch.nn.Linear(2, 3), tmp_path / "names.pt"
+    torch.save({"weight": torch.zeros(3, 2)}, names)
+    with pytest.raises(
+        epload.ModelMismatch, match="lacks tensors of the model, which would be left out: 1 tensor: bias;"
+    ):
+        epload.save(model, tmp_path / "new", names_from=names)
+    rename = epload.Mapping(renames=(Rename("^weight$", "w"),))
+    with pytest.raises(ValueError, match="checkpoint names of the model's tensors cannot be derived"):
+        epload.save(model, tmp_path / "new", mapping=rename)
+    assert os.listdir(tmp_path) == ["names.pt"]

@@ -23,8 +23,7 @@ from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
-
-_MAX_SHOWN = 5
+from epload.observe.render import list_keys
 
 
 def catalog(
@@ -148,10 +147,9 @@ def _check_complete(
     ignored = set(ignored_keys(rules, names, missing, ()))
     missing = [name for name in missing if name not in ignored]
     if missing:
-        listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
         raise ModelMismatch(
-            f"names_from= has no tensor for {len(missing)} tensors of the model ({listed}), which would be left out; pass a "
-            "checkpoint of this model, or a mapping that has them, or names them in ignore_missing",
+            f"names_from= lacks tensors of the model, which would be left out: {list_keys(missing)}; pass a checkpoint of this "
+            "model, or a mapping that has them, or names them in ignore_missing",
             missing_keys=missing,
         )
 
