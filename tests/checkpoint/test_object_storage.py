@@ -369,27 +369,3 @@ def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Pa
         save_file(state_for(number), tmp_path / str(number) / "model.safetensors")
     url = put(s3[0], tmp_path / "1", "meanwhile")
     all_fine(ranks.run(4, _replaced_meanwhile, s3[1].address, url, s3[0].port, str(tmp_path / "2")))
-
-
-def _load_in_every_mode(rank: int, url: str) -> list[str]:
-    object_store.FIRST_PAUSE = 0.02
-    problems = []
-    for readers in READERS:
-        model = meta_net()
-        with HierarchicalLoader(
-            Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False
-        ) as loader:
-            for turn in ("from meta", "again"):
-                loader.load(model, url)
-                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.zero_()
-    return problems
-
-
-def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    put(s3[0], tmp_path, "web/ranks")
-    s3[1].fault = now_and_then(1)
-    all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))

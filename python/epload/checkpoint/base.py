@@ -66,11 +66,7 @@ class Checkpoint(ABC):
         """
 
     def prepare(self) -> None:
-        """Called before anything else. A checkpoint that delays opening its files opens them here.
-
-        Raises:
-            CheckpointError: they cannot be opened.
-        """
+        """Called before anything else. A checkpoint that delays opening its files opens them here. Raises CheckpointError."""
         return None
 
     def tensor(self, index: int) -> Tensor | None:
@@ -78,32 +74,20 @@ class Checkpoint(ABC):
         return None
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
-        """Does what :meth:`fill` does, into a buffer on a device. Returns False if the checkpoint cannot.
-
-        Args:
-            pipe: the device's pipe.
-        """
+        """Does what :meth:`fill` does, into a buffer on the pipe's device. Returns False if the checkpoint cannot."""
         return False
 
     def read_regions(self, regions: Regions) -> int | None:
         """Reads regions of tensors from files directly into a model's tensors, on CPU or, if they have a pipe, on its device.
 
-        Returns:
-            The bytes read, or None if the checkpoint cannot read this way.
-
-        Raises:
-            CheckpointError: a file has changed, cannot be read or ends too early.
+        Returns the bytes read, or None if the checkpoint cannot read this way. Raises as :meth:`fill`.
         """
         return None
 
     def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
         """Computes the digests of regions of tensors directly from files. Arguments are those of ``ops.digest_files``.
 
-        Returns:
-            int64 [n], one a row of ``table``, or None if the checkpoint cannot read this way.
-
-        Raises:
-            CheckpointError: as for :meth:`read_regions`.
+        Returns int64 [n], one a row of ``table``, or None if the checkpoint cannot read this way. Raises as :meth:`fill`.
         """
         return None
 
@@ -112,11 +96,8 @@ class Checkpoint(ABC):
         return "" if self._store is None else self._store.changed()
 
     def reopen(self) -> None:
-        """Opens all files by path again, so that later reads see what other ranks find there.
-
-        Raises:
-            CheckpointError: a file is not the one that was opened before.
-        """
+        """Opens all files by path again, so that later reads see what other ranks find there. Raises CheckpointError if a file
+        is not the one that was opened before."""
         if self._store is not None:
             self._store.reopen()
 

@@ -125,11 +125,8 @@ class ByteStore(ABC):
         return next(filter(None, (file.changed() for file in self._all)), "")
 
     def reopen(self) -> None:
-        """Opens all files by path again, so that later reads see what other ranks find there.
-
-        Raises:
-            CheckpointError: a file is not the one that was opened before.
-        """
+        """Opens all files by path again, so that later reads see what other ranks find there. Raises CheckpointError if a file
+        is not the one that was opened before."""
         if changed := self.changed():
             raise CheckpointError(f"{changed} after it was opened; load again")
 
@@ -140,9 +137,7 @@ class ByteStore(ABC):
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        """Reads byte ranges of files into a buffer. Returns when all are read.
-
-        Ranges that follow one another in a file are read with one request.
+        """Reads byte ranges of files into a buffer. Ranges that follow one another in a file are read with one request.
 
         Args:
             ranges: int64 CPU tensor [n, 4], one a row: index of the file, offset in it, offset in ``buffer``, length; the last
@@ -162,11 +157,7 @@ class ByteStore(ABC):
             offsets: int64 CPU tensor [t], where each tensor starts in its file, in bytes.
             regions: what to read, and where to; targets on CPU.
 
-        Returns:
-            The bytes read.
-
-        Raises:
-            CheckpointError: as for :meth:`read`.
+        Returns the bytes read. Raises as :meth:`read`.
         """
         spans = regions.copies.spans()
         batch = (spans.cumsum(0) - spans) // SPAN_BYTES
@@ -183,18 +174,9 @@ class ByteStore(ABC):
         return int(spans.sum())
 
     def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
-        """Computes the digests of regions of tensors as it reads them, if the store has such a path.
+        """Computes the digests of regions of tensors as it reads them. Arguments are those of ``ops.digest_files``.
 
-        Args:
-            files, offsets: as for :meth:`read_regions`.
-            origins: int64 CPU tensor [n, 2], as in ``Regions``.
-            table: a copy table of n rows, as for ``ops.digest_files``.
-
-        Returns:
-            int64 [n], or None if the store can only :meth:`read`.
-
-        Raises:
-            CheckpointError: as for :meth:`read`.
+        Returns int64 [n], or None if the store can only :meth:`read`. Raises as that.
         """
         return None
 
@@ -231,13 +213,10 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self, standard: Sequence[str] = ()) -> list[str]:
-        """Returns the names of what is in it, sorted; those of folders end with "/".
+        """Returns the names of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError.
 
         Args:
             standard: names to look for if the store cannot list.
-
-        Raises:
-            CheckpointError, OSError: it cannot be read.
         """
 
     def open(self, names: Sequence[str]) -> list[StoredFile]:

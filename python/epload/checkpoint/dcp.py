@@ -20,7 +20,7 @@ from epload.checkpoint import safetensors, torch_file
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.chunked import ChunkedTensor, check_covered, checkpoint_of
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
-from epload.checkpoint.index import Index
+from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.pickles import check_pickle
 from epload.core import dtypes
@@ -222,7 +222,7 @@ def _integers(values: Any) -> tuple[int, ...]:
 
 
 def _file_name(text: Any) -> str:
-    if not isinstance(text, str) or "/" in text or "\\" in text or "\0" in text or text in ("", ".", ".."):
+    if not isinstance(text, str) or not is_plain(text):
         raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {_show(text)}")
     return text
 

@@ -6,13 +6,18 @@ import hashlib
 import json
 from collections.abc import Container
 from functools import cached_property
-from pathlib import Path
 
 from epload.checkpoint.byte_store import StoredFile
 from epload.errors import CheckpointError
 
 _MAX_BYTES = 100_000_000
 """The limit is that of a safetensors header. An index of 100,000 tensors has about 10 MB."""
+
+
+def is_plain(name: str) -> bool:
+    """Returns True if a text that is not trusted is the name of a file in its folder, and no path."""
+    is_text = name.encode(errors="replace").decode() == name
+    return is_text and name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name}
 
 
 class Index:
@@ -52,7 +57,7 @@ class Index:
                 f'{self.file}: expected a JSON object with a "weight_map" of tensor names to file names'
             ) from error
         for name in sorted(set(weight_map.values())):
-            if Path(name).name != name or name in ("", ".", ".."):
+            if not is_plain(name):
                 raise CheckpointError(
                     f"{self.file}: names the file {name!r}; expected a plain file name in the index's own folder"
                 )

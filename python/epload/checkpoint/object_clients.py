@@ -74,7 +74,7 @@ class Address(NamedTuple):
     """The URL of a folder of objects."""
 
     url: str
-    """Without a slash at its end. May contain credentials."""
+    """The URL has no slash at its end, and may contain credentials."""
     query: str = ""
 
     @staticmethod

@@ -75,10 +75,7 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
 
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     """Returns the entries of a DCP folder that are no tensors, each as ``torch.save`` wrote it, by name. Not those that it lacks.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    Raises CheckpointError."""
     if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
         return {}
     with _located(source) as (folder, name):
@@ -95,11 +92,8 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none, or it is no JSON object.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none, or it is no JSON object. Raises
+    CheckpointError if it cannot be read."""
     if not isinstance(source, str | os.PathLike):
         return {}
     with _located(source) as (folder, _):
@@ -265,11 +259,8 @@ def _facts(file: StoredFile) -> FileFacts:
 
 
 def _quantization(folder: Folder, manifest: Manifest) -> Quantization | None:
-    """Returns the quantization that a folder's configuration declares; None if no tensor of it can be quantized.
-
-    Raises:
-        CheckpointError: the configuration of fp8 weights cannot be read.
-    """
+    """Returns the quantization that a folder's configuration declares; None if no tensor of it can be quantized. Raises
+    CheckpointError if the configuration of fp8 weights cannot be read."""
     if {*FP8, *INTEGERS}.isdisjoint(manifest.kinds.dtypes):
         return None
     try:
