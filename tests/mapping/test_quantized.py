@@ -22,7 +22,7 @@ from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
-from support.fp8 import BF16, COLUMNS, CONFIG, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
+from support.fp8 import BF16, COLUMNS, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
 from support.models import mesh
 
 
@@ -83,23 +83,6 @@ def from_folder(
     if config is not None:
         (folder / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
     return one_rank(folder, target, **options)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (6, 1), (3, 2), (1, 4), (6, 4)])
-def test_scales_of_other_shapes(shape: tuple[int, ...]) -> None:
-    """One for all, one a row, or one for each block of an even division."""
-    value, scale = torch.randn(6, 4).to(FP8), torch.rand(shape) + 0.1
-    grid = scale.reshape((*shape, *[1] * (2 - len(shape))) if len(shape) else (1, 1))
-    full = grid.repeat_interleave(6 // grid.shape[0], 0).repeat_interleave(4 // grid.shape[1], 1)
-    got = one_rank({"w": value, "w_scale": scale}, {"w": torch.empty(6, 4, dtype=BF16)})
-    assert torch.equal(got["w"], (value.float() * full).to(BF16))
-
-
-def test_scales_of_fused_experts(tmp_path: Path) -> None:
-    value, scale = torch.randn(3, 256, 130).to(FP8), torch.rand(3, 2, 2) + 0.1
-    got = from_folder(tmp_path, {"w": value, "w_scale_inv": scale}, {"w": torch.empty(3, 256, 130)}, CONFIG)
-    full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :130]
-    assert torch.equal(got["w"], value.float() * full)
 
 
 VALUE, SCALE = weight(0)
@@ -166,12 +149,3 @@ def test_each_rank_keeps_the_scales_of_what_it_owns() -> None:
     empty = replace(targets, layouts=[Layout((600, 200), (601,), (Sharded(0),))], coordinates=[(600,)])
     plan = make_plan(manifest, empty, Mapping(), 1 << 20)
     assert (plan.targets.layouts[plan.targets.layout[1]].shape, plan.unexpected, plan.missing) == ((0, 0), (), ())
-
-
-def test_plans_of_ordinary_checkpoints_have_no_scales() -> None:
-    model = nn.Linear(2, 2)
-    names = tuple(model.state_dict())
-    manifest = Manifest(names, ((2, 2), (2,)), (torch.float32,) * 2, "x")
-    plan = make_plan(manifest, collect(model), Mapping(), 1000)
-    assert plan.scalings == ()
-    assert plan.targets.names == list(names)

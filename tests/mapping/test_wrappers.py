@@ -17,7 +17,6 @@ from epload import Mapping
 from epload.loading.hints import prefix_hint
 from epload.mapping import Rename
 from epload.mapping.place import place
-from epload.mapping.wrappers import unwrap
 from support import ranks
 from support.checks import all_fine
 
@@ -90,16 +89,6 @@ def _inside(rank: int) -> list[str]:
 
 def test_a_module_of_the_model_is_wrapped() -> None:
     all_fine(ranks.run(2, _inside))
-
-
-def test_unwrapping_finds_the_model() -> None:
-    plain = Net()
-    found = unwrap(torch.compile(nn.DataParallel(plain)), ["_orig_mod.module.first.weight"])
-    assert found.model is plain
-    names = ["_orig_mod.module.first.weight"]
-    for alias in found.aliases:
-        names = alias.apply(names)
-    assert names == ["first.weight"]
 
 
 # ---- ties between more than two ----

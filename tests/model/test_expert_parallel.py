@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -198,16 +197,3 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
 def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _mistakes, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "first", "name", "global_name"),
-    [
-        (r"experts\.(\d+)\.", 8, "l.3.experts.2.up", "l.3.experts.10.up"),
-        (r"experts\.(\d+)\.", 0, "l.3.experts.2.up", "l.3.experts.2.up"),
-        (r"experts\.\d+\.", 8, "experts.2.up", "experts.2.up"),
-        (r"experts\.(\d+)\.", 8, "norm", None),
-    ],
-)
-def test_global_names_of_local_modules(pattern: str, first: int, name: str, global_name: str | None) -> None:
-    assert LocalModules(pattern, first).global_name(name) == global_name

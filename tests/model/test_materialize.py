@@ -282,24 +282,6 @@ def test_parameters_offloaded_to_host_memory() -> None:
     all_fine(ranks.run(4, _offloaded))
 
 
-def test_one_process() -> None:
-    models = []
-    for private in (True, False):
-        model = on_meta(Plain)
-        targets = collect_as(model, torch.bfloat16)
-        materialize(model, targets, CPU, private=private)
-        models.append(description(model))
-        assert model.head.weight is model.embed.weight
-        assert model.also is model.turned
-        assert model.turned.stride() == (1, 4)
-        assert model.angles.dtype == torch.float32
-        assert not dist.is_initialized()
-        full = full_state(model, 1)
-        epload.load(model, full, options=LoadOptions(bucket_bytes=BUCKET))
-        assert wrong(model, full) == []
-    assert models[0] == models[1]
-
-
 @pytest.mark.parametrize("private", [True, False])
 def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
     with torch.device("meta"):

@@ -311,8 +311,8 @@ def both_ways(rank: int) -> list[str]:
             problems.append(f"{a} {b}")
         if not a.is_meta and a.data_ptr() != b.data_ptr():
             problems.append("not the same memory")
-    public = dtensor.metadata(tensors, private=False)
-    private = dtensor.metadata(tensors, private=True)
+    public = list(zip(*dtensor.metadata(tensors, private=False), strict=True))
+    private = list(zip(*dtensor.metadata(tensors, private=True), strict=True))
     for i in range(len(tensors)):
         for j in range(len(tensors)):
             if (public[i] == public[j]) != (private[i] == private[j]):

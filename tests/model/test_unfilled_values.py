@@ -15,11 +15,10 @@ from torch.distributed.fsdp import fully_shard
 import epload
 from epload import HierarchicalLoader
 from epload.model import memory
-from epload.model.initialization import compute_missing
 from epload.model.memory import is_poisoned, poison
 from support import ranks
 from support.checks import all_fine
-from support.initialized_models import llama, loader
+from support.initialized_models import loader
 from support.models import on_meta
 
 
@@ -146,11 +145,6 @@ def test_marked_memory_is_found_however_little_is_left(dtype: torch.dtype) -> No
     tensor.copy_(torch.ones(()).to(dtype).expand(tensor.shape))
     assert not is_poisoned(tensor)
     assert not is_poisoned(torch.empty(0, 3, dtype=dtype))
-
-
-def test_nothing_is_computed_for_nothing() -> None:
-    made = compute_missing(llama(), {}, {}, 0)
-    assert (made.values, made.attributes) == ({}, [])
 
 
 # ---- tensors that share memory ----

@@ -38,6 +38,8 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     Raises:
         ModelMismatch: what a conversion takes for an index is no integer.
     """
+    if not converts:
+        return [], list(range(len(names)))
     rules = [
         (convert, number, re.compile(convert.sources[number]))
         for convert in converts

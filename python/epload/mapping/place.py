@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
 from typing import NamedTuple
@@ -88,14 +88,14 @@ class _Placer:
         self.mapping = mapping
         self.names = names
         self.shapes = shapes
-        self.model_name: dict[str, str] = {}
+        inner = apply_renames(mapping.aliases, targets)
+        self.model_name = dict(zip(inner, targets, strict=True))
         """The model's names by their names without wrappers."""
-        for name, target in zip(apply_renames(mapping.aliases, list(targets)), targets, strict=True):
-            if (other := self.model_name.setdefault(name, target)) != target:
-                raise ModelMismatch(
-                    f"the model's {other} and {target} have the same name without their wrappers: {name}"
-                )
-        self.targets = {name: targets[target] for name, target in self.model_name.items()}
+        if len(self.model_name) < len(targets):
+            name = Counter(inner).most_common(1)[0][0]
+            both = " and ".join(target for target, other in zip(targets, inner, strict=True) if other == name)
+            raise ModelMismatch(f"the model's {both} have the same name without their wrappers: {name}")
+        self.targets = {name: targets[self.model_name[name]] for name in inner} if mapping.aliases else targets
         self.placed: list[tuple[Place, ...]] = [()] * len(names)
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
@@ -192,6 +192,8 @@ class _Placer:
 
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
+        if not self.mapping.ties:
+            return
         origin = {target: target for target in self.filled}
         pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
         count = 0

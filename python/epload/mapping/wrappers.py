@@ -65,7 +65,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
         aliases += [TOKEN_LAYER, BASE_LAYER] if adapted else []
     ties: list[tuple[str, str]] = []
     if adapted:
-        originals = {name.replace(".original_module.", ".", 1): name for name in names if ".original_module." in name}
+        originals = {name.replace(".original_module.", ".", 1) for name in names if ".original_module." in name}
         copies = [name for name in names if ".modules_to_save." in name]
         pairs = zip(TRAINED_COPY.apply(copies), copies, strict=True)
         # A copy starts from the weights of the original.
@@ -174,7 +174,7 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozens
     Raises ModelMismatch if an active adapter is not merged, so that the base weights are not what the model computes with."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     base_part: dict[str, str] = {}
-    """Where the tensors are that a checkpoint has, by the prefix of the module that adds others."""
+    """Prefix of the tensors that a checkpoint has, by the prefix of the module that adds others."""
     for prefix, module in Modules(model).named:
         path = prefix[:-1]
         if is_adapter(module):

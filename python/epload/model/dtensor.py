@@ -187,11 +187,13 @@ def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def metadata(tensors: Iterable[Any], private: bool | None = None) -> list[tuple[object, ...]]:
-    """Returns each tensor's shape, dtype, device and layout, to be compared with a later result. Refers to no tensor."""
+def metadata(tensors: list[Any], private: bool | None = None) -> tuple[list[object], list[object]]:
+    """Returns the device, and the shape, dtype and layout, of each tensor, to be compared with a later result."""
     private = private_path_available() if private is None else private
-    return [
-        (t.device, t._spec) if private and type(t) is DTensor
-        else (t.device, t.dtype, t.shape, *((t.placements, t.device_mesh) if isinstance(t, DTensor) else ()))
-        for t in tensors
-    ]  # fmt: skip
+    return [t.device for t in tensors], [
+        t._spec if private and type(t) is DTensor else _description(t) for t in tensors
+    ]
+
+
+def _description(t: Tensor) -> tuple[object, ...]:
+    return (t.shape, t.dtype, t.placements, t.device_mesh) if isinstance(t, DTensor) else (t.shape, t.dtype)

@@ -167,7 +167,8 @@ class _Step(NamedTuple):
     """Names of the module's own tensors that are to be initialized."""
     initializer: str
     """Class and method, for messages."""
-    run: Callable[[Skeleton], object]
+    run: Callable[[Any], object]
+    """Takes the skeleton."""
 
 
 def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:

@@ -106,7 +106,8 @@ def _materialize_private(modules: Modules, destination: Destination) -> None:
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensors alive, so that ids stay unique
     in_place: dict[int, Any] = {}
     for module in modules.unique:
-        for owned in (module._parameters, module._buffers):
+        tensor_dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for owned in tensor_dicts:
             for name, tensor in owned.items():
                 if tensor is None or id(tensor) in in_place or not tensor.is_meta:
                     continue

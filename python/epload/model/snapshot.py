@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -47,11 +48,11 @@ class Snapshot:
         self._children = [weakref.ref(child) for child in _children(parents)]
         collections: list[Any] = [module._modules for module in unique if not module._modules]
         for m in unique:
-            collections += m._parameters, m._buffers, m._non_persistent_buffers_set
+            collections += m._parameters, m._buffers, *([m._non_persistent_buffers_set] if m._buffers else ())
             collections += m._state_dict_hooks, m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks
         self._empty = [each for each in collections if not each]
         self._filled = [each for each in collections if each]
-        self._keys = [*map(tuple, chain(self._filled, (module._modules for module in parents)))]
+        self._keys = _keys(self._filled, parents)
         self._ids = [*map(id, tensors)]
         position = {number: i for i, number in enumerate(self._ids)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
@@ -61,8 +62,7 @@ class Snapshot:
         names = targets.unsaved_buffers | targets.unsaved_meta.keys()
         self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
         self._devices, self._options = devices._replace(has_meta=False), options
-        held = (self._tensor_dicts, self._empty, self._filled)
-        self._model = weakref.ref(model, lambda _: [each.clear() for each in held])
+        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled)))
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
         """Returns the targets that collecting from the model would give, and their devices.
@@ -72,16 +72,16 @@ class Snapshot:
         """
         if self._model is None or self._model() is not model or options != self._options:
             return None
-        for fsdp_module in self._fsdp_modules:
-            if (module := fsdp_module()) is not None:
-                module.reshard()
+        for reference in self._fsdp_modules:
+            if (fsdp_module := reference()) is not None:
+                fsdp_module.reshard()
         parents = [module for parent in self._parents if (module := parent()) is not None]
         tensors = [*chain.from_iterable(map(dict.values, self._tensor_dicts))]
         if (
             any(self._empty)
             or [*map(id, tensors)] != self._ids
             or _children(parents) != [child() for child in self._children]
-            or [*map(tuple, chain(self._filled, (module._modules for module in parents)))] != self._keys
+            or _keys(self._filled, parents) != self._keys
         ):
             return None
         tensors = [tensors[i] for i in self._positions]
@@ -90,6 +90,17 @@ class Snapshot:
         return replace(self._targets, tensors=tensors), self._devices
 
 
+def _clear(lists: tuple[list[Any], ...], _: object) -> None:
+    for collections in lists:
+        collections.clear()
+
+
 def _children(parents: list[nn.Module]) -> list[nn.Module]:
     children = chain.from_iterable(parent._modules.values() for parent in parents)
     return [child for child in children if child is not None]
+
+
+def _keys(collections: list[Any], parents: list[nn.Module]) -> tuple[list[int], list[object]]:
+    """Returns the sizes and the keys of collections and of the parents' dicts of children."""
+    collections = [*collections, *(parent._modules for parent in parents)]
+    return [*map(len, collections)], [*chain.from_iterable(collections)]

@@ -154,7 +154,8 @@ class _Collector:
             if (number := by_id.get(id(tensor))) is not None:
                 index[name] = number
                 continue
-            axis, key = None, (tensor.shape,)
+            axis: int | None = None
+            key: tuple[object, ...] = (tensor.shape,)
             if isinstance(tensor, DTensor):
                 axis = self._fsdp_axes.get(id(tensor))
                 key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
