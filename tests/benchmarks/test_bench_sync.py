@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 WRONG = "def send(job):\n    pass\n\n\ndef receive(job):\n    pass\n"
@@ -46,27 +44,3 @@ def test_every_way_hands_over_the_same_bits(tmp_path: Path) -> None:
     assert "commit" in rows["epload_sync:stage=host"]["phases"]
     assert "| **epload, stage=host** | 1 |" in found["texts"][0]
     assert "loopback: over the raw floor" in found["texts"][-1]
-
-
-PLAN = """
-import json, sys
-import sync_planning
-
-rows = sync_planning.measure("Qwen3-30B-A3B", ((64, 128),), repeat=1)
-json.dump([rows, sync_planning.table(rows).markdown()], sys.stdout)
-"""
-
-
-def test_planning_at_scale() -> None:
-    """Engines of one node take everything into it, those of eight nodes an eighth of the experts into each."""
-    found = subprocess.run(
-        [sys.executable, "-c", PLAN], cwd=BENCHMARKS, timeout=240, check=True, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
-    )  # fmt: skip
-    (alone, together), text = json.loads(found.stdout)
-    assert alone["receiver"]["nbytes"] == pytest.approx(61.06e9, rel=0.01)
-    assert together["receiver"]["nbytes"] == pytest.approx(61.06e9 / 8 * 0.95 + 61.06e9 * 0.05, rel=0.05)
-    for row in (alone, together):
-        assert row["sender"]["nbytes"] == pytest.approx(61.06e9 / 64, rel=0.01)
-        assert row["sender"]["buckets"] <= row["receiver"]["buckets"]
-    assert "64 + 128" in text

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.control import Control
 from epload.control.failure import DECISION, Failure, Outcomes
 from epload.control.messages import read_if_set
-from support import ranks
 
 
 def make(kind: str, folder: Path) -> Store:
@@ -43,41 +38,6 @@ def test_a_read_does_not_wait_and_sets_nothing(store: Store) -> None:
     store.delete_key("key")
     assert read_if_set(store, "key") is None
     assert not store.check(["key"])
-
-
-def keeps_reading(rank: int) -> list[str]:
-    """Rounds on one rank, which deletes the outcome of each in the next, while another thread looks for failures all the time."""
-    store = dist.distributed_c10d._get_default_store()
-    control = Control(dist.PrefixStore("control", store), (0,), 0)
-    over, errors = threading.Event(), []
-
-    def look() -> None:
-        while not over.is_set():
-            control.find_failure()
-
-    get = dist.PrefixStore.get
-
-    def late(store: dist.PrefixStore, key: str) -> bytes:
-        time.sleep(0.005)
-        return get(store, key)
-
-    looking = threading.Thread(target=look, daemon=True)
-    with mock.patch.object(dist.PrefixStore, "get", late):
-        looking.start()
-        for _ in range(5):
-            control.begin(timedelta(minutes=1))
-            for number in range(10):
-                if control.agree(f"round {number}", "view", lambda views: views[0]) != "view":
-                    errors.append(f"round {number}")
-        over.set()
-        looking.join(20)
-    return errors + ["the other thread waits for a key that was deleted"] * looking.is_alive()
-
-
-def test_an_outcome_is_not_deleted_while_another_thread_looks_at_it() -> None:
-    """Looking is two operations of the store, the second of which waits."""
-    assert ranks.run(1, keeps_reading) == [[]]
-    assert ranks.run(1, keeps_reading, tcp=True) == [[]]
 
 
 def test_the_first_failure_is_found_behind_decisions(store: Store) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
-from bench_control import check, idle, loads, start, sum_operations
-from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster
-from costs import StoreRates, agreement
+from bench_control import idle, start, sum_operations
+from control_bed import Bed, Cluster
 from epload.control.heartbeat import Heartbeats
 from epload.control.node_connection import FreeStore
 from epload.control.tree import Tree
 from epload.control.waiter import Alarm, Waiter
-from store_replay import replay
 
 SECONDS = 20.0
 
@@ -69,20 +66,6 @@ def test_no_group_that_is_being_made_blocks(server: TCPStore) -> None:
     assert not making.is_alive()
 
 
-def test_one_connection_per_node_besides_one_per_rank() -> None:
-    """And operations as the cost function counts them: of a leader, of its parent, and of the coordinator."""
-    bed = Bed(ranks=6, per_node=3, processes=2)
-    with Cluster(bed) as cluster:
-        start(cluster)
-        assert cluster.server.connections() == bed.ranks + len(bed.nodes)
-        samples, _, _ = cluster.run(loads, 3, RELOAD_ROUNDS)
-    check(samples)
-    counts = sum((sample.operations for sample in samples), Counter[str]())
-    # How often ranks post and look depends on the time.
-    asked = {kind: count for kind, count in counts.items() if kind not in ("bytes", "set", "check")}
-    assert asked == {"compare_set": 6, "multi_get": 6 * (2 + 2), "delete": 6 * 2}
-
-
 def test_ranks_hear_of_a_failure_from_their_leader() -> None:
     """When a rank of the last node is killed, ranks of other nodes that lead none neither connect to the store nor ask it."""
     bed = Bed(ranks=9, per_node=3, processes=4)
@@ -97,12 +80,6 @@ def test_ranks_hear_of_a_failure_from_their_leader() -> None:
     assert f"rank {bed.victim} has exited" in texts.pop()
     asked = {rank: sum_operations(samples[rank].operations) for node in bed.nodes[:-1] for rank in node[1:]}
     assert asked == dict.fromkeys(asked, 0)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 35])
-def test_the_replay_asks_what_the_cost_function_counts(nodes: int) -> None:
-    operations, _ = replay(nodes, FIRST_ROUNDS)
-    assert operations == agreement(nodes, 8 * nodes, FIRST_ROUNDS, StoreRates()).operations
 
 
 @pytest.mark.parametrize("nodes", [64, 128, 2048])

@@ -75,21 +75,6 @@ def test_the_first_name_of_a_parameter_fills_it(placed: Placed, wanted: set[int]
     assert {twin.dtype for twin in twins} <= {torch.bfloat16}
 
 
-def test_views_that_are_one_object_are_listed_once() -> None:
-    equal = View((0,), (2,), 0, (1,))
-    placed: Placed = [((NAMES[i], view),) for i, view in enumerate((VIEWS[0], equal, VIEWS[0], equal))]
-    chosen = select(*of_bfloat16(placed), placed, set()).chosen
-    assert [*map(id, chosen.views)] == [id(VIEWS[0]), id(equal)]
-    assert chosen.view.tolist() == [0, 1, 0, 1]
-
-
-def test_names_that_are_equal_need_not_be_one_object() -> None:
-    again = "".join(["target", ".", "0"])
-    assert again is not NAMES[0]
-    placed: Placed = [((NAMES[0], VIEWS[0]), (again, VIEWS[1]))]
-    assert select(*of_bfloat16(placed), placed, set()).chosen.target.tolist() == [0, 0]
-
-
 TYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
