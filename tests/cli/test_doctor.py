@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -50,54 +48,6 @@ def test_shared_memory(free: int, limit: str, status: str, tmp_path: Path) -> No
     (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
     assert doctor.check_shared_memory(memory, tmp_path).status == status
     assert doctor.check_shared_memory(memory, tmp_path / "absent").status == ("warn" if free < 1 << 30 else "ok")
-
-
-def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(doctor.os, "memfd_create", refuse)
-    finding = doctor.check_shared_memory()
-    assert finding.status == "warn"
-    assert "Operation not permitted" in finding.found
-
-
-def test_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-        assert doctor.check_open_files().status == "warn"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_network_cards(tmp_path: Path) -> None:
-    assert doctor.check_cards(tmp_path).status == "warn"
-    for name, state, speed in (("eth0", "up", "25000"), ("eth1", "down", "1000"), ("veth", "up", "-1")):
-        card = tmp_path / "class/net" / name
-        (card / "device").mkdir(parents=True)
-        (card / "operstate").write_text(state + "\n")
-        (card / "speed").write_text(speed + "\n")
-    found = doctor.check_cards(tmp_path)
-    assert (found.status, found.found) == ("ok", "eth0 25 Gbit/s, veth of unknown speed")
-
-
-@pytest.mark.parametrize(("content", "status"), [("cubic\n", "ok"), ("bbr\n", "warn"), (None, "warn")])
-def test_congestion_control(content: str | None, status: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "sys/net/ipv4").mkdir(parents=True)
-        (tmp_path / "sys/net/ipv4/tcp_congestion_control").write_text(content)
-    assert doctor.check_congestion_control(tmp_path).status == status
-
-
-def test_a_slow_lookup_is_noticed() -> None:
-    def no_name(address: str) -> None:
-        raise OSError("no name")
-
-    assert doctor.check_lookup(no_name, slow=5.0).status == "ok"
-    found = doctor.check_lookup(lambda address: time.sleep(0.05), slow=0.04)
-    assert found.status == "warn"
-    assert "/etc/hosts" in found.advice
 
 
 def test_a_store_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

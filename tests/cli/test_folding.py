@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epload.cli.folding import fold, numbered
+from epload.cli.folding import fold
 
 
 def unfold(name: str) -> Iterator[str]:
@@ -28,15 +28,6 @@ def test_products_of_ranges_are_one_line() -> None:
     assert fold(names) == [("model.layers.{0..3,5}.experts.{0..127}.up", "f32", 640)]
 
 
-def test_values_and_gaps_keep_lines_apart() -> None:
-    names = {f"a.{i}.{j}": i == 2 for i in range(3) for j in range(2 + (i == 0))}
-    assert fold(names) == [("a.0.{0..2}", False, 3), ("a.1.{0..1}", False, 2), ("a.2.{0..1}", True, 2)]
-
-
-def test_digits_inside_a_word_are_text() -> None:
-    assert fold({"w1.x": 0, "w2.x": 0}) == [("w1.x", 0, 1), ("w2.x", 0, 1)]
-
-
 def test_braces_in_a_name_are_text() -> None:
     assert fold({"a{0}.1": 0, "a{0}.2": 0}) == [("a{0}.{1..2}", 0, 2)]
 
@@ -49,8 +40,3 @@ def test_lines_stand_for_the_names(found: set[tuple[int, int, str]]) -> None:
     for line, value, count in folded:
         assert {names[name] for name in unfold(line)} == {value}
         assert len(list(unfold(line))) == count
-
-
-def test_numbered_counts_by_prefix() -> None:
-    names = ["top", *(f"layers.{i}.experts.{j}.up" for i in range(4) for j in (0, 7)), "vision.0.w"]
-    assert numbered(names) == {"layers": 4, "layers.*.experts": 2, "vision": 1}

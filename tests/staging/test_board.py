@@ -21,7 +21,6 @@ from epload import HierarchicalLoader, LoadError, Topology
 from epload.errors import RemoteFailure
 from epload.native import ops
 from epload.staging.board import STAGES, Board
-from epload.staging.shared_memory import NodeMemory
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, meta_net, state_for, wrong
@@ -219,57 +218,6 @@ def open_memfds() -> int:
         except FileNotFoundError:  # that of the listing itself
             continue
     return sum("memfd:epload" in name for name in names)
-
-
-def shared_files() -> set[str]:
-    """Except those of other tests that run at the same time: semaphores of multiprocessing, and folders of the census."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "epload-census-"))}
-
-
-def memory_matrix(rank: int, world: int, shapes: list[list[list[int]]]) -> list[str]:
-    problems: list[str] = []
-    shm = shared_files()
-    for nodes in shapes:
-        control = Topology.from_nodes(nodes).control
-        node = next(node for node in nodes if rank in node)
-        for nbytes in (1, 5000, 3 << 20):
-            what = f"{nodes} of {nbytes} bytes"
-            memory = NodeMemory.for_node(control, nodes, nbytes)
-            if not memory.shared or memory.ranks != tuple(node) or [b.nbytes for b in memory.buffers] != [nbytes] * 2:
-                problems.append(f"{what}: {memory.shared} {memory.ranks} {[b.nbytes for b in memory.buffers]}")
-            mine = rank + 10
-            if rank == node[-1]:
-                for i, buffer in enumerate(memory.buffers):
-                    buffer.fill_(mine + 100 * i)
-                memory.board.post("read", mine)
-            memory.board.wait("read", node[-1] + 10, (node[-1],), timedelta(seconds=LONG))
-            control.settle("all have written", None)
-            for i, buffer in enumerate(memory.buffers):
-                if not bool((buffer == node[-1] + 10 + 100 * i).all()):
-                    problems.append(f"{what}: buffer {i} has {buffer[:4]}, not what rank {node[-1]} wrote")
-            control.settle("all have looked", None)
-            memory.buffers[0].fill_(255)  # a buffer and the board are not one
-            memory.buffers[1].fill_(255)
-            memory.board.wait("read", node[-1] + 10, (node[-1],), timedelta(seconds=0))
-            if (mapped_memfds() > 0) != (len(node) > 1):
-                problems.append(f"{what}: {mapped_memfds()} mappings")
-            del memory, buffer
-            if mapped_memfds() or open_memfds():
-                problems.append(f"{what}: left {mapped_memfds()} mappings, {open_memfds()} descriptors")
-    if shared_files() - shm:
-        problems.append(f"left in /dev/shm: {shared_files() - shm}")
-    return problems
-
-
-SHAPES = {
-    2: [[[0, 1]], [[0], [1]], [[1, 0]]],
-    4: [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]], [[3, 1, 0], [2]], [[2, 0], [1, 3]]],
-}
-
-
-@pytest.mark.parametrize("world", SHAPES)
-def test_ranks_of_one_node_have_one_memory(world: int) -> None:
-    all_fine(ranks.run(world, memory_matrix, world, SHAPES[world]))
 
 
 class Refused:
