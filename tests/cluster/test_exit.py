@@ -38,5 +38,5 @@ def test_a_process_ends_with_its_own_status_after_a_load(tmp_path: Path) -> None
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [3] * 2, "\n".join(outputs)

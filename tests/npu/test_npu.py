@@ -34,7 +34,7 @@ def environment(cann: Path, trace: Path) -> dict[str, str]:
 def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(HERE / "copies.py")]
     env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["wrong"] == []
@@ -47,7 +47,7 @@ def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
     """Called from ctypes, which lets none pass: the process would end."""
     words = [sys.executable, str(HERE / "boundary.py")]
     env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["moved"]
@@ -66,7 +66,7 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
-        problems = [process.communicate(timeout=100) for process in processes]
+        problems = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
