@@ -21,6 +21,7 @@ from support import broadcasts as contract
 from support import fakedev, ranks
 from support.accelerator import ExternalStream
 from support.broadcasts import Refusals, agree
+from support.failures import raised
 from support.fakedev import build
 from support.region_copies import Problem, check_equal, problems
 
@@ -132,7 +133,7 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     wrong, texts = see.answer()
 
     def refused(what: str, parts: list[str], call: Callable[[list[Tensor]], object]) -> None:
-        kind, text = contract.raised(lambda: call([one, one + 1]))
+        kind, text = raised(lambda: call([one, one + 1]))
         if kind != "ValueError" or any(part not in text for part in parts) or one.tolist() != [rank] * 4:
             wrong.append(f"{what}: {kind}: {text}, {one}")
 

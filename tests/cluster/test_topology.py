@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.cluster import topology
 from support import ranks
+from support.failures import raised
 
 Nodes = list[list[int]]
 
@@ -48,14 +48,6 @@ def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...]
     for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
         assert seen == nodes, "nodes are in the order of their first ranks"
         assert node == next(own for own in nodes if rank in own)
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 WRONG: dict[str, tuple[Nodes, str]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -16,6 +15,7 @@ from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMis
 from epload.planning.buckets import HEADER_BYTES
 from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
 from support import ranks
+from support.failures import raised
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -50,15 +50,6 @@ def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control
     store = dist.group.WORLD.get_group_store()
     control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None, node)
     return control
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    """Class and text of what a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 def settle_errors(rank: int) -> list[tuple[str, str]]:

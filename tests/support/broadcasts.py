@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from epload import Topology, coalesced_bcast
 from epload.native import ops
+from support.failures import raised
 
 Nodes = list[list[int]]
 DTYPES = [
@@ -179,14 +180,6 @@ def parameters(rank: int, device: str = "cpu") -> list[str]:
 
 def in_place_and_parameters(rank: int, device: str = "cpu") -> list[str]:
     return single_tensors(rank, device) + parameters(rank, device)
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 def raw_op(rank: int, device: str = "cpu") -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from epload.native import ops
 from epload.planning.schedule import STRIPE_ALIGNMENT, Flow
 from support import ranks
 from support.checks import all_fine
+from support.failures import raised
 
 SIZE = 10_007
 CHUNKS = (1 << 20, 4099, 64)
@@ -34,14 +34,6 @@ def content(size: int = SIZE, salt: int = 0) -> Tensor:
 
 def name_of(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 def table(steps: list[Step]) -> Tensor:
