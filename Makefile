@@ -65,6 +65,14 @@ test-smoke: $(VENV)/ready ## run the tests listed in tests/smoke.txt with TORCH 
 	  $(RUN)/pip install --quiet --force-reinstall --no-build-isolation --no-deps .
 	$(RUN)/python -m pytest $(PARALLEL) @tests/smoke.txt
 
+# Mostly downloads, so that .ci/run makes them while it lints.
+environments: ## create the environments of test-npu, test-verl, test-oldest, test-newest and test-transformers-oldest
+	$(MAKE) $(VENV)-npu/ready
+	$(MAKE) $(VENV)-verl/ready
+	$(MAKE) $(VENV)-oldest/ready TORCH="$(OLDEST)" VENV=$(VENV)-oldest
+	$(MAKE) $(VENV)-newest/ready TORCH="$(NEWEST)" VENV=$(VENV)-newest
+	$(MAKE) $(VENV)-transformers/ready
+
 test-oldest: ## run test-smoke with the oldest supported torch, in its own environment
 	$(MAKE) test-smoke TORCH="$(OLDEST)" VENV=$(VENV)-oldest
 

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 examples/trainer.py tiny/moe
 
-accelerate shards models on accelerators only. The tests of epload run this recipe on CPU with tests/examples/fsdp_on_cpu.py.
+accelerate shards models on accelerators only. The tests of epload present the CPU as one (tests/examples/test_examples.py).
 """
 
 import sys

@@ -29,32 +29,6 @@ with slow_link(200, 1000):
 print(rate())
 """
 
-CONTROLS = """
-import socket, sys
-from threading import Semaphore, Thread
-from netbed import NETWORK, enter
-
-def control(end):
-    return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\\0")[0].decode()
-
-def accept():
-    enter(sys.argv[1])
-    with socket.create_server((f"{NETWORK}.1", 0)) as server:
-        ports.append(server.getsockname()[1])
-        listening.release()
-        accepted.append(control(server.accept()[0]))
-
-ports, accepted, listening = [], [], Semaphore(0)
-thread = Thread(target=accept)
-thread.start()
-listening.acquire()
-enter(sys.argv[2])
-with socket.create_connection((f"{NETWORK}.1", ports[0]), timeout=30) as made:
-    print(control(made))
-thread.join()
-print(accepted[0])
-"""
-
 
 def made_by_this_process() -> str:
     names = re.compile(rf"\b{PREFIX}{os.getpid()}[bhn]")
@@ -80,10 +54,3 @@ def test_a_link_is_slow_for_a_while() -> None:
         assert made_by_this_process()
     assert rates == ["1Gbit", "200Kbit", "1Gbit"]
     assert not made_by_this_process()
-
-
-@pytest.mark.netbed
-def test_connections_do_not_depend_on_the_machines_congestion_control() -> None:
-    require("congestion control in the test-bed")
-    with NetBed(nodes=2, mbit=1000) as bed:
-        assert run_on(bed, CONTROLS, 0, 1) == ["cubic", "cubic"]

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epload.cli.folding import fold, numbered
+from epload.cli.folding import fold
 
 
 def unfold(name: str) -> Iterator[str]:
@@ -40,8 +40,3 @@ def test_lines_stand_for_the_names(found: set[tuple[int, int, str]]) -> None:
     for line, value, count in folded:
         assert {names[name] for name in unfold(line)} == {value}
         assert len(list(unfold(line))) == count
-
-
-def test_numbered_counts_by_prefix() -> None:
-    names = ["top", *(f"layers.{i}.experts.{j}.up" for i in range(4) for j in (0, 7)), "vision.0.w"]
-    assert numbered(names) == {"layers": 4, "layers.*.experts": 2, "vision": 1}

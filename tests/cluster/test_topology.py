@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
-from epload.cluster import membership, topology
+from epload.cluster import topology
 from support import ranks
+from support.failures import raised
 
 Nodes = list[list[int]]
 
@@ -48,14 +48,6 @@ def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...]
     for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
         assert seen == nodes, "nodes are in the order of their first ranks"
         assert node == next(own for own in nodes if rank in own)
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 WRONG: dict[str, tuple[Nodes, str]] = {
@@ -243,10 +235,6 @@ def test_without_a_process_group() -> None:
         coalesced_bcast([torch.zeros(1)], src=1)
 
 
-def test_machine_identity_is_stable() -> None:
-    assert membership.machine_identity() == membership.machine_identity() != ""
-
-
 def two_groups(rank: int) -> list[float]:
     """Of the same ranks, each with a store of its own."""
     seen = []
@@ -261,24 +249,3 @@ def two_groups(rank: int) -> list[float]:
 
 def test_topologies_of_two_groups_of_the_same_ranks() -> None:
     assert ranks.run(3, two_groups) == [[0.0, 2.0, 10.0, 12.0]] * 3
-
-
-def both_algorithms(rank: int) -> tuple[list[float], list[str], list[str]]:
-    """The leaders of ``"two_level"`` are a rail of ``"striped"``."""
-    topology, seen = Topology.from_nodes([[0, 1], [2, 3]]), []
-    for number, algorithm in enumerate(("two_level", "striped", "two_level")):
-        tensor = torch.full((100,), 10.0 * number + rank)
-        coalesced_bcast([tensor], 0, topology, algorithm=algorithm)
-        seen.append(tensor.mean().item())
-        if number == 0:
-            before = list(topology.groups.names)
-    return seen, before, list(topology.groups.names)
-
-
-def test_algorithms_share_the_groups_that_they_have_in_common() -> None:
-    found = ranks.run(4, both_algorithms)
-    assert [seen for seen, _, _ in found] == [[0.0, 10.0, 20.0]] * 4
-    for rank, (_, before, after) in enumerate(found):
-        assert after[: len(before)] == before, "none was made anew"
-        assert len(after) == 2
-        assert len(before) == (2 if rank in (0, 2) else 1)

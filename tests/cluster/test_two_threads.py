@@ -16,7 +16,7 @@ from support import ranks
 from support.failures import Slow
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
-RUNS = 20
+RUNS = 8
 APART = 0.02
 """Seconds between the two threads, which is less than a load takes."""
 WAYS = ("one loader", "one topology", "two topologies", "loaders made in the threads", "topologies made in the threads")
@@ -86,8 +86,7 @@ def two_threads(rank: int, way: str, crossed: bool) -> tuple[list[list[End]], li
     return runs, wrong(model, state_for(3))
 
 
-@pytest.mark.parametrize("crossed", [False, True], ids=["one order", "different orders"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "crossed"), [(way, i != 1) for i, way in enumerate(WAYS)])
 def test_two_loads_at_once(way: str, crossed: bool) -> None:
     results = ranks.run(4, two_threads, way, crossed, limit=110)
     refused = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 
 from epload.cluster.rendezvous import rendezvous
 from epload.control.control import Control
-from epload.control.watch import Stop
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.transport.framing import STATUS_ABORT, STATUS_OK, BucketHeader
 from support import ranks
+from support.failures import raised
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -37,13 +36,6 @@ def test_garbage_is_no_header(raw: bytes) -> None:
         BucketHeader.unpack(raw)
 
 
-def test_damaged_header() -> None:
-    raw = BucketHeader(3, STATUS_OK, 100, 0, b"f" * 16).pack()
-    for wrong in (bytes(HEADER_BYTES), raw[1:] + raw[:1], b"E" + raw[1:]):
-        with pytest.raises(LoadError, match="epload01"):
-            BucketHeader.unpack(wrong)
-
-
 def test_one_rank_needs_no_store() -> None:
     control = Control(None, (0,), 0)
     assert control.settle("alone", None, [1], lambda views: views[0]) == [1]
@@ -58,15 +50,6 @@ def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control
     store = dist.group.WORLD.get_group_store()
     control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None, node)
     return control
-
-
-def raised(call: Callable[[], object]) -> tuple[str, str]:
-    """Class and text of what a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
 
 
 def settle_errors(rank: int) -> list[tuple[str, str]]:
@@ -155,40 +138,6 @@ def test_absent_coordinator_is_named_on_all_others() -> None:
     assert "seen by rank 1" in text or "seen by rank 2" in text
 
 
-def counted_keys(rank: int, failing: bool) -> list[tuple[int, int]]:
-    """How many keys the store has after ever more rounds, and how many texts a control keeps."""
-    assert dist.group.WORLD is not None
-    store = dist.group.WORLD.get_group_store()
-    control = make_control(rank, (0, 1, 2))
-    assert control.place is not None
-    counts = []
-    for _ in range(4):
-        for turn in range(10):
-            if turn % 5 == 0:
-                control.begin(timedelta(minutes=1))
-            control.settle("turn", None, turn)
-        if failing:
-            raised(lambda: control.settle("fail", ValueError("no") if rank == 1 else None))
-            control.settle("turn", None)
-        dist.barrier()  # keys are counted while nobody writes
-        kept = sum(
-            len(value)
-            for part in (control, control._alerts, control.rounds, control.place.messages)
-            for value in vars(part).values()
-            if isinstance(value, list | dict)
-        )
-        counts.append((store.num_keys(), kept))
-        dist.barrier()
-    return counts
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_keys_do_not_grow_with_the_number_of_rounds(failing: bool) -> None:
-    """Those of the last round may be there; the first barriers leave keys too."""
-    for counts in ranks.run(3, counted_keys, failing):
-        assert len(set(counts[1:])) == 1, counts
-
-
 def controls_do_not_meet(rank: int) -> list[int]:
     """Two controls over the same ranks, and one over some of them, on one store."""
     first, second = make_control(rank, (0, 1, 2)), make_control(rank, (0, 1, 2))
@@ -202,30 +151,6 @@ def controls_do_not_meet(rank: int) -> list[int]:
 
 def test_controls_share_a_store() -> None:
     assert ranks.run(3, controls_do_not_meet) == [[30, 200, 3], [30, 3], [30, 200, 3]]
-
-
-def early_retry(rank: int) -> list[str]:
-    """Rank 1 gives up a load while rank 2 has yet to read what it sent, and begins another."""
-    assert dist.group.WORLD is not None
-    control = make_control(rank, (0, 1, 2))
-    control.begin(timedelta(minutes=1))
-    assert control.place is not None
-    receive = control.place.messages.receive
-    if rank == 2:
-        control.place.messages.receive = lambda *args: (dist.barrier(), receive(*args))[1]  # type: ignore[method-assign]
-    if rank != 2:
-        messages = control.exchange("messages", {2: bytes([rank])})
-        if rank == 1:
-            control.begin(timedelta(minutes=1))
-        dist.barrier()
-    else:
-        messages = control.exchange("messages", {2: b"2"})
-    control.begin(timedelta(minutes=1))
-    return [f"{sender}: {message!r}" for sender, message in sorted(messages.items())]
-
-
-def test_messages_outlive_a_load_that_was_given_up() -> None:
-    assert ranks.run(3, early_retry)[2] == ["0: b'\\x00'", "1: b'\\x01'", "2: b'2'"]
 
 
 def late_to_refused_loads(rank: int) -> list[str]:
@@ -253,19 +178,3 @@ def late_to_refused_loads(rank: int) -> list[str]:
 
 def test_a_late_rank_hears_why_a_load_was_refused() -> None:
     assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3
-
-
-def test_what_begins_to_wait_when_a_failure_is_known_is_stopped_at_once() -> None:
-    control = Control(dist.HashStore(), (0,), 0)
-
-    def stopped() -> bool:
-        stop = Stop()
-        with control.watch.guards(stop):
-            return stop.requested()
-
-    control.begin()
-    assert not stopped()
-    control.abort(LoadError("another thread has failed the load"))
-    assert stopped()
-    control.begin()
-    assert not stopped(), "in the next load"

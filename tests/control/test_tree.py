@@ -132,20 +132,6 @@ def test_ranks_that_do_not_come_are_named(ranks: tuple[int, ...], named: str) ->
     assert max(seconds for rank, (_, seconds) in results.items() if rank not in ranks) < 10
 
 
-def late(control: Control) -> int:
-    control.begin(timedelta(minutes=1))
-    with control.guard():
-        if control.rank == 4:
-            time.sleep(3)
-        return int(control.settle("the step", None, 1, lambda views: sum(views.values()), last=True))
-
-
-def test_waiting_for_a_late_rank_costs_nothing() -> None:
-    results, counts = run(THREE, late)
-    assert results == dict.fromkeys(range(6), 6)
-    assert max(sum(n for kind, n in c.items() if kind != "bytes") for c in counts.values()) <= 16, counts
-
-
 def failing(control: Control) -> tuple[str, float]:
     """Rank 5 fails while the others wait for it, in a round and beside one."""
     control.begin(timedelta(minutes=1))

@@ -15,8 +15,12 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 # Semantics are one broadcast's affair and know no layouts, so that one world shows HCCL's: the smallest with uneven nodes.
-@pytest.mark.parametrize(("world", "semantics"), [*((world, "nccl") for world in contract.NODES), (3, "hccl")])
-def test_a_load_equals_sharding_the_loaded_model(world: int, semantics: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "part", "parts", "semantics"), [*((*part, "nccl") for part in contract.PARTS), (3, 0, 1, "hccl")]
+)
+def test_a_load_equals_sharding_the_loaded_model(
+    world: int, part: int, parts: int, semantics: str, tmp_path: Path
+) -> None:
     folder = contract.stored(tmp_path, world)
     setup = partial(fakedev.setup, semantics)
-    contract.none_fails(ranks.run(world, contract.check_cases, world, folder, DEVICE, 1, setup=setup))
+    contract.none_fails(ranks.run(world, contract.check_cases, world, part, parts, folder, DEVICE, setup=setup))

@@ -75,8 +75,7 @@ def contract(rank: int, folder: Path) -> list[str]:
     return problems
 
 
-@SEMANTICS
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "semantics"), [(1, "nccl"), (2, "hccl"), (3, "hccl"), (4, "nccl")])
 def test_the_model_has_its_shards(world: int, semantics: str, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "one.safetensors")
     all_fine(ranks.run(world, contract, tmp_path, setup=partial(fakedev.setup, semantics)))
@@ -181,15 +180,14 @@ def _in_the_middle(rank: int, readers: str, algorithm: str) -> Outcome:
     return failures, problems
 
 
-@SEMANTICS
 @pytest.mark.parametrize(
-    ("readers", "algorithm"),
+    ("readers", "algorithm", "semantics"),
     [
-        ("one", "two_level"),
-        ("one", "striped"),
-        ("per_node", "two_level"),
-        ("partitioned", "two_level"),
-        ("every", "two_level"),
+        ("one", "two_level", "hccl"),
+        ("one", "striped", "nccl"),
+        ("per_node", "two_level", "nccl"),
+        ("partitioned", "two_level", "hccl"),
+        ("every", "two_level", "nccl"),
     ],
 )
 def test_failures_in_the_middle(readers: str, algorithm: str, semantics: str) -> None:

@@ -3,26 +3,22 @@ the loader. On a fake asynchronous accelerator."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, Topology
-from epload.planning import choose
 from support import fakedev, ranks
 from support import fp8 as fp8
-from support.accelerator import DEVICE, NODES, SEMANTICS, meta_net, wrong
+from support.accelerator import DEVICE, NODES, SEMANTICS, wrong
 from support.checks import all_fine
-from support.small_model import BUCKET, state_for
+from support.small_model import BUCKET
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -74,27 +70,5 @@ def _lacking(rank: int) -> list[str]:
     return [f"{name}: {found[name]}" for name, value in wanted.items() if not torch.equal(found[name].cpu(), value)]
 
 
-@SEMANTICS
-def test_a_buffer_comes_from_the_rank_that_has_it(semantics: str) -> None:
-    all_fine(ranks.run(3, _lacking, setup=partial(fakedev.setup, semantics)))
-
-
-def _chosen(rank: int, folder: Path) -> list[str]:
-    problems = []
-    for nodes in ([[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]):
-        loader = HierarchicalLoader(Topology.from_nodes(nodes), bucket_bytes=BUCKET)
-        for number, way in enumerate(("every", "partitioned")):
-            model = meta_net()
-            strict = mock.patch.multiple(choose, SMALL_BYTES=-1, MAX_FILE_READS=0.5)
-            with strict if way == "partitioned" else nullcontext():
-                report = loader.load(model, folder / f"{number}.safetensors")
-            problems += [f"{nodes}, {way}: {text}" for text in wrong(model, state_for(number))]
-            if report.readers != way or not report.reason.startswith(f"auto -> {way}: ") or report.buckets < 10:
-                problems.append(f"{nodes}: {report} chose {report.reason!r}")
-    return problems
-
-
-def test_readers_chosen_by_the_loader(tmp_path: Path) -> None:
-    for number in (0, 1):
-        save_file(state_for(number), tmp_path / f"{number}.safetensors")
-    all_fine(ranks.run(4, _chosen, tmp_path, setup=fakedev.setup))
+def test_a_buffer_comes_from_the_rank_that_has_it() -> None:
+    all_fine(ranks.run(3, _lacking, setup=partial(fakedev.setup, "hccl")))

@@ -6,7 +6,6 @@ Those about state and layouts are in test_state.py and test_expert_parallel.py, 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from epload import HierarchicalLoader, Topology
 from support import ranks
 from support.checks import all_fine
-from support.failures import Raised, Slow, check_raised, raised_by
+from support.failures import Raised, Slow, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -135,45 +133,3 @@ def several_topologies(rank: int) -> list[str]:
 
 def test_twinkle_207_groups_of_other_members_do_not_meet() -> None:
     all_fine(ranks.run(4, several_topologies))
-
-
-def uneven(rank: int) -> list[str]:
-    """Dims of 1, 2, 3, 5 and 7 over 4 ranks: some hold nothing, none waits for them."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(3, rows, bias=False) for rows in (1, 2, 3, 5, 7)))
-    fully_shard(model)
-    state = {f"{i}.weight": torch.arange(3.0 * rows).view(rows, 3) + 100 * i for i, rows in enumerate((1, 2, 3, 5, 7))}
-    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20).load(model, only_readers(state))
-    return wrong(model, state)
-
-
-def test_pytorch_136228_uneven_shards() -> None:
-    all_fine(ranks.run(4, uneven))
-
-
-def leaders_first(rank: int) -> list[str]:
-    """The source is no leader by number, and what ranks held before must not spread."""
-    problems = []
-    for src in range(4):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), src=src, readers="one", bucket_bytes=BUCKET, timeout=20)
-        model = nn.ParameterDict({"w": nn.Parameter(torch.full((300,), -1.0 - rank))})
-        loader.load(model, {"w": torch.arange(300.0)} if rank == src else None)
-        if not torch.equal(model["w"].detach(), torch.arange(300.0)):
-            problems.append(f"from {src}: {model['w'][:3]}")
-    return problems
-
-
-def test_pytorch_178569_the_inter_node_step_comes_first() -> None:
-    all_fine(ranks.run(4, leaders_first))
-
-
-def late_failure(rank: int) -> Raised:
-    """Rank 2 has no room when the last bucket comes."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=20)
-    failing = mock.patch("epload.loading.run.fill_missing", side_effect=MemoryError("no room"))
-    with failing if rank == 2 else nullcontext():
-        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1))))
-
-
-def test_pytorch_134095_one_rank_that_fails_leaves_nobody_waiting() -> None:
-    check_raised(ranks.run(4, late_failure), "rank 2", "no room", seconds=15)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from support import ranks
-from support.layout_loads import NODES, check_cases, none_fails, stored
+from support.layout_loads import PARTS, check_cases, none_fails, stored
 
 
-@pytest.mark.parametrize("world", list(NODES))
-def test_a_load_equals_sharding_the_loaded_model(world: int, tmp_path: Path) -> None:
-    none_fails(ranks.run(world, check_cases, world, stored(tmp_path, world)))
+@pytest.mark.parametrize(("world", "part", "parts"), PARTS)
+def test_a_load_equals_sharding_the_loaded_model(world: int, part: int, parts: int, tmp_path: Path) -> None:
+    none_fails(ranks.run(world, check_cases, world, part, parts, stored(tmp_path, world)))

@@ -9,7 +9,6 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import epload
-from epload import HierarchicalLoader, LoadOptions, LoadReport, Manifest, ModelMismatch, Topology
+from epload import HierarchicalLoader, LoadOptions, LoadReport, ModelMismatch, Topology
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, sharded, state_for, wrong
@@ -244,35 +243,6 @@ def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[
 
 def test_nothing_but_the_planned_messages_moves() -> None:
     all_fine(ranks.run(4, _steps))
-
-
-def _known(rank: int, folder: Path) -> list[str]:
-    """Loads of the same tensors share the manifest once; a rank that missed a load receives it again."""
-    problems = []
-    one, two = state_for(1), state_for(2)
-    for readers in ("one", "per_node", "partitioned", "every"):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET)
-        model, received = meta_net(), []
-        for number, (name, state) in enumerate(
-            [("one", one), ("two", two), ("one", one), ("two", two), ("three", two)]
-        ):
-            if number == 3 and rank == 1:
-                loader._agreement.inputs.manifest = None  # as after a load that failed on this rank alone
-            with mock.patch.object(Manifest, "from_compact", wraps=Manifest.from_compact) as from_compact:
-                loader.load(model, folder / f"{name}.safetensors")
-            problems += [f"{readers} {name} load {number}: {text}" for text in wrong(model, state)]
-            received.append(from_compact.called)
-        if received != [rank != 0 and shared for shared in (True, False, False, True, True)]:
-            problems.append(f"{readers}: loads that shared a manifest: {received}")
-    return problems
-
-
-def test_a_manifest_that_all_ranks_know_is_not_shared_again(tmp_path: Path) -> None:
-    for name, state in (("one", state_for(1)), ("two", state_for(2))):
-        save_file(state, tmp_path / f"{name}.safetensors")
-    # the same tensors in another order, so that the same offsets mean other names
-    save_file(dict(reversed(state_for(2).items())), tmp_path / "three.safetensors", metadata={"padded": "x" * 64})
-    all_fine(ranks.run(4, _known, tmp_path))
 
 
 def _report(rank: int) -> dict[str, Any]:

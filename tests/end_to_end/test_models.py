@@ -80,7 +80,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", MATRIX)
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize(
+    ("world", "kind"), [*((4, kind) for kind in MATRIX), (6, "qwen3_moe"), (6, "gpt_oss"), (6, "llama")]
+)
 def test_models_are_those_of_one_process(world: int, kind: str, checkpoints: Path) -> None:
     all_fine(ranks.run(world, _on_rank, world, kind, checkpoints))

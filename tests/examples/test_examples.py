@@ -9,23 +9,22 @@ import ast
 import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+from epload.core import log
+from support import ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUNNER = Path(__file__).with_name("run_recipe.py")
 RECIPES = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("tiny", "ray_actors"))
 LINES = 60
-LIMIT = 120.0
-"""Seconds that a recipe may take, far more than on an idle machine."""
 
 LOSS = r"loss (?P<first>\d+\.\d{4})"
 """Of the checkpoint's weights on fixed tokens, which is also computed here, without epload."""
@@ -59,42 +58,37 @@ ON_ACCELERATORS = ("accelerate_fsdp2", "trainer")
 """Recipes for accelerators alone, to which the CPU is presented as one."""
 
 
-def command(recipe: Path) -> tuple[list[str], list[str]]:
-    """The options of torchrun and the arguments of the recipe, as its docstring has them."""
+def command(recipe: Path) -> tuple[int, list[str]]:
+    """Returns the number of ranks and the arguments of the recipe, as its docstring has them."""
     docstring = ast.get_docstring(ast.parse(recipe.read_text())) or ""
-    match = re.search(rf"^ *torchrun (.*) examples/{recipe.name} (.*)$", docstring, re.MULTILINE)
+    match = re.search(rf"^ *torchrun --standalone --nproc-per-node (\d+) examples/{recipe.name} (.*)$", docstring, re.M)
     assert match is not None, (
         f"expected a line 'torchrun ... examples/{recipe.name} ...' in the docstring of {recipe.name}"
     )
-    return match[1].split(), match[2].split()
+    return int(match[1]), match[2].split()
 
 
-def run(arguments: list[str], folder: Path) -> tuple[str, str]:
-    """What a recipe prints, and that together with its log. It and its ranks are ended after ``LIMIT``."""
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "EPLOAD_LOG": "info",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    launch = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    with (folder / "stderr").open("w+") as errors:
-        process = subprocess.Popen(
-            launch,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=LIMIT)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        errors.seek(0)
-        log = errors.read()
-    assert process.returncode == 0, f"{output}\n{log[-5000:]}"
-    return output, output + log
+def be_quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    log.configure()
+
+
+def let_accelerate_shard_on_cpu() -> None:
+    """accelerate ignores an FSDP plugin if there is no accelerator, although all that it does with one works over gloo."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    be_quiet()
+    original = AcceleratorState.__init__
+
+    def initialize(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = initialize
+    os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def loss_of(checkpoint: Path) -> float:
@@ -124,9 +118,10 @@ def losses(checkpoints: Path) -> dict[str, float]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[str, float]) -> None:
     assert recipe.stem in PRINTS, f"say in PRINTS what {recipe.name} prints"
-    options, arguments = command(recipe)
-    flags = ["--fsdp-on-cpu"] if recipe.stem in ON_ACCELERATORS else []
-    output, log = run([*options, str(RUNNER), *flags, str(recipe), *arguments], checkpoints)
+    world, arguments = command(recipe)
+    environment = {"EPLOAD_LOG": "info", "CUDA_VISIBLE_DEVICES": ""}
+    prepare = let_accelerate_shard_on_cpu if recipe.stem in ON_ACCELERATORS else be_quiet
+    output = ranks.run_script(world, recipe, arguments, checkpoints, environment, prepare)
     found = re.findall(r"^loss .*$", output, re.MULTILINE)
     assert len(found) == 1, f"expected one line with a loss, printed by one rank:\n{output}"
     line = re.fullmatch(PRINTS[recipe.stem], found[0])
@@ -140,7 +135,7 @@ def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[s
     )
     assert [path for path in arguments if not (checkpoints / path).exists()] == []
     for pattern in ALSO.get(recipe.stem, ()):
-        assert len(re.findall(pattern, log, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{log}"
+        assert len(re.findall(pattern, output, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{output}"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

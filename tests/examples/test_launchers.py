@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
-LIMIT = 100.0
+LIMIT = 300.0
 RANK = """
 import os, torch.distributed as dist, epload
 dist.init_process_group("gloo")

@@ -86,9 +86,9 @@ def resume(rank: int, folder: str, axes: tuple[int, ...], foreach: bool, fused: 
 
 
 @pytest.mark.parametrize(
-    ("foreach", "fused"), [(False, False), (True, False), (False, True)], ids=["plain", "foreach", "fused"]
+    ("axes", "readers", "foreach", "fused"),
+    [((4,), "auto", False, False), ((2, 2), "one", True, False), ((4,), "partitioned", False, True)],
 )
-@pytest.mark.parametrize(("axes", "readers"), [((4,), "auto"), ((2, 2), "one"), ((4,), "partitioned"), ((4,), "every")])
 def test_training_goes_on(axes: tuple[int, ...], readers: str, foreach: bool, fused: bool, tmp_path: Path) -> None:
     all_fine(ranks.run(4, resume, str(tmp_path / "step"), axes, foreach, fused, readers))
 

@@ -231,37 +231,3 @@ def _local(rank: int) -> list[str]:
 
 def test_what_does_not_fit_local_modules_is_known_on_all_ranks() -> None:
     all_fine(ranks.run(4, _local))
-
-
-PACKED = {
-    "int4": (
-        {"a.qweight": (4, 2), "a.qzeros": (1, 2), "a.scales": (1, 8)},
-        "packed int4 weights of GPTQ or AWQ: .*GPTQModel",
-    ),
-    "compressed": ({"a.weight_packed": (4, 2), "a.weight_scale": (4, 1)}, r"compressed-tensors: .*\(dequantize=True\)"),
-    "mxfp4": ({"a.weight_blocks": (4, 2, 1), "a.weight_scales": (4, 2)}, r"packed mxfp4 weights: .*Mxfp4Config\("),
-    "bitsandbytes": (
-        {"a.weight": (16, 1), "a.weight.quant_state.bitsandbytes__nf4": (9,)},
-        r"bitsandbytes: .*dequantize\(\)",
-    ),
-}
-
-
-def _load_packed(rank: int) -> list[str]:
-    problems = []
-    for what, (shapes, message) in PACKED.items():
-        for strict in (True, False):
-            model = Tree(target(a__weight=(4, 8), b=(3,)))
-            state = {"b": torch.ones(3), **{name: torch.zeros(shape) for name, shape in shapes.items()}}
-            try:
-                epload.load(model, state, strict=strict, ignore_mismatched_shapes=not strict, progress=False)
-                problems.append(f"{what}, strict={strict}: loaded")
-            except ModelMismatch as error:
-                if not re.search(f"has a.weight as .*{message}", str(error)) or len(str(error).splitlines()) > 1:
-                    problems.append(f"{what}, strict={strict}: {error}")
-    return problems
-
-
-def test_packed_weights_are_named() -> None:
-    """Also where missing keys are no error: every weight would be."""
-    all_fine(ranks.run(1, _load_packed))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import epload
-from epload import HierarchicalLoader, LoadOptions, Topology
+from epload import HierarchicalLoader, Topology
 from epload.mapping.precision import set_dtypes
 from epload.model.dtensor import private_path_available
 from epload.model.materialize import materialize

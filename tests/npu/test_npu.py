@@ -34,7 +34,7 @@ def environment(cann: Path, trace: Path) -> dict[str, str]:
 def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(HERE / "copies.py")]
     env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["wrong"] == []
@@ -47,7 +47,7 @@ def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
     """Called from ctypes, which lets none pass: the process would end."""
     words = [sys.executable, str(HERE / "boundary.py")]
     env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["moved"]
@@ -66,7 +66,7 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
-        problems = [process.communicate(timeout=100) for process in processes]
+        problems = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -81,9 +81,8 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
 
 @pytest.mark.parametrize(
     "case",
-    ["op two_level", "one two_level", "one striped", "per_node two_level", "partitioned two_level",
-     "partitioned striped", "every two_level"],
-)  # fmt: skip
+    ["op two_level", "one striped", "partitioned two_level", "every two_level"],
+)
 def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
     for rank, (answer, lines) in enumerate(run_ranks("rank.py", cann, tmp_path, *case.split())):
         assert answer["wrong"] == []
@@ -100,13 +99,9 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         assert ours not in to_device
         inside = {line[2] for line in second if line[0] == "device-to-device"}
         assert inside - to_device == ({ours} if moves else set())
-
-
-def test_a_groups_first_broadcast_is_over_before_its_communicator_is_used_on_another_stream(
-    cann: Path, tmp_path: Path
-) -> None:
-    for answer, lines in run_ranks("rank.py", cann, tmp_path, "op", "two_level"):
-        ours = answer["stream"]
+        if not case.startswith("op"):
+            continue
+        # A group's first broadcast is over before its communicator is used on another stream.
         firsts = [i for i, line in enumerate(lines) if line[0] == "broadcast" and line[2] != ours]
         assert len(firsts) == sum(line[0] == "communicator" for line in lines)
         for first in firsts:
@@ -135,27 +130,25 @@ def test_a_stream_that_torch_npu_did_not_make_is_refused(cann: Path, tmp_path: P
         assert [part for part in parts if part not in outcomes[what][1]] == [], outcomes
 
 
-@pytest.mark.parametrize("stage", ["host", "none"])
-def test_sync_between_two_jobs(stage: str, cann: Path, tmp_path: Path) -> None:
+def test_sync_between_two_jobs(cann: Path, tmp_path: Path) -> None:
     """Every shard has the trainer's bits after each version. HCCL moved them: from each sender to a receiver and, where they go
     to the devices of both receivers, from there to the other."""
-    answers = run_ranks("sync.py", cann, tmp_path, stage, "auto")
+    answers = run_ranks("sync.py", cann, tmp_path, "none", "auto")
     assert [answer["sends"] for answer, _ in answers] == [True, True, False, False]
     for answer, lines in answers:
         assert answer["wrong"] == []
         assert answer["transports"] == ["hccl", "hccl"]
         assert "device-to-device" in {line[0] for line in lines}
-        groups = 2 if stage == "none" and not answer["sends"] else 1
+        groups = 1 if answer["sends"] else 2
         assert sum(line[0] == "communicator" for line in lines) == groups
         broadcasts = [line[2] for line in lines if line[0] == "broadcast"]
         # The first of each group is on a stream that torch_npu makes for it.
         assert len(set(broadcasts)) == 2 * groups
 
 
-@pytest.mark.parametrize("stage", ["host", "none"])
-def test_sync_through_host_memory(stage: str, cann: Path, tmp_path: Path) -> None:
+def test_sync_through_host_memory(cann: Path, tmp_path: Path) -> None:
     """They were copied on the device, into and out of the buffer there: HCCL has moved nothing."""
-    for answer, lines in run_ranks("sync.py", cann, tmp_path, stage, "host"):
+    for answer, lines in run_ranks("sync.py", cann, tmp_path, "host", "host"):
         assert answer["wrong"] == []
         assert answer["transports"] == ["host", "host"]
         kinds = {line[0] for line in lines}

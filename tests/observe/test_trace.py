@@ -13,17 +13,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import epload
-from epload import HierarchicalLoader, LoadError, LoadOptions, Topology
+from epload import HierarchicalLoader, LoadOptions, Topology
 from epload.observe import events as events_module
 from epload.observe.events import ROUND, Event, Events
-from epload.observe.plot import rate_over_time
 from epload.observe.trace import Trace
 from support import ranks
 from support.checks import all_fine
 from support.failures import Slow
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
 
-MILLISECOND = 1_000_000
 AHEAD = 10**15
 """Nanoseconds by which the clock of another machine is ahead: 11 days."""
 
@@ -91,33 +89,11 @@ def test_spans_of_a_thread_nest(folder: Path) -> None:
                     open_until.append(span.end)
 
 
-def test_bytes_are_sent_before_they_arrive_and_waits_end_after_what_they_wait_for(folder: Path) -> None:
-    """On one clock: the node's second rank unpacks a bucket only after the first has received it."""
-    trace = Trace.load(folder / "one.json")
-    by_rank = {events.rank: events.spans for events in trace.ranks}
-    first_read = min(span.end for span in by_rank[0] if span.phase == "read")
-    for rank in (1, 2, 3):
-        unpacked = [span for span in by_rank[rank] if span.phase == "unpack"]
-        assert min(span.begin for span in unpacked) >= first_read
-    for a, b in zip(
-        [s for s in by_rank[2] if s.phase == "inter_node"], [s for s in by_rank[3] if s.phase == "unpack"], strict=True
-    ):
-        assert b.begin >= a.end
-
-
-def test_a_round_says_whom_it_waited_for(folder: Path) -> None:
-    trace = Trace.load(folder / "one.json")
-    rounds: dict[str, list[tuple[int, Event]]] = {}
-    for events in trace.ranks:
-        for span in events.spans:
-            if span.phase == ROUND:
-                rounds.setdefault(span.detail, []).append((events.rank, span))
-    complete = [of_round for of_round in rounds.values() if len(of_round) == 4]
-    assert complete
-    for of_round in complete:
-        last = max(of_round, key=lambda each: each[1].begin)[0]
-        assert {span.ranks for rank, span in of_round if rank != last} == {(last,)}
-        assert [span.ranks for rank, span in of_round if rank == last] == [()]
+def test_a_plot_is_a_picture(folder: Path) -> None:
+    for readers in ("one", "every"):
+        data = (folder / f"{readers}.png").read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 10_000
 
 
 def test_a_trace_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
@@ -236,14 +212,6 @@ def test_ranks_of_two_machines_are_shown_on_one_clock(tmp_path: Path) -> None:
 # ---- rates ----
 
 
-def test_bytes_of_a_span_are_spread_over_it() -> None:
-    spans = [Event("x", "read", 0, 10 * MILLISECOND, 1000), Event("x", "plan", 10 * MILLISECOND, 20 * MILLISECOND)]
-    trace = Trace((Events(0, 0, "a", spans),), {0: 0.0})
-    rates = rate_over_time(trace, "read", 4)
-    assert rates == pytest.approx([1e5, 1e5, 0.0, 0.0])
-    assert sum(rates) * 0.005 == pytest.approx(1000)
-
-
 # ---- torch's profiler ----
 
 
@@ -264,20 +232,3 @@ def test_torchs_profiler_shows_phases() -> None:
 
 
 # ---- failures ----
-
-
-def failing(rank: int) -> str:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES[:1]), readers="one", bucket_bytes=BUCKET)
-    state = state_for(1)
-    del state["norm.bias"]
-    try:
-        loader.load(meta_net(), state, trace=True)
-    except LoadError as error:
-        model = meta_net()
-        loader.load(model, state_for(1), trace=rank == 0)
-        return f"{type(error).__name__} {wrong(model, state_for(1))}"
-    return ""
-
-
-def test_a_traced_load_that_fails_leaves_the_next_one_alone() -> None:
-    assert ranks.run(2, failing) == ["ModelMismatch []"] * 2

@@ -26,11 +26,10 @@ from epload.core.views import Assembly, View, reshape, transpose
 from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
-from epload.planning.cells import make_slots, merge_boxes
 from epload.planning.exchange import plan_exchange
 from epload.planning.pulls import Strided
 from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view, whole_share
-from epload.planning.streams import Members, Stream
+from epload.planning.streams import Members
 
 Shape = tuple[int, ...]
 
@@ -215,45 +214,6 @@ def test_replicas_share_the_sending() -> None:
     assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
 
 
-def test_large_syncs_have_larger_waves() -> None:
-    """As many waves, of more bytes; and buckets of a part of them."""
-    tensors = Tensors(tuple(f"t{i}" for i in range(100)), ((16, 64),) * 100, (torch.float32,) * 100)
-    share = whole_share(tensors.shapes, tensors.dtypes)
-    outlines = {rank: share.outline() for rank in range(2)}
-    members = Members(((0,),), ((1,),))
-    with (
-        mock.patch.object(schedule, "MIN_WAVE_BYTES", 4096),
-        mock.patch.object(exchange, "LEAST_BUCKET_BYTES", 4096),
-    ):
-        plans = {}
-        for most in (10, 2048):
-            with mock.patch.object(exchange, "MOST_WAVES", most):
-                plans[most] = plan_exchange(tensors, members, outlines, 1, share, 4096)
-    assert len(plans[10].waves) == 10
-    assert len(plans[2048].waves) == len(plans[2048].buckets) == 100
-    assert max(plans[10].buckets.nbytes) > 10 * 4096
-
-
-def test_buckets_are_made_once() -> None:
-    tensors = Tensors(("a", "b"), ((1 << 20,),) * 2, (torch.float32,) * 2)
-    share = whole_share(tensors.shapes, tensors.dtypes)
-    plan = plan_exchange(
-        tensors, Members(((0,),), ((1,),)), {rank: share.outline() for rank in range(2)}, 1, share, 4 << 20
-    )
-    assert len(plan.buckets) == 2
-    assert plan.buckets[1] is plan.buckets[1]
-    assert plan.buckets[:2] == (plan.buckets[0], plan.buckets[1])
-    assert [bucket.nbytes for bucket in plan.buckets] == list(plan.buckets.nbytes)
-    assert plan.buckets.of_rows().tolist() == [
-        number for number, bucket in enumerate(plan.buckets) for _ in range(len(bucket.rows))
-    ]
-
-
-def test_paths_begin_at_each_node_in_turn() -> None:
-    stream = Stream(1, (0, 2, 5))
-    assert [stream.path(wave) for wave in range(3)] == [(2, 5, 0), (5, 0, 2), (0, 2, 5)]
-
-
 def test_what_nobody_has_is_named() -> None:
     tensors = Tensors(("w",), ((8, 2),), (torch.float32,))
     sender = share_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
@@ -290,19 +250,3 @@ def test_parts_of_reshaped_views(shape: Shape) -> None:
             assert all(box.shape[dim] == 1 for dim in rest)
             found[box_slices(local_start, size)] = box.permute(*order, *rest).reshape(size)
     assert torch.equal(found, expected)
-
-
-def test_boxes_that_fill_one_are_one() -> None:
-    halves = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
-    assert merge_boxes([*halves, halves[0]]) == (((0, 0), (4, 3)),)
-    assert merge_boxes([halves[0], ((3, 0), (1, 3))]) == (halves[0], ((3, 0), (1, 3)))
-    assert merge_boxes([((0,), (3,)), ((2,), (3,))]) == (((0,), (3,)), ((2,), (3,)))
-
-
-def test_slots_are_cut_to_size() -> None:
-    whole = [((0, 0), (100, 8))]
-    slots, lacking = make_slots((100, 8), 4, [((0,), whole)], [((0,), whole), ((1,), whole)], 100 * 4)
-    assert lacking is None
-    assert {slot.nodes for slot in slots} == {(0, 1)}
-    assert all(slot.size[0] * slot.size[1] * 4 <= 400 for slot in slots)
-    assert sum(slot.size[0] * slot.size[1] for slot in slots) == 800

@@ -13,16 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epload import _C
-from epload.planning import schedule as flow_module
-from epload.planning.schedule import (
-    MIN_PART_BYTES,
-    MIN_WAVE_BYTES,
-    MIN_WAVES,
-    STRIPE_ALIGNMENT,
-    Flow,
-    buckets_per_wave,
-)
-from epload.planning.schedule import wave_limit as limit_of
+from epload.planning.algorithms import STRIPE_ALIGNMENT
+from epload.planning.schedule import Flow
 
 Nodes = tuple[tuple[int, ...], ...]
 Buckets = list[tuple[int, int, int]]
@@ -153,25 +145,6 @@ def test_bytes_over_each_nodes_link(flow: Flow, buckets: Buckets) -> None:
         assert wave.bytes_out[at] == (total - of_next if crossing else 0) <= total
 
 
-@given(flows(), st.integers(0, 99))
-def test_all_ranks_know_the_same_readers(flow: Flow, bucket: int) -> None:
-    views = views_of(flow)
-    if flow.readers == "per_node":
-        for node in flow.nodes:
-            assert len({views[rank].reader(bucket) for rank in node}) == 1
-            assert views[node[0]].reader(bucket) in node
-        return
-    readers = {view.reader(bucket) for view in views.values()}
-    assert len(readers) == 1
-    assert all(view.reads for rank, view in views.items() if rank in readers)
-
-
-@given(flows())
-def test_leaders(flow: Flow) -> None:
-    assert [leader in node for leader, node in zip(flow.leaders, flow.nodes, strict=True)] == [True] * len(flow.nodes)
-    assert flow.src in flow.leaders
-
-
 @given(node_lists(), st.booleans())
 def test_partitioned_turns_go_round_the_nodes(nodes: Nodes, shared: bool) -> None:
     """All nodes, then all that have a second rank, and so on; ranks that share no staging buffers read on their leader."""
@@ -185,27 +158,6 @@ def test_partitioned_turns_go_round_the_nodes(nodes: Nodes, shared: bool) -> Non
     assert sorted(flow.turns) == sorted(node_of)
     rounds = [[i for i, node in enumerate(nodes) if len(node) > turn] for turn in range(max(map(len, nodes)))]
     assert turns == [i for round_ in rounds for i in round_]
-
-
-@given(node_lists())
-def test_turns_of_the_other_readers(nodes: Nodes) -> None:
-    src = nodes[-1][-1]
-    one, per_node, every = (
-        Flow(nodes, nodes[0][0], src, way, "two_level", True) for way in ("one", "per_node", "every")
-    )
-    assert one.turns == (src,)
-    assert per_node.turns == per_node.leaders
-    assert sorted(every.turns) == sorted(rank for node in nodes for rank in node)
-    assert not every.crosses
-
-
-def test_nothing_is_relayed_where_nothing_crosses() -> None:
-    nodes = ((0, 1), (2, 3))
-    assert Flow(nodes, 0, 0, "per_node", "two_level", True).relays == ()
-    assert Flow(((0, 1, 2),), 0, 0, "one", "striped", True).relays == ()
-    assert Flow(((0,),), 0, 0, "one", "two_level", False).relays == ()
-    assert Flow(nodes, 1, 0, "one", "two_level", True).relays == (0,)
-    assert Flow(nodes, 1, 0, "one", "striped", True).relays == (0, 1)
 
 
 @given(
@@ -223,36 +175,6 @@ def test_stripes_partition(begin: int, size: int, count: int, alignment: int) ->
     assert len(set(sizes[:-1])) <= 1, "equal, for an all-gather"
     assert sizes[0] % alignment == 0 or count == 1
     assert 0 <= sizes[-1] - sizes[0] < count * alignment
-
-
-@given(node_lists(even=True), st.data(), st.integers(1, 2000))
-def test_broadcasts_of_a_rank(nodes: Nodes, data: st.DataObject, nbytes: int) -> None:
-    """Leaders take part between the nodes, all inside theirs; striped, each rank in that of its stripe, and the other nodes
-    gather the equal stripes, and broadcast what the last one has more."""
-    ranks = [rank for node in nodes for rank in node]
-    src, rank = data.draw(st.sampled_from(ranks)), data.draw(st.sampled_from(ranks))
-    node = next(sorted(node) for node in nodes if rank in node)
-    inter, intra = len(nodes) > 1, node if len(node) > 1 else []
-    leader = next(r for r in _C.leaders(nodes, src) if r in node)
-    assert _C.broadcast_count(nbytes, False, inter and rank == leader, intra, rank, src, leader) == (
-        (inter and rank == leader) + bool(intra)
-    )
-    parts = [_C.stripe(0, nbytes, len(node), i, _C.OP_ALIGNMENT) for i in range(len(node))]
-    filled = [low < high for low, high in parts]
-    rail = next(rail for rail in _C.rails(nodes) if rank in rail)
-    root = next(r for r in rail if any(src in other and r in other for other in nodes))
-    rest = parts[-1][1] - parts[-1][0] > parts[0][1]
-    inside = 0 if not intra else 1 if src in node else filled[0] + rest
-    expected = inside + (inter and filled[node.index(rank)])
-    assert _C.broadcast_count(nbytes, True, inter, intra, rank, src, root) == expected
-
-
-@given(node_lists(even=True))
-def test_rails(nodes: Nodes) -> None:
-    rails = _C.rails(nodes)
-    assert sorted(rank for rail in rails for rank in rail) == sorted(rank for node in nodes for rank in node)
-    for i, rail in enumerate(rails):
-        assert all(sorted(node)[i] == rank for node, rank in zip(nodes, rail, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -274,54 +196,3 @@ def test_rails(nodes: Nodes) -> None:
 def test_numbers_that_make_no_schedule_are_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="schedule: expected"):
         call()
-
-
-@given(flows(), st.integers(0, 1 << 42), st.integers(0, 1 << 42))
-def test_chunk_bytes(flow: Flow, a: int, b: int) -> None:
-    """Equal on all ranks, grows with the load, and the fill of the longest chain is small compared with it."""
-    less, more = sorted((a, b))
-    assert {view.chunk_bytes(more) for view in views_of(flow).values()} == {flow.chunk_bytes(more)}
-    low, high = flow_module._CHUNK_BYTES
-    assert low <= flow.chunk_bytes(less) <= flow.chunk_bytes(more) <= high
-    if flow.chunk_bytes(more) > low:
-        hops = (len(flow.nodes) - 1) * flow.crosses + (0 if flow.shared else max(map(len, flow.nodes)) - 1)
-        assert flow.chunk_bytes(more) * (hops - 1) <= more / 128
-
-
-@pytest.mark.parametrize(
-    ("nodes", "bucket", "per_wave"),
-    [(2, 32 << 20, 2), (4, 16 << 20, 4), (8, 4 << 20, 16), (17, 4 << 20, 17), (128, 4 << 20, 128), (129, 32 << 20, 16)],
-)
-def test_a_chunk_is_a_small_part_of_what_a_node_reads_of_a_wave(nodes: int, bucket: int, per_wave: int) -> None:
-    """So that it is forwarded while the node before still sends its own. Of two nodes none forwards."""
-    flow = Flow(tuple((rank,) for rank in range(nodes)), 0, 0, "partitioned", "two_level", True)
-    chunk = flow.chunk_bytes(1 << 40, bucket, per_wave)
-    if nodes > 2:
-        assert chunk <= max(bucket * max(per_wave // nodes, 1) / 16, 512 << 10)
-    else:
-        assert chunk == replace(flow, readers="one").chunk_bytes(1 << 40)
-
-
-@given(st.integers(0, 1 << 45), st.integers(1, 1 << 35))
-def test_wave_limit(total: int, most: int) -> None:
-    limit = limit_of(total, most)
-    assert 0 < limit <= most
-    if limit > MIN_WAVE_BYTES:
-        assert total // limit >= MIN_WAVES
-    if limit < most:
-        assert limit >= MIN_WAVE_BYTES
-
-
-@given(node_lists(), st.integers(1, 1 << 30))
-def test_buckets_per_wave(nodes: Nodes, wave: int) -> None:
-    for readers in ("one", "per_node", "every"):
-        assert buckets_per_wave(nodes, readers, wave) == 1
-    count = buckets_per_wave(nodes, "partitioned", wave)
-    assert 1 <= count <= sum(map(len, nodes))
-    assert count == 1 or wave // count >= MIN_PART_BYTES
-    assert count <= len(nodes) or count % len(nodes) == 0
-
-
-@pytest.mark.parametrize(("wave", "count"), [(4, 1), (8, 2), (12, 2), (16, 4), (64, 4)])
-def test_as_many_buckets_in_a_wave_as_leave_each_reader_enough(wave: int, count: int) -> None:
-    assert buckets_per_wave([[0, 1], [2, 3]], "partitioned", wave << 20) == count

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload import Manifest, Mapping, ModelMismatch
+from epload import Manifest, Mapping
 from epload.core.placement import (
     Layout,
     Placement,
@@ -122,11 +122,6 @@ def test_bucket_bytes_too_small_is_refused() -> None:
         plan_of(79)
 
 
-def test_nothing_to_load() -> None:
-    plan = make_plan(manifest_of({}), Targets(), Mapping(), 128)
-    assert (plan.buckets, plan.missing, plan.unexpected, plan.nbytes, plan.largest) == ((), (), (), 0, 0)
-
-
 def test_fingerprint_is_the_same_on_every_rank() -> None:
     placements: dict[str, tuple[Placement, ...]] = {
         "odd": (Sharded(0, 2), Sharded(0)),
@@ -137,45 +132,6 @@ def test_fingerprint_is_the_same_on_every_rank() -> None:
         for coordinate in product(range(2), range(2))
     }
     assert len(fingerprints) == 1
-
-
-def test_fingerprint_does_not_depend_on_how_layouts_are_numbered() -> None:
-    """A rank at one coordinate of two equal meshes has one layout where a rank at different ones has two."""
-    tensors: Described = {"a": ((4,), F32), "b": ((4,), F32)}
-    placements: dict[str, tuple[Placement, ...]] = {"a": (Sharded(0),), "b": (Sharded(0),)}
-    two = targets_of(tensors, (2,), placements, (1,))
-    two.coordinates[1] = (0,)
-    one = targets_of(tensors, (2,), placements, (0,))
-    one.layout, one.layouts, one.coordinates = [0, 0], one.layouts[:1], one.coordinates[:1]
-    plans = [make_plan(manifest_of(tensors), targets, Mapping(), 128) for targets in (one, two)]
-    assert plans[0].fingerprint == plans[1].fingerprint
-
-
-@pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
-def test_copies_do_not_depend_on_how_many_tensors_share_a_layout(bucket_bytes: int) -> None:
-    """Tensors of one layout and of dtypes of one size, in pieces of one offset and of other lengths, in other orders."""
-    forms = [
-        ((8,), BF16),
-        ((8,), torch.float16),
-        ((7, 5), BF16),
-        ((8,), BF16),
-        ((257,), U8),
-        ((257,), torch.int8),
-        ((7, 5), F32),
-    ]
-    tensors: Described = {f"{i}.{copy}": form for copy in range(4) for i, form in enumerate(forms[copy:])}
-    own = targets_of(tensors, (2,), {name: (Sharded(0),) for name in tensors}, (1,))
-    layouts = list(dict.fromkeys(own.layouts))
-    assert len(layouts) == 3
-    shared = replace(
-        own, layout=[layouts.index(layout) for layout in own.layouts], layouts=layouts, coordinates=[(1,)] * 3
-    )  # fmt: skip
-    plans = [make_plan(manifest_of(tensors), targets, Mapping(), bucket_bytes) for targets in (own, shared)]
-    assert plans[0].owned > 0
-    for one, other in zip(plans[0].buckets, plans[1].buckets, strict=True):
-        assert one.targets == other.targets
-        assert torch.equal(one.copies.rows, other.copies.rows)
-        assert torch.equal(one.origins, other.origins)
 
 
 def test_fingerprint_tells_any_difference() -> None:
@@ -209,37 +165,6 @@ def test_fingerprint_tells_any_difference() -> None:
     }
     same = [(a, b) for a, b in product(different, repeat=2) if a < b and different[a] == different[b]]
     assert not same
-
-
-def test_missing_and_unexpected_names() -> None:
-    checkpoint: Described = {"a": ((4,), F32), "stray": ((300,), F32), "b": ((2,), F32)}
-    model: Described = {"a": ((4,), F32), "absent": ((3,), F32), "b": ((2,), F32), "absent.empty": ((0,), F32)}
-    plan = make_plan(manifest_of(checkpoint), targets_of(model), Mapping(), 128)
-    assert plan.missing == ("absent",)  # an empty tensor has nothing to miss
-    assert plan.unexpected == ("stray",)
-    assert set(plan.slots.tensor.tolist()) == {0, 2}
-
-
-def test_of_tied_names_one_is_loaded() -> None:
-    model = targets_of({"embed": ((4,), F32), "b": ((2,), F32)})
-    model.index["head"] = model.index["embed"]
-    checkpoint: Described = {"embed": ((4,), F32), "b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(checkpoint), model, Mapping(), 128)
-    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ("head",))
-    assert set(plan.slots.tensor.tolist()) == {0, 1}
-
-    only_head: Described = {"b": ((2,), F32), "head": ((4,), F32)}
-    plan = make_plan(manifest_of(only_head), model, Mapping(), 128)
-    assert (plan.missing, plan.unexpected, plan.tied) == ((), (), ())
-
-
-def test_what_does_not_fit_the_model_is_refused() -> None:
-    model = targets_of({"a": ((4, 2), F32)})
-    plan = make_plan(manifest_of({"a": ((2, 4), F32)}), model, Mapping(), 128)
-    assert "a has shape [2, 4]" in plan.mismatched["a"]
-    assert (plan.missing, plan.unexpected, plan.slots.tensor.tolist()) == ((), (), [])
-    with pytest.raises(ModelMismatch, match="int64"):
-        make_plan(manifest_of({"a": ((4, 2), torch.int64)}), model, Mapping(), 128)
 
 
 # ---- whole loads, all ranks in this process ----

@@ -42,8 +42,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "dict"])
-@pytest.mark.parametrize("chunk", [5, 2 << 20], ids=["small reads", "whole"])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [("safetensors", 5), ("torch", 2 << 20), ("dcp", 5), ("dcp", 2 << 20), ("dict", 5)]
+)
 def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converting, "_CHUNK_ELEMENTS", chunk)
     source: object = tmp_path / "source"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from epload.mapping.rules import Rename
 from safetensors import safe_open
 from torch import Tensor
 
 import epload
-from epload.mapping.rules import Rename
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
@@ -40,9 +40,9 @@ def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) 
     return report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "options", [{}, {"max_shard_bytes": 4096}, {"dtype": torch.bfloat16}], ids=["one file", "files", "bf16"]
+    ("layout", "options"),
+    [*((layout, {"max_shard_bytes": 4096}) for layout in LAYOUTS), ("fsdp", {}), ("tp0", {"dtype": torch.bfloat16})],
 )
 def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "step" / "1"

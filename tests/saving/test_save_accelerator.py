@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import epload
 from support import fakedev, ranks
-from support.accelerator import DEVICE, SEMANTICS
+from support.accelerator import DEVICE
 from support.checks import all_fine
 from support.synced_models import build, check, write
 
@@ -31,9 +31,8 @@ def save(rank: int, folder: str) -> None:
         check(again, 1)
 
 
-@SEMANTICS
-def test_models_on_a_device(semantics: str, tmp_path: Path) -> None:
-    ranks.run(2, save, str(tmp_path), setup=partial(fakedev.setup, semantics))
+def test_models_on_a_device(tmp_path: Path) -> None:
+    ranks.run(2, save, str(tmp_path), setup=partial(fakedev.setup, "hccl"))
 
 
 def same_files(rank: int, folder: str) -> list[str]:
@@ -59,6 +58,5 @@ def same_files(rank: int, folder: str) -> list[str]:
     return problems
 
 
-@SEMANTICS
-def test_a_model_on_a_device_writes_the_same_files(semantics: str, tmp_path: Path) -> None:
-    all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, semantics)))
+def test_a_model_on_a_device_writes_the_same_files(tmp_path: Path) -> None:
+    all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, "nccl")))

@@ -126,6 +126,15 @@ class Slow(Checkpoint):
         self._inner.fill(bucket, pieces)
 
 
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    """Returns the class and the text of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "raised nothing"
+
+
 def error_of(action: Callable[[], Any]) -> str:
     """The class and the text of the error that an action raises; empty if it raises none."""
     try:

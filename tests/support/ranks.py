@@ -10,7 +10,9 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -101,6 +103,63 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) ->
             process.kill()
             process.join()
         return status, output.read()
+
+
+def run_script(
+    world: int,
+    script: Path,
+    arguments: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    prepare: Callable[[], None],
+) -> str:
+    """Runs a script on ranks with the environment that torchrun makes, and returns what they print."""
+    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory(prefix="epload-test-") as outputs:
+        port = free.getsockname()[1]
+        free.close()
+        common = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        processes = []
+        for rank in range(world):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "test", **common, **environment}
+            args = f"{outputs}/{rank}", _script, (script, arguments, folder, own, prepare)
+            processes.append(_context.Process(target=_alone, args=args, daemon=True))
+            processes[-1].start()
+        until = time.monotonic() + LIMIT
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        statuses = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        output = "".join(_read(Path(outputs, str(rank))) for rank in range(world))
+        if statuses != [0] * world:
+            raise RankFailed(f"exit statuses {statuses}, None at the limit of {LIMIT} s:\n{output[-5000:]}")
+        return output
+
+
+def _script(
+    script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None]
+) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    prepare()
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread of gloo may still be about to free tensors of the last collective, for which it needs Python. Where the
+    # interpreter ends first, torch aborts the process.
+    os._exit(status)
 
 
 def _leave_what_was_imported() -> None:

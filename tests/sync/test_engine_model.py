@@ -78,9 +78,14 @@ def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options:
     return moved
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": "device"}, {"stage": "none"}], ids=["staged", "beside", "in place"])
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("views", torch.float32), ("computing", torch.float32), ("views", torch.bfloat16)]
+    ("kind", "dtype", "options"),
+    [
+        ("views", torch.float32, {}),
+        ("computing", torch.float32, {"stage": "device"}),
+        ("computing", torch.float32, {}),
+        ("views", torch.bfloat16, {"stage": "none"}),
+    ],
 )
 def test_an_engine_holds_what_its_own_load_weights_gives(kind: str, dtype: torch.dtype, options: Any) -> None:
     run([Job(2, send, (2, 2, "")), Job(2, receive, (kind, dtype, options))])

@@ -35,7 +35,6 @@ from support.synced_models import SHAPES, build, check, values, write
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 setup = partial(fakedev.setup, "nccl")
-STAGES = pytest.mark.parametrize("stage", ["host", "device", "none"])
 
 
 def send(rank: int, meeting: Meeting, world: int, receivers: int, versions: int = 2, machine: str = "") -> list[Any]:
@@ -78,7 +77,7 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
     return []
 
 
-@STAGES
+@pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_of_which_one_rank_is_near(stage: str) -> None:
     """It needs nothing of one of the senders within reach."""
     jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
@@ -133,8 +132,7 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
     return wrong
 
 
-@STAGES
-@pytest.mark.parametrize("kind", ["padded", "own"])
+@pytest.mark.parametrize(("kind", "stage"), [("padded", "host"), ("own", "device"), ("padded", "none")])
 def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
     jobs = [Job(1, send, (1, 1), setup=setup), Job(1, receive_beside_others, (stage, kind), setup=setup)]
     all_fine(run(jobs)[1])
@@ -161,9 +159,8 @@ def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
         ]
 
 
-@pytest.mark.parametrize("stage", ["host", "device"])
-def test_a_commit_on_another_stream(stage: str) -> None:
-    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_held, (stage,), setup=setup)])[1])
+def test_a_commit_on_another_stream() -> None:
+    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_held, ("device",), setup=setup)])[1])
 
 
 def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
@@ -189,7 +186,7 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
     return found
 
 
-@STAGES
+@pytest.mark.parametrize("stage", ["host", "none"])
 def test_memory_that_does_not_open_though_some_does(stage: str) -> None:
     """One version fails; those after it go another way."""
     sent, received = run(
@@ -235,7 +232,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
         return held is not None, closed[0], opened
 
 
-@STAGES
+@pytest.mark.parametrize("stage", ["device", "none"])
 def test_a_sender_hears_of_a_failure_once_its_memory_is_closed(stage: str) -> None:
     sent, broken, slow = run(
         [
@@ -278,24 +275,6 @@ def receive_and_commit_again(rank: int, meeting: Meeting, stage: str) -> list[st
 @pytest.mark.parametrize("stage", ["host", "device"])
 def test_a_commit_that_failed_is_tried_again(stage: str) -> None:
     all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_and_commit_again, (stage,), setup=setup)])[1])
-
-
-def receive_far(rank: int, meeting: Meeting, where: str) -> tuple[int, int]:
-    with on_machine("b"):
-        model = build("plain", 1, where=where)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
-            for version in (1, 2):
-                report = receiver.receive_weights()
-                receiver.commit()
-                check(model, version)
-            assert receiver._epoch is not None
-            return len(receiver._epoch.members.nodes), report.pulled
-
-
-def test_models_on_cpu_and_on_a_device_share_what_is_not_pulled() -> None:
-    jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup)]
-    jobs += [Job(1, receive_far, (where,), setup=setup) for where in (DEVICE, "cpu")]
-    assert run(jobs)[1:] == [[(1, 0)], [(1, 0)]]
 
 
 class Odd(nn.Module):
@@ -343,8 +322,7 @@ def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> list[s
     return wrong
 
 
-@STAGES
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("verify", "stage"), [(False, "host"), (True, "device"), (False, "none")])
 def test_single_elements_and_inference_tensors(verify: bool, stage: str) -> None:
     sent, received = run([Job(1, send_odd, (verify,), setup=setup), Job(1, receive_odd, (stage, verify), setup=setup)])
     assert sent == [["", ""]]
@@ -387,9 +365,9 @@ def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
         return ""
 
 
-@STAGES
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("negated", ""), ("freed", "too few"), ("smaller", "36, 16|outside tensor")]
+    ("kind", "expected", "stage"),
+    [("negated", "", "host"), ("freed", "too few", "device"), ("smaller", "36, 16|outside tensor", "none")],
 )
 def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: str) -> None:
     sent, received = run(

@@ -75,8 +75,7 @@ def receive(rank: int, meeting: Meeting, where: str, stage: str) -> int:
     return memory.above
 
 
-@pytest.mark.parametrize("stage", ["none", "host"])
-@pytest.mark.parametrize("where", ["cpu", DEVICE])
+@pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "none")])
 @pytest.mark.usefixtures("fake_device")
 def test_memory_is_bounded(where: str, stage: str) -> None:
     """Memory of the fake accelerator is the host's, and counts."""

@@ -16,10 +16,8 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize(
     ("readers", "algorithm"),
     [
-        ("one", "two_level"),
         ("one", "striped"),
         ("partitioned", "two_level"),
-        ("partitioned", "striped"),
     ],
 )
 def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm: str, who: str) -> None:

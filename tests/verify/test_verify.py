@@ -30,10 +30,8 @@ from support.small_model import BUCKET, NODES, State, meta_net, only_readers, st
 WAYS = (
     ("one", "two_level"),
     ("one", "striped"),
-    ("per_node", "two_level"),
     ("partitioned", "striped"),
     ("every", "two_level"),
-    ("auto", "auto"),
 )
 
 
