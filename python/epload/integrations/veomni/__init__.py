@@ -163,7 +163,7 @@ def _find_tied_embeddings(model: nn.Module) -> tuple[nn.Module, nn.Module] | Non
     Raises:
         RuntimeError: the config ties them, but the model does not return one of them.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     owners = [owner for owner in (config, text_config) if hasattr(owner, "tie_word_embeddings")]
     if not owners or not all(owner.tie_word_embeddings for owner in owners):
