@@ -93,7 +93,7 @@ class RecordedEngine:
         self._strict = strict
         with callers_default_device(), engine.recordable():
             self.tensors = engine.tensors()
-            """Those that ``load_weights`` fills."""
+            """The tensors that ``load_weights`` fills."""
             self.recording = record(engine.load_weights, manifest, self.tensors)
         if strict and not self.recording.untraced:
             self._check({})
@@ -169,6 +169,7 @@ class EngineTarget:
         columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
         for number, (name, shape, dtype, places) in enumerate(columns):
             key: tuple[object, ...]
+            local: tuple[int, ...]
             if name in recording.whole:
                 local = (len(numbers) + len(self._whole),)
                 self._whole.append((name, torch.Size(shape), dtype))

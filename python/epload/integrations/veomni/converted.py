@@ -200,7 +200,7 @@ class ConvertedCheckpoint(Checkpoint):
         return converter
 
     def _handles(self, converter: Any, name: str, tensor: Tensor) -> bool:
-        def handles() -> bool:
+        def handles() -> Any:
             by_tensor = getattr(converter, "can_handle_tensor", None)
             return bool((callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name))
 
