@@ -14,8 +14,8 @@ import launch
 import simulate_sync
 from costs import StoreRates, agreement
 from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import full_holdings
 from epload.planning.schedule import Flow
-from epload.planning.shares import whole_share
 from epload.planning.streams import Members
 from epload.planning.traffic import traffic
 from epload.sync.transfer import ExchangeRoles
@@ -194,11 +194,11 @@ def test_bytes_of_a_sync_follow_the_steps_of_its_ranks(senders: int, nodes: int)
         tuple((rank,) for rank in range(senders)),
         tuple((senders + 2 * node, senders + 2 * node + 1) for node in range(nodes)),
     )
-    share = whole_share(shapes, dtypes)
+    holdings = full_holdings(shapes, dtypes)
     ranks = range(senders + 2 * nodes)
-    outlines = {rank: share.outline() for rank in ranks}
+    summaries = {rank: holdings.summary() for rank in ranks}
     tensors = Tensors(("a", "b", "c"), shapes, dtypes)
-    plans = {rank: plan_exchange(tensors, members, outlines, rank, share, 1 << 20) for rank in ranks}
+    plans = {rank: plan_exchange(tensors, members, summaries, rank, holdings, 1 << 20) for rank in ranks}
     out, into = sync_traffic([plans[rank] for rank in members.senders], members)
     total = sum(torch.Size(shape).numel() * 4 for shape in shapes)
     assert out.received == [0] * senders
@@ -211,7 +211,7 @@ def test_bytes_of_a_sync_follow_the_steps_of_its_ranks(senders: int, nodes: int)
                 if rank not in members.rail_of:
                     continue
                 roles = ExchangeRoles(plans[rank], members, rank)
-                buckets = [(i, 0, nbytes) for i, nbytes in enumerate(plans[rank].buckets.nbytes)]
+                buckets = [(i, 0, bucket.nbytes) for i, bucket in enumerate(plans[rank].buckets)]
                 for begin, end, before, _, after, _ in roles.steps(buckets):
                     received += (end - begin) * (before >= 0)
                     sent += (end - begin) * (after >= 0)

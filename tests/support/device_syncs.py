@@ -72,7 +72,7 @@ def on_machine(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    modules = ("formation", "sender", "receiver")
+    modules = ("devices", "sender", "receiver")
     patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
     for patch in patches:
         patch.start()

@@ -19,7 +19,9 @@ import torch
 import epload
 from epload.cluster.groups import Group
 from epload.planning.waves import Wave
-from epload.sync.device_route import Broadcasts, MemorySink, obstacle
+from epload.sync.device_route import Broadcasts
+from epload.sync.devices import DeviceLink, obstacle
+from epload.sync.transfer import MemorySink
 from support import fakedev
 from support.accelerator import DEVICE, SEMANTICS
 from support.device_syncs import CCL, move_to_cpu, receive_late, send_late
@@ -123,7 +125,7 @@ def test_models_on_a_device(
     ids=["two GPUs", "one GPU", "not known", "two versions", "GPU and CPU", "CPU"],
 )
 def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
-    found = obstacle(kinds, places)
+    found = obstacle([DeviceLink("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)])
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 

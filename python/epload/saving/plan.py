@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, starmap
 from math import prod
 
@@ -22,8 +21,9 @@ from epload.core.pieces import Kinds
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
+from epload.planning.buckets import BucketCopies
 from epload.planning.cells import Slot, make_slots
-from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box, number_alike
+from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
 from epload.saving.layout import FilesLayout
 
 BUCKET_BYTES = 16 << 20
@@ -35,35 +35,16 @@ LEAST_BYTES = 16 << 10
 """Minimum bytes of the parts into which ranks with the same elements divide them."""
 
 
-@dataclass(eq=False)
-class WriteBucket:
+@dataclass(frozen=True, eq=False)
+class WriteBucket(BucketCopies):
     """A buffer that a rank packs and writes to files."""
 
-    nbytes: int
-    """Size of the buffer."""
-    rows: CopyTable
-    """Targets are numbers of the rank's local tensors."""
     runs: Tensor
     """int64 [n, 4]: number of the file, offset in the file, offset in the buffer, length; bytes."""
     in_files: CopyTable
     """``rows`` as they lie in their tensors in the files, for a rank that writes them without packing them first."""
     origins: Tensor
     """int64 [n, 2]: the file of each of these rows, and where in it it starts (bytes)."""
-
-    @cached_property
-    def targets(self) -> list[int]:
-        """The local tensors that are packed."""
-        return self._renumbered[0]
-
-    @cached_property
-    def copies(self) -> CopyTable:
-        """``rows`` with targets that count in :attr:`targets`."""
-        return self._renumbered[1]
-
-    @cached_property
-    def _renumbered(self) -> tuple[list[int], CopyTable]:
-        table = self.rows.clone()
-        return table.renumber_targets(), table
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,29 +70,29 @@ def plan_writes(
     shapes: Sequence[Shape],
     dtypes: Sequence[torch.dtype],
     layout: FilesLayout,
-    outlines: Mapping[int, Outline],
+    summaries: Mapping[int, HoldingsSummary],
     rank: int,
-    share: Share,
+    holdings: Holdings,
 ) -> WritePlan:
     """
     Args:
         names, shapes, dtypes: of the tensors, as in the files but without padding.
-        outlines: of every rank's share.
+        summaries: of every rank's holdings.
         rank: this process's.
-        share: this rank's.
+        holdings: this rank's.
 
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kind_of = number_alike(Kinds.of(shapes, dtypes), outlines.values())
-    rows = _Rows(share)
+    kind_of = number_alike(Kinds.of(shapes, dtypes), summaries.values())
+    rows = _Rows(holdings)
     for tensors in torch.split(kind_of.argsort(stable=True), torch.bincount(kind_of).tolist()):
         first = int(tensors[0])
-        number = int(share.class_of[first])
+        number = int(holdings.class_of[first])
         held = [
-            ((of,), outline.boxes[int(outline.class_of[first])])
-            for of, outline in outlines.items()
-            if int(outline.class_of[first]) != NO_PART
+            ((of,), summary.boxes[int(summary.class_of[first])])
+            for of, summary in summaries.items()
+            if int(summary.class_of[first]) != NO_PART
         ]
         shape, dtype = shapes[first], dtypes[first]
         if 0 in shape:
@@ -125,9 +106,10 @@ def plan_writes(
             )
         if number == NO_PART:
             continue
-        if not dtype_names.converts(share.dtypes[number], dtype):
+        if not dtype_names.converts(holdings.dtypes[number], dtype):
             raise ModelMismatch(
-                f"{names[first]} is {dtype_names.name(share.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
+                f"{names[first]} is {dtype_names.name(holdings.dtypes[number])}, which cannot be saved as "
+                f"{dtype_names.name(dtype)}"
             )
         for slot in slots:
             if rank in slot.owners:
@@ -141,19 +123,19 @@ def plan_writes(
 class _Rows:
     """The slots that a rank writes. What is equal for all tensors of a kind is listed once, as a template."""
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
         self._tensors: list[Tensor] = []
         self._nbytes: list[int] = []
         """Bytes of each template's slot."""
-        self._copies = CopyTemplates(share)
-        self._in_tensors = CopyTemplates(share)
+        self._copies = CopyTemplates(holdings)
+        self._in_tensors = CopyTemplates(holdings)
         """The same as they lie in the whole tensor."""
         self._runs: list[Tensor] = []
 
     def add(self, tensors: Tensor, slot: Slot, shape: Shape, dtype: torch.dtype, number: int) -> None:
-        """Adds a slot of some tensors of a kind, whose class in the share has this number."""
-        box = slot.start, slot.size, self._share, number, dtype, True
+        """Adds a slot of some tensors of a kind, whose class in the holdings has this number."""
+        box = slot.start, slot.size, self._holdings, number, dtype, True
         self._copies.add(copies_of_box(*box))
         self._in_tensors.add(copies_of_box(*box, whole=shape))
         self._tensors.append(tensors)

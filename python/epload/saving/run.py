@@ -18,7 +18,7 @@ from epload.core.attempt import attempt
 from epload.files import read_regular
 from epload.mapping.mapping import Mapping
 from epload.model.flat_state import FlatState
-from epload.planning.shares import Outline
+from epload.planning.holdings import HoldingsSummary
 from epload.saving.folder import NewFolder, check_seen_by_all
 from epload.saving.layout import INDEX, FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
@@ -105,17 +105,17 @@ class SaveRun:
             agreed = repr(
                 (source.manifest.digest, str(options.path), options.max_shard_bytes, options.overwrite)
             ).encode()
-            parts = [base64.b85encode(part).decode() for part in source.share.outline().encode()]
+            parts = [base64.b85encode(part).decode() for part in source.holdings.summary().encode()]
             view = [hashlib.blake2b(agreed, digest_size=16).hexdigest(), *parts]
-        said = control.settle("planning the save", failure, view, _outlines)
+        said = control.settle("planning the save", failure, view, _summaries)
         assert source is not None
-        outlines = _decode(said)
+        summaries = _decode(said)
         manifest = source.manifest
 
         def plan() -> tuple[FilesLayout, WritePlan]:
             layout = lay_out(manifest.names, manifest.shapes, manifest.dtypes, self._options.max_shard_bytes)
             mine = plan_writes(
-                manifest.names, source.shapes, manifest.dtypes, layout, outlines, control.rank, source.share
+                manifest.names, source.shapes, manifest.dtypes, layout, summaries, control.rank, source.holdings
             )
             return layout, mine
 
@@ -177,8 +177,8 @@ class SaveRun:
         control.settle("completing the checkpoint", failure, last=True)
 
 
-def _outlines(views: dict[int, Any]) -> list[Any]:
-    """Collects the outlines of all ranks, equal parts once. Raises ValueError if the ranks do not save the same."""
+def _summaries(views: dict[int, Any]) -> list[Any]:
+    """Collects the summaries of all ranks, equal parts once. Raises ValueError if the ranks do not save the same."""
     first = min(views)
     for rank, view in views.items():
         if view[0] != views[first][0]:
@@ -191,13 +191,13 @@ def _outlines(views: dict[int, Any]) -> list[Any]:
     return [columns, rest, {rank: [columns.index(view[1]), rest.index(view[2])] for rank, view in views.items()}]
 
 
-def _decode(said: list[Any]) -> dict[int, Outline]:
-    """The outlines by rank. Equal ones are one object, and so are their columns."""
+def _decode(said: list[Any]) -> dict[int, HoldingsSummary]:
+    """The summaries by rank. Equal ones are one object, and so are their columns."""
     columns, rest, which = said
     arrays: dict[int, Any] = {}
-    made: dict[tuple[int, int], Outline] = {}
+    made: dict[tuple[int, int], HoldingsSummary] = {}
     for a, b in which.values():
         if (a, b) not in made:
-            outline = Outline.decode(base64.b85decode(columns[a]), base64.b85decode(rest[b]))
-            made[a, b] = replace(outline, class_of=arrays.setdefault(a, outline.class_of))
+            summary = HoldingsSummary.decode(base64.b85decode(columns[a]), base64.b85decode(rest[b]))
+            made[a, b] = replace(summary, class_of=arrays.setdefault(a, summary.class_of))
     return {int(rank): made[a, b] for rank, (a, b) in which.items()}

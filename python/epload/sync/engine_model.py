@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from epload.core.default_device import callers_default_device
 from epload.core.placement import Box, OwnedRegion
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
-from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
+from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts, parts_of_view
 from epload.recording import LoadWeights, Recording, record
 from epload.recording.targets import storage_of
-from epload.sync.arrival import TensorFacts
+from epload.sync.arrival import TensorLayout
 
 _MOST_SHOWN = 5
 
@@ -52,8 +53,8 @@ class EngineModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers as ``load_weights`` fills them, under all of their names."""
-        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        return found | dict(self.model.named_buffers(remove_duplicate=False))
+        parameters: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return parameters | dict(self.model.named_buffers(remove_duplicate=False))
 
     def parameter_ids(self) -> dict[str, int]:
         """A number for each parameter, by name; tied ones have the same."""
@@ -89,14 +90,15 @@ class EngineTarget:
         self._recording: Recording | None = None
         self._names: list[str] = []
         """Names of the targets that are filled directly; they come first among the local tensors."""
-        self._layouts: list[_Layout] = []
+        self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        """Shape, strides and dtype of these."""
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []
         self.devices: set[torch.device] = set()
         self._own_devices: set[torch.device] = set()
         """Without that of what the engine loads by itself."""
 
-    def share(self, manifest: Manifest) -> Share:
+    def holdings(self, manifest: Manifest) -> Holdings:
         engine = self._engine
         with callers_default_device(), engine.recordable():
             tensors = engine.tensors()
@@ -113,23 +115,20 @@ class EngineTarget:
         self.devices = set(self._own_devices)
         whole = {name for group in recording.whole for name in group.names}
         self._whole = []
-        builder = ShareBuilder(len(manifest.names))
+        builder = HoldingsBuilder(len(manifest.names))
         columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
         for number, (name, shape, dtype, places) in enumerate(columns):
             if name in whole:
                 local = len(numbers) + len(self._whole)
                 self._whole.append((name, torch.Size(shape), dtype))
-                key: tuple[object, ...] = ("whole", shape, dtype)
-                if not builder.add_alike(number, (local,), key):
-                    builder.add(number, (local,), dtype, key, _whole_parts(shape))
+                builder.add(number, (local,), dtype, ("whole", shape, dtype), partial(full_parts, shape))
             elif places:
                 of = tuple(numbers[target] for target, _ in places)
                 views = [(view, tuple(tensors[target].shape)) for target, view in places]
-                found = {tensors[target].dtype for target, _ in places}
-                kept = found.pop() if len(found) == 1 else dtype
-                key = (shape, kept, *((id(view), target) for view, target in views))
-                if not builder.add_alike(number, of, key):
-                    builder.add(number, of, kept, key, _parts(views, shape))
+                dtypes = {tensors[target].dtype for target, _ in places}
+                common = dtypes.pop() if len(dtypes) == 1 else dtype
+                key = (shape, common, *((id(view), target) for view, target in views))
+                builder.add(number, of, common, key, partial(_parts, views, shape))
         if self._whole:
             self.devices.add(torch.device("cpu"))
         return builder.build()
@@ -139,20 +138,20 @@ class EngineTarget:
         with callers_default_device():
             self._engine.begin(self._recording)
         tensors = self._engine.tensors()
-        found = [tensors[name] for name in self._names if name in tensors]
-        if [_layout(tensor) for tensor in found] != self._layouts:
+        filled = [tensors[name] for name in self._names if name in tensors]
+        if [_layout(tensor) for tensor in filled] != self._layouts:
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
         self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
-        return [*(tensor.detach() for tensor in found), *self._full]
+        return [*(tensor.detach() for tensor in filled), *self._full]
 
-    def facts(self) -> list[TensorFacts]:
+    def layouts(self) -> list[TensorLayout]:
         if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
             raise LoadError(
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
-        own = [TensorFacts(shape, dtype, device) for device in self._own_devices for shape, _, dtype in self._layouts]
-        return [*own, *(TensorFacts(shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
+        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in self._layouts]
+        return [*own, *((shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
 
     def finish(self) -> None:
         recording, engine = self._recording, self._engine
@@ -204,16 +203,5 @@ def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) ->
     ]
 
 
-def _whole_parts(shape: tuple[int, ...]) -> list[Part]:
-    zeros = (0,) * len(shape)
-    return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
-
-
-class _Layout(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return _Layout(tensor.shape, tensor.stride(), tensor.dtype)
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
