@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts
 from epload.recording import LoadWeights, Recording, record
 from epload.recording.targets import storage_of
 from epload.sync.arrival import TensorLayout
+from epload.sync.targets import Target
 
 _MOST_SHOWN = 5
 
@@ -75,12 +75,11 @@ class EngineModel:
         """Called when they have the version."""
 
 
-class EngineTarget:
+class EngineTarget(Target):
     """See :class:`~epload.sync.targets.Target`."""
 
     tears_on_prepare = True
     """An engine's ``begin`` may take apart what it computes with."""
-    warnings: ClassVar[Sequence[str]] = ()
 
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine
@@ -94,9 +93,8 @@ class EngineTarget:
         """Shape, strides and dtype of these."""
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []
-        self.devices: set[torch.device] = set()
         self._own_devices: set[torch.device] = set()
-        """Without that of what the engine loads by itself."""
+        """Devices of the targets that are filled directly."""
 
     def holdings(self, manifest: Manifest) -> Holdings:
         engine = self._engine
@@ -112,7 +110,6 @@ class EngineTarget:
         self._recording, self._names = recording, list(numbers)
         self._layouts = [_layout(tensors[name]) for name in self._names]
         self._own_devices = {tensors[name].device for name in self._names}
-        self.devices = set(self._own_devices)
         whole = {name for group in recording.whole for name in group.names}
         self._whole = []
         builder = HoldingsBuilder(len(manifest.names))
@@ -129,8 +126,7 @@ class EngineTarget:
                 common = dtypes.pop() if len(dtypes) == 1 else dtype
                 key = (shape, common, *((id(view), target) for view, target in views))
                 builder.add(number, of, common, key, partial(_parts, views, shape))
-        if self._whole:
-            self.devices.add(torch.device("cpu"))
+        self.devices = {*self._own_devices, torch.device("cpu")} if self._whole else self._own_devices
         return builder.build()
 
     def tensors(self) -> list[Tensor]:

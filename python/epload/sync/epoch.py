@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,28 +29,9 @@ from epload.sync.transfer import ExchangeRoles, MemorySink, ShardSink, ShardSour
 from epload.transport.context import TransferContext
 from epload.transport.framing import Framing
 from epload.transport.transfers import run_transfer
-from epload.verify.proof import check_verify
 
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
-
-
-@dataclass(frozen=True)
-class SyncOptions:
-    """The options of a sender or a receiver."""
-
-    timeout: timedelta
-    verify: bool
-
-    def __post_init__(self) -> None:
-        """Raises TypeError."""
-        check_verify(self.verify)
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ValueError unless an option is one of some."""
-    if value not in choices:
-        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +63,8 @@ class Epoch:
     """Copies a part of each version, or all of it, out of the memory of senders; None on a rank that does not."""
     not_pulled: str
     """Why none does that, if it seemed possible; equal on all ranks."""
+    timeout: timedelta
+    verify: bool
     pipe: DevicePipe | None = None
     """Kept for the next version."""
 
@@ -99,7 +82,6 @@ class Epoch:
         version: int,
         tensors: list[Tensor] | None,
         report: SyncReport,
-        options: SyncOptions,
         show_progress: bool = False,
         failure: Exception | None = None,
         begins: Callable[[], None] = lambda: None,
@@ -115,18 +97,18 @@ class Epoch:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
         """
         control = self.control
-        control.begin(options.timeout)
+        control.begin(self.timeout)
         try:
             with control.guard():
                 with report.timed("plan"):
                     shards: Shards | None = None
                     if tensors is not None and failure is None and self.route is not None:
-                        shards, failure = attempt(lambda: self._shards(self.plan, tensors, options.verify))
-                    self._get_ready(version, tensors, failure, options.timeout)
+                        shards, failure = attempt(lambda: self._shards(self.plan, tensors))
+                    self._get_ready(version, tensors, failure)
                 begins()
                 alone = self.puller is not None and self.route is None
-                with report.timed("unpack") if alone else nullcontext(), self._pulling(tensors, options.verify):
-                    self._move(version, shards, report, options.verify, show_progress)
+                with report.timed("unpack") if alone else nullcontext(), self._pulling(tensors):
+                    self._move(version, shards, report, show_progress)
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)
         except LoadError as error:
@@ -146,9 +128,7 @@ class Epoch:
         report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers) if self.memory is not None else 0
         report.peak_staging += self.route.footprint if self.route is not None else 0
 
-    def _get_ready(
-        self, version: int, tensors: list[Tensor] | None, failure: Exception | None, timeout: timedelta
-    ) -> None:
+    def _get_ready(self, version: int, tensors: list[Tensor] | None, failure: Exception | None) -> None:
         """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there."""
         digest: str | None = None
         if self.plan.lent and tensors is not None and failure is None:
@@ -159,17 +139,17 @@ class Epoch:
             return
         if (puller := self.puller) is not None:
             digests = {int(rank): digest for rank, digest in decision.items()}
-            _, failure = attempt(lambda: puller.plan(digests, self.store, timeout))
+            _, failure = attempt(lambda: puller.plan(digests, self.store, self.timeout))
         self.control.settle("planning copies between devices", failure)
 
-    def _pulling(self, tensors: list[Tensor] | None, verify: bool) -> AbstractContextManager[None]:
+    def _pulling(self, tensors: list[Tensor] | None) -> AbstractContextManager[None]:
         puller = self.puller
         if puller is None:
             return nullcontext()
         if not puller.lands:
-            return puller.copying(tensors or [], {}, None, verify, self.control)
+            return puller.copying(tensors or [], {}, None, self.verify, self.control)
         self.pipe = DevicePipe.of(puller.device, self._node_size)
-        return puller.copying([], dict(self._staged(self.plan.landing_waves)), self.pipe, verify, self.control)
+        return puller.copying([], dict(self._staged(self.plan.landing_waves)), self.pipe, self.verify, self.control)
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that whoever catches the error may
@@ -189,7 +169,7 @@ class Epoch:
         control, plan = self.control, self.plan
         roles = ExchangeRoles(plan, self.members, control.rank)
         framing = Framing(
-            plan.identity, plan.describe, control.rank, control, verify, version=version, ends_in_order=False
+            plan.identity, plan.describe, control.rank, control, self.verify, version=version, ends_in_order=False
         )
         source = ShardSource(shards) if shards is not None and self.sends else None
         sink: ShardSink | MemorySink = ShardSink(None if self.sends else shards)
@@ -198,7 +178,7 @@ class Epoch:
             def check(number: int, bucket: Tensor) -> None:
                 framing.verify(number, roles.reader(number), bucket)
 
-            sink = MemorySink(dict(self.staged_buckets()), check if verify else None)
+            sink = MemorySink(dict(self.staged_buckets()), check if self.verify else None)
         engine = self.route.engine(TransferContext(plan, roles, source, framing, control, report), sink)
         with self.route.entered(), Progress(plan.nbytes, show_progress) as bar:
             run_transfer(engine, control, self.route.groups, bar)
@@ -209,18 +189,18 @@ class Epoch:
         nodes = self.members.sender_nodes if self.sends else self.members.nodes
         return next(len(node) for node in nodes if self.control.rank in node)
 
-    def _shards(self, plan: ExchangePlan, tensors: list[Tensor], verify: bool) -> Shards:
+    def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
         direct = isinstance(self.route, DeviceRoute) and (self.sends or self.memory is None)
-        shards = Shards(plan, tensors, verify, f"rank {self.control.rank}", self._node_size, direct)
+        shards = Shards(plan, tensors, self.verify, f"rank {self.control.rank}", self._node_size, direct)
         self.pipe = shards.pipe or self.pipe
         return shards
 
-    def unpack(self, tensors: list[Tensor], verify: bool) -> None:
+    def unpack(self, tensors: list[Tensor]) -> None:
         """Copies a version out of the node's memory."""
         for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
             if plan is None or not waves:
                 continue
-            shards = self._shards(plan, tensors, verify)
+            shards = self._shards(plan, tensors)
             try:
                 for number, bucket in self._staged(waves):
                     shards.unpack(number, bucket)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from epload.planning.streams import ExchangePlan, Members
 from epload.staging.shared_memory import BUFFERS, NodeMemory
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceLink, Probe, find_reach, obstacle
-from epload.sync.epoch import Epoch, SyncOptions
+from epload.sync.epoch import Epoch
 from epload.sync.host_route import HostRoute
+from epload.sync.lobby import Member, Participants, describe_ranks
 from epload.sync.pulling import Puller
 from epload.sync.store import fetch, publish
 
@@ -37,7 +40,7 @@ class JoinMessage:
     node: str
     """Equal on ranks that share a machine's memory, and send or receive together."""
     sends: bool
-    verify: bool
+    verify: bool = False
     whole: bool = False
     """True if its node keeps a whole version in memory."""
     link: DeviceLink = field(default_factory=DeviceLink)
@@ -56,45 +59,45 @@ class JoinMessage:
 
 def form_epoch(
     store: Store,
-    number: int,
-    ranks: int,
+    participants: Participants,
+    members: Sequence[Member],
     rank: int,
+    timeout: timedelta,
+    verify: bool,
     message: JoinMessage,
     device: torch.device | None,
     manifest: Manifest,
     holdings: Holdings,
-    failure: Exception | None,
-    options: SyncOptions,
-    legend: str,
+    failure: Exception | None = None,
 ) -> Epoch:
-    """Forms an epoch. Collective over its ranks.
+    """Forms an epoch. Collective over its ranks: senders first, in the order of their job; then receivers.
 
     Args:
         store: of both jobs.
-        number: of the epoch.
-        ranks: how many it has: senders first, in the order of their job; then receivers.
+        members: the receivers.
         message: this rank's, without its holdings.
         device: the one that this rank's tensors are on, if it is no CPU.
         holdings: this rank's of the manifest's tensors.
         failure: why this rank cannot take part; raised on all.
-        legend: says which ranks are whose.
 
     Raises:
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
     """
+    legend = describe_ranks(participants.senders, members)
     columns, rest = (publish(store, part) for part in holdings.summary().encode())
     parts = publish(store, holdings.encode_parts()) if message.sends and message.probe.handle else ""
-    message = replace(message, columns=columns, rest=rest, parts=parts)
+    message = replace(message, verify=verify, columns=columns, rest=rest, parts=parts)
     try:
         control, views = rendezvous(
-            PrefixStore(f"epoch/{number}", store), tuple(range(ranks)), rank, options.timeout, failure, asdict(message),
-            _by_rank, message.node,
+            PrefixStore(f"epoch/{participants.epoch}", store), tuple(range(participants.senders + len(members))), rank,
+            timeout, failure, asdict(message), _by_rank, message.node,
         )  # fmt: skip
-        control.begin(options.timeout)
+        control.begin(timeout)
         try:
             with control.guard(), garbage_collection.paused():
                 joining = list(map(JoinMessage.decode, views))
-                return _Formation(store, control, joining, device, legend).form(number, manifest, holdings)
+                formation = _Formation(store, control, joining, device, legend)
+                return formation.form(participants.epoch, manifest, holdings)
         finally:
             control.end()
     except (LoadError, ValueError) as error:
@@ -163,7 +166,10 @@ class _Formation:
             node = next(node for node in members.nodes if control.rank in node)
             puller = Puller(plan, lenders, opens, node.index(control.rank), len(node))
         memory, route = self._connect(plan)
-        return Epoch(number, control, members, plan, memory, route, self._legend, self._store, puller, not_pulled)
+        return Epoch(
+            number, control, members, plan, memory, route, self._legend, self._store, puller, not_pulled, control.timeout,
+            self._own.verify,
+        )  # fmt: skip
 
     def _connect(self, plan: ExchangePlan) -> tuple[NodeMemory | None, DeviceRoute | HostRoute | None]:
         """Makes the node's memory, and connects the ranks if anything moves."""

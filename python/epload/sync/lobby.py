@@ -100,16 +100,15 @@ class Attendance:
     Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
     """
 
-    def __init__(self, store: Store, connect: Callable[[], Store], member: Member, timeout: timedelta) -> None:
+    def __init__(self, store: Store, beats: Store, member: Member, timeout: timedelta) -> None:
         """
         Args:
-            connect: makes another connection.
+            beats: a connection of the thread's own, as a wait blocks the other one.
             timeout: of one call of the store.
         """
         self._store = store
+        self._beats = beats
         self._timeout = timeout
-        self._beats = connect()
-        """Connection of its own: a wait blocks the other one."""
         self._over = threading.Event()
         self._accepted: Offer | None = None
         """Accepted offer whose participants are not known yet."""
@@ -126,7 +125,7 @@ class Attendance:
         number = self._store.add("members", 1)
         post(self._store, f"member/{number}", asdict(self.member))
         posted = self._store.add("offers", 0)
-        return number, posted if posted and read_if_set(self._store, f"closed/{posted}") is None else posted + 1
+        return number, posted if posted and read_if_set(self._store, f"go/{posted}") is None else posted + 1
 
     def _beat(self) -> None:
         count = 0
@@ -148,19 +147,15 @@ class Attendance:
         if "over" in message:
             raise LoadError("the sender has been closed, and offers no more versions")
         offer = Offer(self._next, message["version"])
-        answered(lambda: self._accept(offer), self._timeout)
+        answered(lambda: self._store.add(f"accepted/{offer.number}/{self.member.engine}", 1), self._timeout)
         self._accepted = offer
         return offer
-
-    def _accept(self, offer: Offer) -> None:
-        if self._store.add(f"accepted/{offer.number}/{self.member.engine}", 1) == self.member.size:
-            self._store.add(f"accepted/{offer.number}", 1)
 
     def wait_for_participants(self, offer: Offer, timeout: timedelta) -> Participants:
         """Returns the participants of an accepted offer. This rank is not among them if it came too late, or was taken for dead.
 
         Raises:
-            LoadError: the sender has given up the offer; the store is lost; or nothing was said within ``timeout``.
+            LoadError: the sender has given up the offer, or as :meth:`accept_offer`.
         """
         why = f"version {offer.version} was offered, but the sender did not begin to send it"
         participants = Participants(**json.loads(self._wait(f"go/{offer.number}", timeout, why)))
@@ -230,7 +225,7 @@ class Lobby:
     def offer(self, version: int) -> Offer:
         self._offers += 1
         if (old := self._offers - _KEPT_OFFERS) > 0:
-            for key in ("offer", "go", "closed", "accepted", "confirmed"):
+            for key in ("offer", "go", "confirmed"):
                 self._store.delete_key(f"{key}/{old}")
         post(self._store, f"offer/{self._offers}", {"version": version})
         self._store.add("offers", 1)
@@ -274,7 +269,6 @@ class Lobby:
 
     def close(self, offer: Offer, participants: Participants) -> None:
         """Tells receivers which of them take part in an offer, or why none does."""
-        post(self._store, f"closed/{offer.number}", True)
         post(self._store, f"go/{offer.number}", asdict(participants))
 
     def _read_new(self) -> None:
@@ -295,8 +289,6 @@ class Lobby:
         return {engine: members for engine, members in engines.items() if engine not in lost}
 
     def _accepted(self, offer: Offer) -> dict[str, list[Member]]:
-        if not self._store.add(f"accepted/{offer.number}", 0):
-            return {}
         counts = {engine: self._ready(offer, engine) for engine in self._engines()}
         self._read_new()  # after that: a rank that has joined anew did so before it accepted
         engines = self._engines().items()

@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.membership import local_network
-from epload.cluster.topology import Topology, as_timedelta
+from epload.cluster.topology import Topology
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
@@ -28,13 +25,14 @@ from epload.mapping.mapping import Mapping
 from epload.planning.holdings import full_holdings
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceLink, Probe, accelerator_of
-from epload.sync.engine_model import EngineModel
-from epload.sync.epoch import Epoch, SyncOptions, check_choice
-from epload.sync.formation import JoinMessage, form_epoch
-from epload.sync.lobby import Attendance, Member, Offer, Participants, describe_ranks, fetch_members
+from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.engine_model import EngineModel, EngineTarget
+from epload.sync.epoch import Epoch
+from epload.sync.formation import JoinMessage
+from epload.sync.lobby import Attendance, Member, Offer, Participants, fetch_members
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
-from epload.sync.targets import FullTensors, Target, make_target
+from epload.sync.targets import FullTensors, ModelTarget, Target
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class EngineRank:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
 
 
-class WeightReceiver:
+class WeightReceiver(Endpoint):
     """Receives the weights of a :class:`WeightSender`, version after version. See docs/sync.md.
 
     Not thread-safe. As a context manager, or with :meth:`close`, it leaves: the sender goes on without this engine.
@@ -106,7 +104,7 @@ class WeightReceiver:
             ValueError, TypeError: an argument is out of range, or of another type.
             LoadError: no sender answers, or it is that of another version of epload.
         """
-        log.configure()
+        super().__init__(timeout, verify, progress)
         check_choice("stage", stage, ("host", "device", "none"))
         if target is None and stage != "host":
             raise ValueError(
@@ -114,23 +112,21 @@ class WeightReceiver:
             )
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
-        self._options = SyncOptions(as_timedelta(timeout), verify)
         self._stage = stage
-        self._target: Target = make_target(target, mapping, strict)
-        self._progress = progress
+        self._target: Target = FullTensors()
+        if target is not None:
+            engine_model = isinstance(target, EngineModel)
+            self._target = EngineTarget(target, strict) if engine_model else ModelTarget(target, mapping, strict)
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        self._address = address
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
-        self._store: Store = self._connect()
-        self._attendance = Attendance(self._store, self._connect, self._new_member(), self._options.timeout)
+        self._store, beats = (connect(address, self._timeout) for _ in range(2))
+        self._attendance = Attendance(self._store, beats, self._new_member(), self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, self._attendance.close)
         self._stale = False
         """True if this rank has left an epoch on which the sender may still count."""
-        self._closed = False
-        self._epoch: Epoch | None = None
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._refused = False
@@ -144,15 +140,12 @@ class WeightReceiver:
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
         that is applied as a whole mends it."""
 
-    def _connect(self) -> Store:
-        return connect(self._address, self._options.timeout)
-
     def _engine_of(self, topology: Topology | None, node: str) -> tuple[EngineRank, str]:
         if topology is None and not (dist.is_available() and dist.is_initialized()):
             return EngineRank(secrets.token_hex(4)), node
-        topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
+        topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         control, here = topology.control, local_network()
-        control.begin(self._options.timeout)
+        control.begin(self._timeout)
         with control.guard():
             name, machines = control.settle("joining a sync", None, [secrets.token_hex(4), here], _first_name)
         control.end()
@@ -178,16 +171,15 @@ class WeightReceiver:
             LoadError: a rank of either job failed, the sender offers another version, or none within the timeout; the same on
                 every rank that took part. :attr:`version` is what it was, unless the target is torn.
         """
-        if self._closed:
-            raise ValueError("expected an open WeightReceiver, got one that was closed; make a new one")
+        self._check_open()
         began = perf_counter()
         self._give_up()
         offer, participants, members = self._wait_for_turn()
-        report = SyncReport(version=offer.version, verify=self._options.verify, stage=self._stage)
+        report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage)
         report.waited = perf_counter() - began
         began = perf_counter()
         try:
-            if self._epoch is None or self._epoch.number != participants.epoch:
+            if not self._takes_part(participants):
                 with report.timed("plan"):
                     self._join(participants, members)
             report.warnings += self._target.warnings
@@ -209,7 +201,7 @@ class WeightReceiver:
         show = self._progress and self.engine.rank == 0
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._tear if in_place else lambda: None
-        epoch.sync(offer.version, tensors, report, self._options, show, failure, begins)
+        epoch.sync(offer.version, tensors, report, show, failure, begins)
         if in_place:
             self._target.finish()
             self.version, self.torn = offer.version, False
@@ -260,9 +252,9 @@ class WeightReceiver:
         tensors = self._target_tensors()
         self._tear()
         if self._arrival is not None:
-            self._arrival.copy_into(tensors, self._options.verify)
+            self._arrival.copy_into(tensors, self._verify)
         else:
-            epoch.unpack(tensors, self._options.verify)
+            epoch.unpack(tensors)
         self._target.finish()
         self.version, self.torn = self.staged, False
         self._give_up()
@@ -293,18 +285,18 @@ class WeightReceiver:
         """Accepts offers until this rank takes part in one. Returns the members of a new epoch as well."""
         if self._stale:
             self._rejoin()
-        until = time.monotonic() + self._options.timeout.total_seconds()
+        until = time.monotonic() + self._timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
             offer = self._attendance.accept_offer(timedelta(seconds=left))
-            participants = self._attendance.wait_for_participants(offer, self._options.timeout)
-            if self._epoch is not None and self._epoch.number == participants.epoch:
+            participants = self._attendance.wait_for_participants(offer, self._timeout)
+            if self._takes_part(participants):
                 return offer, participants, ()
-            members = fetch_members(self._store, participants.members, self._options.timeout)
+            members = fetch_members(self._store, participants.members, self._timeout)
             if self._attendance.member in members:
                 return offer, participants, members
             self._rejoin()  # it came too late for this offer, or was taken for dead
         raise WaitTimeout(
-            f"engine {self.engine.name} took part in no version within {self._options.timeout.total_seconds():.0f} s; have all "
+            f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
             f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
         )
 
@@ -320,30 +312,22 @@ class WeightReceiver:
         self._drop_epoch()
         manifest, failure = attempt(lambda: self._read(participants.manifest))
         senders, whole = participants.senders, self._stage == "host"
-        devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
+        devices = {device for device in self._target.devices if not (whole and device.type == "cpu")}
         device = accelerator_of(devices)
         # What could not be opened is not tried again before the ranks have formed another epoch.
         opens = device is not None and not self._refused
         self._refused = False
         probe = Probe(local_network(), device.type) if device is not None and opens else Probe()
-        self._epoch = form_epoch(
-            self._store,
-            participants.epoch,
-            senders + len(members),
-            senders + members.index(self._attendance.member),
-            JoinMessage(self._node, False, self._options.verify, whole, DeviceLink.of(device), probe),
-            device,
-            manifest or Manifest((), (), (), ""),
-            self._holdings,
-            failure,
-            self._options,
-            describe_ranks(senders, members),
-        )
+        message = JoinMessage(self._node, False, whole=whole, link=DeviceLink.of(device), probe=probe)
+        self._form_epoch(
+            participants, members, senders + members.index(self._attendance.member), message, device,
+            manifest or Manifest((), (), (), ""), self._holdings, failure,
+        )  # fmt: skip
 
     def _read(self, name: str) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
         with garbage_collection.paused():
-            compact = fetch(self._store, name, self._options.timeout)
+            compact = fetch(self._store, name, self._timeout)
             manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
             self._holdings = self._target.holdings(manifest)
             for warning in self._target.warnings:
@@ -358,24 +342,14 @@ class WeightReceiver:
         self._give_up()
         if self._epoch is not None:
             self._refused = self._epoch.puller is not None and self._epoch.puller.refused
-            self._epoch.close()
-            self._epoch = None
+        super()._drop_epoch()
 
     # ---- ending ----
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
-        self._drop_epoch()
-        self._closed = True
+        super().close()
         self._leave()
-
-    def __enter__(self) -> WeightReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _first_name(views: dict[int, Any]) -> list[Any]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -15,31 +14,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.cluster.membership import local_network
 from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology, as_timedelta
-from epload.core import garbage_collection, log, threads
+from epload.cluster.topology import Topology
+from epload.core import garbage_collection, threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
 from epload.sync.devices import accelerator_of
-from epload.sync.epoch import Epoch, SyncOptions, check_choice
-from epload.sync.formation import JoinMessage, form_epoch
-from epload.sync.lobby import (
-    LEASE_SECONDS,
-    Lobby,
-    Member,
-    Offer,
-    Participants,
-    describe_ranks,
-    fetch_members,
-    publish_members,
-)
+from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.formation import JoinMessage
+from epload.sync.lobby import Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.report import SyncReport
 from epload.sync.sources import SentModel, SentTensors
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 
-_FAILED_SECONDS = 3.0
-"""Seconds that the store outlives a failed version, as ranks that have ended do not say that they know of it."""
+_CONFIRMATION_SECONDS = 5.0
+"""Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class VersionMessage:
     """True if the epoch's plan does not fit the model any more."""
 
 
-class WeightSender:
+class WeightSender(Endpoint):
     """Sends a model's weights to the ranks of other jobs, version after version. See docs/sync.md.
 
     Not thread-safe. As a context manager, or with :meth:`close`, it frees its memory and ends its store, so that receivers which
@@ -108,20 +98,17 @@ class WeightSender:
             ValueError, TypeError: an argument is out of range, or of another type.
             LoadError: the address cannot be served; the same on every rank.
         """
-        log.configure()
+        super().__init__(timeout, verify, progress)
         host, port = parse_address(address)
         check_choice("snapshot", snapshot, ("none", "host"))
         check_choice("transport", transport, ("auto", "host"))
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
-        self._options = SyncOptions(as_timedelta(timeout), verify)
-        self.topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
+        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host")
         self._snapshot = snapshot
-        self._progress = progress
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
-        self._epoch: Epoch | None = None
         self._planned: tuple[object, ...] = ()
         """What the epoch's plan follows from on this rank."""
         self._epochs = 0
@@ -131,25 +118,21 @@ class WeightSender:
         self._outcome: SyncReport | Exception | None = None
         self._offer: Offer | None = None
         """The last, if receivers took part in it."""
-        self._complete = False
-        """True if they have its version."""
-        self._closed = False
-        store = self._open_store(host, port)
-        self._store = store
-        self.address: str = format_address(host, store.port)
+        self._store: TCPStore = self._open_store(host, port)
+        self.address: str = format_address(host, self._store.port)
         """Address at which receivers find this sender."""
-        self._lobby = Lobby(store, receivers) if self._first else None
+        self._lobby = Lobby(self._store, receivers) if self._first else None
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
         store, failure = attempt(lambda: serve((host, port)) if self._first else None)
-        control.begin(self._options.timeout)
+        control.begin(self._timeout)
         with control.guard():
             port = control.settle(
                 "serving the sync", failure, store.port if store is not None else 0, lambda views: max(views.values())
             )
             if store is None:
-                store, failure = attempt(lambda: connect((host, port), self._options.timeout))
+                store, failure = attempt(lambda: connect((host, port), self._timeout))
             control.settle("connecting to the sync's store", failure)
         control.end()
         assert store is not None
@@ -180,12 +163,11 @@ class WeightSender:
             raise ValueError(f"expected a version after {self._version}, got {version}: versions grow")
         if not wait and self._snapshot != "host":
             raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
-        if self._closed:
-            raise ValueError("expected an open WeightSender, got one that was closed; make a new one")
+        self._check_open()
         if self._sending is not None:
             raise ValueError("expected wait() to be called before the next version is sent")
         began = perf_counter()
-        report = SyncReport(version=version, verify=self._options.verify)
+        report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused():
             sent, failure = attempt(self._model.read)
         if wait:
@@ -221,22 +203,22 @@ class WeightSender:
     ) -> SyncReport:
         try:
             self._offer = None
-            with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._options.timeout):
+            with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._timeout):
                 with self.topology.control.guard(), report.timed("plan"):
                     participants = self._agree(report.version, sent, failure)
                 assert sent is not None
-                if self._epoch is None or self._epoch.number != participants.epoch:
+                if not self._takes_part(participants):
                     with report.timed("plan"):
                         self._join(participants, sent)
                 assert self._epoch is not None
                 show = self._progress and self._first
-                self._epoch.sync(report.version, sent.tensors, report, self._options, show)
+                self._epoch.sync(report.version, sent.tensors, report, show)
         except Refused as refused:
             raise refused.failure.error() from None
         except BaseException:  # receivers may have left the epoch
             self._drop_epoch()
             raise
-        self._version, self._complete = report.version, True
+        self._version = report.version
         report.seconds = perf_counter() - began
         return report
 
@@ -267,7 +249,7 @@ class WeightSender:
                 raise failure.error()
 
         try:
-            members = self._lobby.gather(offer, self._options.timeout, check)
+            members = self._lobby.gather(offer, self._timeout, check)
             if self._epoch is None or members != self._members:
                 self._epochs += 1
             self._members = members
@@ -279,66 +261,40 @@ class WeightSender:
             self._lobby.close(offer, Participants(failed=failed))
             raise
         self._lobby.close(offer, participants)
-        self._offer, self._complete = offer, False
+        self._offer = offer
         return participants
 
     def _join(self, participants: Participants, sent: SentTensors) -> None:
-        self._drop_epoch()
-        members = fetch_members(self._store, participants.members, self._options.timeout)
-        topology = self.topology
+        members, topology = fetch_members(self._store, participants.members, self._timeout), self.topology
         node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
-        message = JoinMessage(node, True, self._options.verify, link=sent.link, probe=sent.probe)
-        self._epoch = form_epoch(
-            self._store,
-            participants.epoch,
-            len(topology.ranks) + len(members),
-            topology.ranks.index(topology.rank),
-            message,
-            accelerator_of({tensor.device for tensor in sent.tensors}),
-            sent.manifest,
-            sent.holdings,
-            None,
-            self._options,
-            describe_ranks(len(topology.ranks), members),
-        )
+        message = JoinMessage(node, sends=True, link=sent.link, probe=sent.probe)
+        device = accelerator_of({tensor.device for tensor in sent.tensors})
+        rank = topology.ranks.index(topology.rank)
+        self._form_epoch(participants, members, rank, message, device, sent.manifest, sent.holdings)
         self._planned = _basis(sent)
-
-    def _drop_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.close()
-            self._epoch = None
 
     # ---- ending ----
 
     def close(self) -> None:
         """Ends the store, and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 10 s until all receivers know that they have the last version, for which they need the store;
-        if it has failed, up to 3 s until they know why.
+        The first rank waits up to 5 s until all receivers know that they have the last version, or why it has failed, for which
+        they need the store.
         """
         if self._sending is not None:
             self._sending.join()
-        self._drop_epoch()
+        already = self._closed
+        super().close()
         self._model.clear()
-        if self._closed:
+        if already:
             return
-        self._closed = True
         if self._lobby is not None:
             with suppress(RuntimeError):
                 if self._offer is not None:
-                    seconds = LEASE_SECONDS if self._complete else _FAILED_SECONDS
-                    self._lobby.wait_for_confirmation(self._offer, len(self._members), seconds)
+                    self._lobby.wait_for_confirmation(self._offer, len(self._members), _CONFIRMATION_SECONDS)
                 self._lobby.end()
         self._lobby = None
         del self._store  # which ends it, and frees its port
-
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _basis(sent: SentTensors) -> tuple[object, ...]:

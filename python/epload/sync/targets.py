@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,62 +19,45 @@ from epload.native import ops
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
 from epload.saving.model_reader import ModelReader
 from epload.sync.arrival import TensorLayout, layout_of
-from epload.sync.engine_model import EngineModel, EngineTarget
 from epload.sync.epoch import Epoch
 
 _MOST_SHOWN = 5
 
 
-class Target(Protocol):
-    tears_on_prepare: bool
-    """True if :meth:`tensors` already changes what an engine computes with."""
+class Target:
+    """Defines what a receiver fills, on one rank."""
 
-    @property
-    def warnings(self) -> Sequence[str]:
-        """Warnings that the report of every received version has, once :meth:`holdings` was called."""
-        ...
+    tears_on_prepare = False
+    """True if :meth:`tensors` already changes what an engine computes with."""
+    devices: Collection[torch.device] = ()
+    """Devices of the local tensors that the holdings count, once :meth:`holdings` was called."""
+    warnings: Sequence[str] = ()
+    """Warnings that the report of every received version has, once :meth:`holdings` was called."""
 
     def holdings(self, manifest: Manifest) -> Holdings:
         """Returns the parts of the sender's tensors that this rank needs. Raises ModelMismatch if they do not fit."""
-        ...
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Devices of the local tensors that the holdings count, once :meth:`holdings` was called."""
-        ...
+        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
-        """The local tensors that the holdings count. Raises LoadError if they are not what they were."""
-        ...
+        """Returns the local tensors that the holdings count. Raises LoadError if they are not what they were."""
+        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
 
     def layouts(self) -> list[TensorLayout]:
         """Returns those of what :meth:`tensors` will return. Raises LoadError if they are not known."""
-        ...
+        return list(map(layout_of, self.tensors()))
 
     def finish(self) -> None:
-        """After a version was copied into them."""
-        ...
+        """Called after a version was copied into the tensors."""
 
 
-class ModelTarget:
+class ModelTarget(Target):
     """The parameters and persistent buffers of a model."""
-
-    tears_on_prepare = False
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
         self._reader = ModelReader(model, filled=True)
         self._mapping = mapping
         self._strict = strict
         self._filled: Targets | None = None
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        warning = below_fp32_warning(self._filled) if self._filled is not None else ""
-        return [warning] if warning else []
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self._filled.local()} if self._filled is not None else set()
 
     def holdings(self, manifest: Manifest) -> Holdings:
         targets = self._reader.read()
@@ -103,6 +85,9 @@ class ModelTarget:
                 unexpected_keys=unexpected,
             )
         self._filled = targets
+        self.devices = {tensor.device for tensor in targets.local()}
+        warning = below_fp32_warning(targets)
+        self.warnings = [warning] if warning else []
         return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
@@ -112,12 +97,6 @@ class ModelTarget:
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
             )
         return targets.local()
-
-    def layouts(self) -> list[TensorLayout]:
-        return list(map(layout_of, self.tensors()))
-
-    def finish(self) -> None:
-        pass
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -136,12 +115,10 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
                 )
 
 
-class FullTensors:
+class FullTensors(Target):
     """All tensors of the sender in full, once in each node's memory."""
 
-    tears_on_prepare = False
-    warnings: ClassVar[Sequence[str]] = ()
-    devices: ClassVar[set[torch.device]] = {torch.device("cpu")}
+    devices = (torch.device("cpu"),)
 
     def __init__(self) -> None:
         self._manifest = Manifest((), (), (), "")
@@ -149,15 +126,6 @@ class FullTensors:
     def holdings(self, manifest: Manifest) -> Holdings:
         self._manifest = manifest
         return full_holdings(manifest.shapes, manifest.dtypes)
-
-    def tensors(self) -> list[Tensor]:
-        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
-
-    def layouts(self) -> list[TensorLayout]:
-        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
-
-    def finish(self) -> None:
-        pass
 
     def assemble(self, epoch: Epoch) -> Iterator[tuple[str, Tensor]]:
         """Makes the tensors out of the node's memory, one after the other, in the sender's order."""
@@ -177,10 +145,3 @@ class FullTensors:
             for number, rows in of_tensor:
                 ops.unpack(buffers[number], [tensor], rows)
             yield name, tensor
-
-
-def make_target(target: nn.Module | EngineModel | None, mapping: Mapping | str, strict: bool) -> Target:
-    """Returns what a receiver fills, for the ``target`` that it was given."""
-    if target is None:
-        return FullTensors()
-    return EngineTarget(target, strict) if isinstance(target, EngineModel) else ModelTarget(target, mapping, strict)
