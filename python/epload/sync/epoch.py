@@ -163,7 +163,7 @@ class Epoch:
             while self.plan.lent and monotonic() < until and not self.store.check(closed):
                 sleep(0.01)
 
-    def _move(self, version: int, shards: Shards | None, report: SyncReport, verify: bool, show_progress: bool) -> None:
+    def _move(self, version: int, shards: Shards | None, report: SyncReport, show_progress: bool) -> None:
         if self.route is None:
             return
         control, plan = self.control, self.plan

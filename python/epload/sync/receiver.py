@@ -6,10 +6,9 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,6 +47,15 @@ class EngineRank:
         """Raises ValueError."""
         if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
+
+
+@dataclass(frozen=True)
+class EngineMessage:
+    """A rank's message as the ranks of a job become an engine."""
+
+    name: str
+    """A name for the engine, of which that of the first rank is taken."""
+    machine: str
 
 
 class WeightReceiver(Endpoint):
@@ -114,9 +122,10 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected topology= or engine=, got both")
         self._stage = stage
         self._target: Target = FullTensors()
-        if target is not None:
-            engine_model = isinstance(target, EngineModel)
-            self._target = EngineTarget(target, strict) if engine_model else ModelTarget(target, mapping, strict)
+        if isinstance(target, EngineModel):
+            self._target = EngineTarget(target, strict)
+        elif target is not None:
+            self._target = ModelTarget(target, mapping, strict)
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
@@ -147,10 +156,13 @@ class WeightReceiver(Endpoint):
         control, here = topology.control, local_network()
         control.begin(self._timeout)
         with control.guard():
-            name, machines = control.settle("joining a sync", None, [secrets.token_hex(4), here], _first_name)
+            message = asdict(EngineMessage(secrets.token_hex(4), here))
+            views = control.settle("joining a sync", None, message, lambda views: list(views.items()))
         control.end()
+        messages = {rank: EngineMessage(**view) for rank, view in views}
+        name = messages[topology.ranks[0]].name
         # Emulated nodes of one machine are nodes here, too.
-        emulated = any(machines[str(rank)] == here for rank in topology.ranks if rank not in topology.node)
+        emulated = any(messages[rank].machine == here for rank in topology.ranks if rank not in topology.node)
         number = topology.nodes.index(topology.node)
         rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
         return EngineRank(name, rank, size), node or (str(number) if emulated else "")
@@ -350,8 +362,3 @@ class WeightReceiver(Endpoint):
         """Leaves, and frees memory. Not collective. May be called again."""
         super().close()
         self._leave()
-
-
-def _first_name(views: dict[int, Any]) -> list[Any]:
-    """Returns a name for the engine, and the machine of each rank."""
-    return [next(iter(views.values()))[0], {str(rank): machine for rank, (_, machine) in views.items()}]
