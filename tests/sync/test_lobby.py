@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
 
 from epload.errors import LoadError, WaitTimeout
 from epload.sync.lobby import Attendance, Lobby, Member, Participants
@@ -20,10 +19,7 @@ def member(rank: int) -> Member:
 
 
 def joined(address: tuple[str, int], who: Member) -> Attendance:
-    def connection() -> TCPStore:
-        return connect(address, LIMIT)
-
-    return Attendance(connection(), connection, who, LIMIT)
+    return Attendance(connect(address, LIMIT), connect(address, LIMIT), who, LIMIT)
 
 
 def nothing() -> None:

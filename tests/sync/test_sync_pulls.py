@@ -20,10 +20,19 @@ from epload.sync import pulling
 from epload.sync.pulling import Puller
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, mapped_of, move_to_cpu, on_machine, receive_late, send_late, topology_of
+from support.device_syncs import (
+    CCL,
+    mapped_of,
+    move_to_cpu,
+    on_machine,
+    receive_late,
+    send_late,
+    send_versions,
+    topology_of,
+)
 from support.jobs import Job, Meeting, run
 from support.small_syncs import kill_self, many_waves, names_culprit, outcome
-from support.synced_models import SHAPES, build, check, values, write
+from support.synced_models import SHAPES, build, check, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -371,52 +380,16 @@ def receive_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
 
 
 def test_a_bit_that_changes_on_its_way_is_found() -> None:
-    jobs = [Job(1, send_flipped, (True,), setup=setup), Job(1, receive_flipped, (True,), setup=setup)]
+    jobs = [
+        Job(1, partial(send_versions, versions=1, verify=True), setup=setup),
+        Job(1, receive_flipped, (True,), setup=setup),
+    ]
     sent, received = run(jobs)
     assert "a copy out of the memory of rank 0 differs from it" in received[0]
-    assert sent[0] == received[0]
-
-
-def send_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
-    model = build("plain", 1, where=DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60, verify=verify) as sender:
-        meeting.say("address", sender.address)
-        write(model, 1)
-        return outcome(lambda: sender.send_weights(1))
+    assert sent[0][0].error == received[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
     _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
     assert received == [True]
-
-
-def send_queued(rank: int, meeting: Meeting) -> None:
-    """The weights of the second version are still being written on the caller's stream when they are sent."""
-    model = build("plain", 1, where=DEVICE)
-    full = values("big", 2).to(DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
-        write(model, 1)
-        sender.send_weights(1)
-        caller = torch.Stream(DEVICE)
-        with caller:
-            fakedev.hold(caller)
-            with torch.no_grad():
-                model.big.copy_(full)
-            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
-            opener.start()
-            sender.send_weights(2)
-        opener.join()
-
-
-def receive_queued(rank: int, meeting: Meeting) -> bool:
-    model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage="none") as receiver:
-        receiver.receive_weights()
-        receiver.receive_weights()
-        return torch.equal(model.big.detach().cpu(), values("big", 2))
-
-
-def test_what_the_trainer_has_queued_comes_before() -> None:
-    assert run([Job(1, send_queued, setup=setup), Job(1, receive_queued, setup=setup)])[1] == [True]
