@@ -189,12 +189,8 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
 
 def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    sent, received = run(
-        [
-            Job(1, partial(send_versions, versions=1, verify=True, waves=many_waves), setup=setup),
-            Job(1, receive_flipped, setup=setup),
-        ],
-    )
+    sends = partial(send_versions, versions=1, verify=True, waves=many_waves)
+    sent, received = run([Job(1, sends, setup=setup), Job(1, receive_flipped, setup=setup)])
     assert "its checksum is not" in received[0]
     assert sent[0][0].error == received[0]
 

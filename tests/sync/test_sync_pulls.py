@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,7 @@ from support.device_syncs import (
     topology_of,
 )
 from support.jobs import Job, Meeting, run
-from support.small_syncs import kill_self, many_waves, names_culprit, outcome
+from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
 from support.synced_models import SHAPES, build, check, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -249,25 +248,6 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
 # ---- failures ----
 
 
-def trainer(rank: int, meeting: Meeting, world: int, receivers: int, dies: bool) -> Any:
-    """Returns what each of three versions raised, the second of which may be the last. ``dies``: when told to, in the second."""
-    with many_waves():
-        model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=60) as sender:
-            meeting.say(f"address-{rank}", sender.address)
-            if dies and rank == world - 1:
-                threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
-            found = []
-            for version in VERSIONS:
-                write(model, version)
-                began = time.monotonic()
-                found.append((outcome(lambda v=version: sender.send_weights(v)), time.monotonic() - began))  # type: ignore[misc]
-                if dies and version == 2:
-                    break
-            meeting.say(f"over-{rank}")
-        return found
-
-
 @contextmanager
 def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
     """Acts before the first allocation is opened, or once the copies are queued."""
@@ -328,7 +308,7 @@ def engine(rank: int, meeting: Meeting, stage: str, step: str, does: str) -> Any
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
 def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) -> None:
     jobs = [
-        Job(2, trainer, (2, 2, False), setup=setup),
+        Job(2, trainer, (2, 2, 3, {}, DEVICE), setup=setup),
         Job(1, engine, (stage, step, ""), setup=setup),
         Job(1, engine, (stage, step, "die" if dies else "fail"), dying=(0,) if dies else (), setup=setup),
     ]
@@ -351,7 +331,7 @@ def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
     """While its memory is opened, and while it is copied."""
     sent, left, _ = run(
         [
-            Job(2, trainer, (2, 2, True), dying=(1,), setup=setup),
+            Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup),
             Job(1, engine, (stage, step, "kill"), setup=setup),
             Job(1, engine, (stage, step, "kill"), setup=setup),
         ]
