@@ -64,8 +64,11 @@ def trainer(
     where: str = "cpu",
     dies: bool = False,
 ) -> Any:
-    """Sends versions, with before each what it waits to hear. Returns what each raised, and seconds. ``dies``: the last rank, when
-    it hears of the second."""
+    """Sends versions, and waits before each for what ``pauses`` says. Returns what each raised, and seconds.
+
+    Args:
+        dies: whether the last rank does, when it hears of the second.
+    """
     with many_waves():
         model = build("fsdp" if world > 1 else "plain", world, where=where)
         outcomes = []

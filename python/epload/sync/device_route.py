@@ -52,7 +52,7 @@ class DeviceRoute:
         self.device = device
         self.groups = GroupCache({device.type: backend}, control.rank, control, device)
         self._plan = plan
-        self._members = members
+        self.members = members
         self._control = control
         self._whole = whole
         self._keeps_whole = any(control.rank in node for node in whole)
@@ -68,7 +68,7 @@ class DeviceRoute:
         """Why it cannot be used; equal on all ranks."""
         if (count := len(self._families)) <= MOST_GROUPS:
             return ""
-        senders, sets = len(self._members.senders), len(self._plan.node_sets)
+        senders, sets = len(self.members.senders), len(self._plan.node_sets)
         return f"for {senders} senders and {sets} sets of nodes that need the same, a rank would have up to {count} communicators"
 
     def connect(self) -> None:
@@ -107,20 +107,20 @@ class DeviceRoute:
 
     def _spread(self, nodes: Sequence[int], rail: int) -> tuple[int, ...]:
         """Returns the ranks that receive what some nodes need of a rail's senders."""
-        chosen = [self._members.nodes[number] for number in nodes]
+        chosen = [self.members.nodes[number] for number in nodes]
         return tuple(sorted(rank for node in chosen for rank in ((node[rail],) if node in self._whole else node)))
 
     def _entry(self, stream: Stream) -> int:
         """Returns the rank that a sender sends to: in another node for the next sender of its node, and for the one of its rail
         in the next node."""
         number = stream.nodes[self._turn_of[stream.owner] % len(stream.nodes)]
-        return self._members.nodes[number][self._members.rail_of[stream.owner]]
+        return self.members.nodes[number][self.members.rail_of[stream.owner]]
 
     def _make_families(self) -> list[tuple[tuple[int, ...], ...]]:
         """Returns the groups of all hops, in families of which no two groups share a rank."""
         groups: list[tuple[int, ...]] = [
             (owner, self._entry(Stream(owner, nodes)))
-            for nodes, owner in product(self._plan.node_sets, self._members.senders)
+            for nodes, owner in product(self._plan.node_sets, self.members.senders)
         ]
         groups += [ranks for ranks in self._ranks_of.values() if len(ranks) > 1]
         families: list[tuple[set[int], list[tuple[int, ...]]]] = []
@@ -136,7 +136,7 @@ class DeviceRoute:
         """Returns the hops of a bucket that this rank takes part in: from the sender to a rank, and from there to all that need
         the bucket."""
         stream = self._plan.buckets[number].stream
-        entry, ranks = self._entry(stream), self._ranks_of[stream.nodes, self._members.rail_of[stream.owner]]
+        entry, ranks = self._entry(stream), self._ranks_of[stream.nodes, self.members.rail_of[stream.owner]]
         hops = [Hop(stream.owner, (stream.owner, entry)), Hop(entry, ranks)]
         return [hop for hop in hops if self._control.rank in hop.ranks and len(hop.ranks) > 1]
 
@@ -152,7 +152,7 @@ class DeviceRoute:
 
     def _takes(self, number: int) -> bool:
         """Returns True if a bucket passes this rank."""
-        rail_of, rank = self._members.rail_of, self._control.rank
+        rail_of, rank = self.members.rail_of, self._control.rank
         return not self._keeps_whole or rail_of.get(rank) == rail_of[self._plan.buckets[number].stream.owner]
 
 
@@ -166,7 +166,7 @@ class Broadcasts:
         self._route = route
 
     def move(self, wave: Wave) -> None:
-        staging, senders = self._route.staging, self._route._members.senders
+        staging, senders = self._route.staging, self._route.members.senders
         hops = [(hop, i) for i, number in enumerate(wave.numbers) for hop in self._route.hops(number)]
         self._broadcast(wave, [(hop, i) for hop, i in hops if hop.root in senders], staging.entry)
         staging.spread.wait_stream(staging.entry)

@@ -202,7 +202,7 @@ class _Joined:
     beat: bytes | None = None
     """The last one."""
     seen: float = field(default_factory=time.monotonic)
-    """When the beat was first seen."""
+    """Time at which the beat was first seen."""
     left: bool = False
     silent: bool = False
 

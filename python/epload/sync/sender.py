@@ -110,7 +110,7 @@ class WeightSender(Endpoint):
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
         self._planned: tuple[object, ...] = ()
-        """What the epoch's plan follows from on this rank."""
+        """The basis of the epoch's plan on this rank."""
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None

@@ -48,7 +48,7 @@ class SentModel:
         self._snapshot = snapshot
         self._through_host = through_host
         self._last: tuple[Targets, frozenset[str], Manifest, Holdings] | None = None
-        """What the previous version was read as, with the names that adapters have added: finding it out takes long."""
+        """The previous version, with the names that adapters have added: reading it anew takes long."""
         self._copies: list[Tensor] = []
 
     def read(self) -> SentTensors:
