@@ -10,12 +10,15 @@ from epload.control.control import Control
 from epload.planning.streams import ExchangePlan, Members
 from epload.staging.host_ring import HostRing
 from epload.staging.shared_memory import NodeMemory
-from epload.sync.transfer import ExchangeRoles
 from epload.transport.context import TransferContext
 from epload.transport.engine import Engine
 from epload.transport.movers import Relay
 from epload.transport.sinks import Sink
 from epload.transport.transfers import through_memory
+
+_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
+"""Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
+wakes threads at both ends."""
 
 
 class HostRoute:
@@ -41,12 +44,12 @@ class HostRoute:
 
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
         """Returns the engine that moves one version."""
-        roles = ExchangeRoles(self._plan, self._members, self._rank)
+        chunk_bytes = _CHUNK_BYTES if len(self._members.nodes) > 1 else _LONE_CHUNK_BYTES
 
         def connect(ring: HostRing, seconds: float) -> Relay:
             group = self.groups.name(self._members.rail(self._members.rail_of[self._rank]))
             route = Route(self._rank, self._rank, group, "")
-            return Relay(context, ring, route, roles.chunk_bytes, self._memory.board.words, seconds)
+            return Relay(context, ring, route, chunk_bytes, self._memory.board.words, seconds)
 
         engine = through_memory(context, self._memory, self._plan.waves, sink, connect, self._waves_before)
         self._waves_before += len(self._plan.waves)

@@ -32,8 +32,6 @@ _KEPT_OFFERS = 8
 """Number of offers whose keys stay in the store, for receivers that are behind."""
 _MOST_SHOWN = 8
 """Engines that one message lists."""
-_FIRST_POLL, _LAST_POLL, _POLL_SHARE = 0.0005, 0.25, 1 / 8
-"""Seconds between two looks of the sender: limits, and the share of the time waited so far."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +257,13 @@ class Lobby:
             if waited - looked >= _BEAT_SECONDS:
                 looked = waited
                 self._find_silent()
-            time.sleep(min(max(_POLL_SHARE * waited, _FIRST_POLL), _LAST_POLL))
+            time.sleep(min(max(waited / 8, 0.0005), 0.25))
 
     def wait_for_confirmation(self, offer: Offer, ranks: int, seconds: float) -> None:
         """Waits, before the store ends, until so many receivers know how the offer has ended, for ``seconds`` at most."""
         until = time.monotonic() + seconds
         while self._store.add(f"confirmed/{offer.number}", 0) < ranks and time.monotonic() < until:
-            time.sleep(_LAST_POLL / 10)
+            time.sleep(0.025)
 
     def close(self, offer: Offer, participants: Participants) -> None:
         """Tells receivers which of them take part in an offer, or why none does."""

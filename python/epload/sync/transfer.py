@@ -15,9 +15,6 @@ from epload.staging.shards import Shards
 from epload.transport.sinks import PlainSink
 from epload.transport.sources import HostSource
 
-_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
-"""Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
-wakes threads at both ends."""
 _NO_RANK = -1
 
 
@@ -30,11 +27,6 @@ class ExchangeRoles:
     rank: int
 
     crosses = True
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a message; equal on all ranks."""
-        return _CHUNK_BYTES if len(self.members.nodes) > 1 else _LONE_CHUNK_BYTES
 
     @property
     def sends(self) -> bool:
