@@ -188,13 +188,11 @@ def sync_traffic(plans: Iterable[ExchangePlan], members: Members) -> tuple[Traff
     node_of = {rank: number for number, node in enumerate(members.sender_nodes) for rank in node}
     out, into = (Traffic([0] * len(nodes), [0] * len(nodes)) for nodes in (members.sender_nodes, members.nodes))
     for plan in plans:
-        buckets = plan.buckets
-        for number, wave, nbytes in zip(buckets.stream, buckets.wave, buckets.nbytes, strict=True):
-            stream = buckets.streams[number]
-            path = stream.path(wave)
-            out.sent[node_of[stream.owner]] += nbytes
+        for bucket in plan.buckets:
+            path = bucket.stream.path(bucket.wave)
+            out.sent[node_of[bucket.stream.owner]] += bucket.nbytes
             for node in path:
-                into.received[node] += nbytes
+                into.received[node] += bucket.nbytes
             for node in path[:-1]:
-                into.sent[node] += nbytes
+                into.sent[node] += bucket.nbytes
     return out, into

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from epload.core.pieces import Kinds
 from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Part, parts_of_view
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view
 from epload.planning.streams import Members
 from summary import Row
 from tables import Table, seconds
@@ -88,16 +88,18 @@ def served(weight: Weight, nodes: int, rank: int, experts: int) -> Layout | None
     return Layout(shape, (NODE,), (Sharded(0 if shape[0] >= shape[1] else 1),))
 
 
-def share(layouts: list[Layout | None], rank: int) -> Share:
+def holdings(layouts: list[Layout | None], rank: int) -> Holdings:
     """Of a rank of a one-dimensional mesh."""
-    builder = ShareBuilder(len(layouts))
+    builder = HoldingsBuilder(len(layouts))
     for i, layout in enumerate(layouts):
-        if layout is None or builder.add_alike(i, (i,), layout):
-            continue
-        shape = layout.shape
-        view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
-        builder.add(i, (i,), torch.bfloat16, layout, parts_of_view(view, shape, owned_regions(layout, (rank,))))
+        if layout is not None:
+            builder.add(i, (i,), torch.bfloat16, layout, partial(_parts, layout, rank))
     return builder.build()
+
+
+def _parts(layout: Layout, rank: int) -> list[Part]:
+    view = View((0,) * len(layout.shape), layout.shape, 0, row_major_strides(layout.shape))
+    return parts_of_view(view, layout.shape, owned_regions(layout, (rank,)))
 
 
 def measure(name: str, worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int = 5) -> list[Row]:
@@ -107,11 +109,11 @@ def measure(name: str, worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int
     found = list(weights(model))
     shapes = tuple(weight.shape for weight in found)
     tensors = Tensors(tuple(f"w{i}" for i in range(len(found))), shapes, (torch.bfloat16,) * len(found))
-    theirs = [share([trained(weight) for weight in found], rank) for rank in range(SHARDED)]
+    theirs = [holdings([trained(weight) for weight in found], rank) for rank in range(SHARDED)]
     rows = []
     for nodes in ENGINES:
         ours = [
-            share([served(weight, nodes, rank, model.experts) for weight in found], rank % NODE)
+            holdings([served(weight, nodes, rank, model.experts) for weight in found], rank % NODE)
             for rank in range(nodes * NODE)
         ]
         for trainers, rollouts in worlds:
@@ -128,22 +130,28 @@ def measure(name: str, worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int
 
 
 def _plan(
-    tensors: Tensors, theirs: list[Share], ours: list[Share], trainers: int, rollouts: int, rank: int, own: Share
+    tensors: Tensors,
+    theirs: list[Holdings],
+    ours: list[Holdings],
+    trainers: int,
+    rollouts: int,
+    rank: int,
+    own: Holdings,
 ) -> tuple[float, int, int, int]:
-    """Seconds, buckets, waves and bytes of a rank's plan. What is equal in outlines is one object, as epload has it."""
+    """Seconds, buckets, waves and bytes of a rank's plan. What is equal in summaries is one object, as epload has it."""
     members = Members(_nodes(0, trainers), _nodes(trainers, trainers + rollouts))
     columns: dict[bytes, Tensor] = {}
-    from_trainer, from_engine = ([_outline(each, columns) for each in shares] for shares in (theirs, ours))
-    outlines = {i: from_trainer[i % len(theirs)] for i in range(trainers)}
-    outlines |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
+    from_trainer, from_engine = ([_summary(each, columns) for each in shares] for shares in (theirs, ours))
+    summaries = {i: from_trainer[i % len(theirs)] for i in range(trainers)}
+    summaries |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
     began = perf_counter()
-    plan = plan_exchange(tensors, members, outlines, rank, own, SYNC_WAVE_BYTES)
+    plan = plan_exchange(tensors, members, summaries, rank, own, SYNC_WAVE_BYTES)
     return perf_counter() - began, len(plan.buckets), len(plan.waves), plan.nbytes
 
 
-def _outline(own: Share, columns: dict[bytes, Tensor]) -> Outline:
-    outline = own.outline()
-    return replace(outline, class_of=columns.setdefault(outline.encode()[0], outline.class_of))
+def _summary(own: Holdings, columns: dict[bytes, Tensor]) -> HoldingsSummary:
+    summary = own.summary()
+    return replace(summary, class_of=columns.setdefault(summary.encode()[0], summary.class_of))
 
 
 def _nodes(first: int, end: int) -> tuple[tuple[int, ...], ...]:

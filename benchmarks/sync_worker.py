@@ -27,9 +27,9 @@ from epload.core import garbage_collection
 from epload.mapping.mapping import Mapping
 from epload.model.targets import collect
 from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import HoldingsSummary, holdings_of_targets
 from epload.planning.plan import make_plan
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.planning.shares import Outline, share_of_targets
 from epload.planning.streams import Members
 from epload.saving.catalog import catalog
 from epload.sync.targets import ModelTarget
@@ -225,17 +225,17 @@ class Planning:
         self._targets = collect(model)
         if worker.sends:
             manifest, placed, _ = catalog(model, self._targets, "auto", None)
-            self._share = share_of_targets(manifest.shapes, manifest.dtypes, self._targets, placed)
+            self._holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, self._targets, placed)
         self._manifest = span.exchange(manifest if worker.rank == 0 else None)[0]
         if not worker.sends:
-            self._share = ModelTarget(model, "auto", True).share(self._manifest)
-        encoded = span.exchange(self._share.outline().encode())
-        made = {each: Outline.decode(*each) for each in set(encoded)}
+            self._holdings = ModelTarget(model, "auto", True).holdings(self._manifest)
+        encoded = span.exchange(self._holdings.summary().encode())
+        made = {each: HoldingsSummary.decode(*each) for each in set(encoded)}
         shared = {
-            columns: outline.class_of for (columns, _), outline in made.items()
+            columns: summary.class_of for (columns, _), summary in made.items()
         }  # as epload has it, one for equal ranks
-        made = {each: replace(outline, class_of=shared[each[0]]) for each, outline in made.items()}
-        self._outlines = {rank: made[each] for rank, each in enumerate(encoded)}
+        made = {each: replace(summary, class_of=shared[each[0]]) for each, summary in made.items()}
+        self._summaries = {rank: made[each] for rank, each in enumerate(encoded)}
         trainers = worker.nodes_of(0, worker.senders)
         self._members = Members(trainers, worker.nodes)
         wave, per_wave = waves(self._manifest.nbytes, trainers, "one")
@@ -245,7 +245,7 @@ class Planning:
         return {"plan_exchange": self._exchange, "make_plan": self._load}[entry]
 
     def _exchange(self) -> None:
-        plan_exchange(self._manifest, self._members, self._outlines, self._rank, self._share, SYNC_WAVE_BYTES)
+        plan_exchange(self._manifest, self._members, self._summaries, self._rank, self._holdings, SYNC_WAVE_BYTES)
 
     def _load(self) -> None:
         make_plan(self._manifest, self._targets, Mapping(), self._bucket_bytes)

@@ -174,7 +174,7 @@ def test_saves_and_senders_read_copies_and_receivers_refuse_them(tmp_path: Path)
     }
     ModelReader(model, filled=False).read()
     with pytest.raises(epload.ModelMismatch, match=re.escape(HOOK)):
-        ModelTarget(model, "auto", strict=True).share(Manifest((), (), (), ""))
+        ModelTarget(model, "auto", strict=True).holdings(Manifest((), (), (), ""))
 
 
 class Secretive(nn.Module):

@@ -27,8 +27,8 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, full_holdings, parts_of_view
 from epload.planning.pulls import Strided
-from epload.planning.shares import Outline, Share, ShareBuilder, parts_of_view, whole_share
 from epload.planning.streams import Members
 
 Shape = tuple[int, ...]
@@ -46,17 +46,16 @@ class Tensors(NamedTuple):
         return Kinds.of(self.shapes, self.dtypes)
 
 
-def share_of(
+def holdings_of(
     layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype, flipped: Collection[int] = ()
-) -> Share:
+) -> Holdings:
     """``flipped``: tensors whose local ones have their dims in reverse, as the layouts say."""
-    builder = ShareBuilder(len(tensors.names))
+    builder = HoldingsBuilder(len(tensors.names))
     for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
         step = -1 if i in flipped else 1
         view = View((0,) * len(shape), shape[::step], 0, row_major_strides(shape)[::step])
-        if not builder.add_alike(i, (i,), (layout, step)):
-            parts = parts_of_view(view, shape, owned_regions(layout, coordinate))
-            builder.add(i, (i,), dtype, (layout, step), parts)
+        parts = parts_of_view(view, shape, owned_regions(layout, coordinate))
+        builder.add(i, (i,), dtype, (layout, step), lambda parts=parts: parts)
     return builder.build()
 
 
@@ -138,15 +137,17 @@ def check_case(seed: int) -> None:
         [tensor.permute(tuple(range(tensor.ndim))[:: -1 if i in some else 1]) for i, tensor in enumerate(full)]
         for some in flipped
     )
-    shares = [share_of(theirs, at, tensors, sent, flipped[0]) for at in senders]
-    shares += [share_of(ours, at, tensors, kept, flipped[1]) for at in receivers]
+    all_holdings = [holdings_of(theirs, at, tensors, sent, flipped[0]) for at in senders]
+    all_holdings += [holdings_of(ours, at, tensors, kept, flipped[1]) for at in receivers]
     members = Members(random_nodes(chance, range(first)), random_nodes(chance, range(first, first + len(receivers))))
     reach = {
         node: tuple(rank for rank in range(first) if chance.random() < 0.6)
         for node in range(len(members.nodes))
         if chance.random() < 0.6
     }
-    outlines = {rank: Outline.decode(*share.outline().encode()) for rank, share in enumerate(shares)}
+    summaries = {
+        rank: HoldingsSummary.decode(*holdings.summary().encode()) for rank, holdings in enumerate(all_holdings)
+    }
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
         mock.patch.object(exchange, "LEAST_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
@@ -154,8 +155,8 @@ def check_case(seed: int) -> None:
     ):
         wave_bytes = chance.choice((256, 1024, 1 << 20))
         plans = [
-            plan_exchange(tensors, members, outlines, rank, share, wave_bytes, reach=reach)
-            for rank, share in enumerate(shares)
+            plan_exchange(tensors, members, summaries, rank, holdings, wave_bytes, reach=reach)
+            for rank, holdings in enumerate(all_holdings)
         ]
     assert len({plan.fingerprint for plan in plans}) == 1
     on_the_way, memory = {}, []
@@ -183,7 +184,7 @@ def check_case(seed: int) -> None:
             assert pulls is None or {*pulls.owners} <= {*reach[members.nodes.index(node)]}
             for owner in pulls.owners if pulls is not None else []:
                 allocations, *places = memory[owner]
-                shared = Share.decode(outlines[owner], shares[owner].encode_parts())
+                shared = Holdings.decode(summaries[owner], all_holdings[owner].encode_parts())
                 copies, local = pulls.copies(owner, shared, places[0], places[1])
                 allocation, begin = places[2][local].unbind(1)
                 copies.offset.add_(begin)
@@ -206,29 +207,29 @@ def test_every_rank_gets_its_elements(seeds: range) -> None:
 def test_replicas_share_the_sending() -> None:
     """What several ranks have is sent once, in equal parts."""
     tensors = Tensors(("large", "small"), ((64, 4096), (3,)), (torch.float32,) * 2)
-    share = whole_share(tensors.shapes, tensors.dtypes)
+    holdings = full_holdings(tensors.shapes, tensors.dtypes)
     members = Members(((0, 1), (2, 3)), ((4,),))
-    outlines = {rank: share.outline() for rank in range(5)}
-    sent = [plan_exchange(tensors, members, outlines, rank, share, 64 << 20).nbytes for rank in range(4)]
+    summaries = {rank: holdings.summary() for rank in range(5)}
+    sent = [plan_exchange(tensors, members, summaries, rank, holdings, 64 << 20).nbytes for rank in range(4)]
     assert max(sent) - min(sent) < 1024
     assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
 
 
 def test_what_nobody_has_is_named() -> None:
     tensors = Tensors(("w",), ((8, 2),), (torch.float32,))
-    sender = share_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
-    receiver = whole_share(tensors.shapes, tensors.dtypes)
-    outlines = {0: sender.outline(), 1: receiver.outline()}
+    sender = holdings_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
+    receiver = full_holdings(tensors.shapes, tensors.dtypes)
+    summaries = {0: sender.summary(), 1: receiver.summary()}
     with pytest.raises(ModelMismatch, match=r"no sender has w of the trainer from \[4, 0\] on"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), outlines, 1, receiver, 64 << 20)
+        plan_exchange(tensors, Members(((0,),), ((1,),)), summaries, 1, receiver, 64 << 20)
 
 
 def test_dtypes_that_do_not_convert_are_named() -> None:
     tensors = Tensors(("w",), ((8, 2),), (torch.float8_e4m3fn,))
-    sender, receiver = (whole_share(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
-    outlines = {0: sender.outline(), 1: receiver.outline()}
+    sender, receiver = (full_holdings(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    summaries = {0: sender.summary(), 1: receiver.summary()}
     with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), outlines, 0, sender, 64 << 20)
+        plan_exchange(tensors, Members(((0,),), ((1,),)), summaries, 0, sender, 64 << 20)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (24,), (1, 24), (4, 1, 6)])

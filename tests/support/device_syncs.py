@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -16,7 +17,7 @@ import epload
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Meeting
-from support.synced_models import build, values
+from support.synced_models import build, values, write
 
 CCL = "fakeccl"
 """The backend of the device."""
@@ -25,6 +26,50 @@ CCL = "fakeccl"
 def move_to_cpu(model: torch.nn.Module) -> None:
     for name, parameter in list(model.named_parameters()):
         setattr(model, name, torch.nn.Parameter(parameter.detach().cpu()))
+
+
+class Sent(NamedTuple):
+    error: str
+    transport: str
+    seconds: float
+    ended: float
+    """Time at which it had ended."""
+
+
+def send_versions(
+    rank: int,
+    meeting: Meeting,
+    world: int = 1,
+    receivers: int = 1,
+    versions: int = 3,
+    machine: str = "",
+    before_second: Callable[[torch.nn.Module], None] = lambda model: None,
+    verify: bool = False,
+    waves: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[Sent]:
+    """Sends versions of a model on the device. ``waves``: ``many_waves`` if receivers have that, too."""
+    with on_machine(machine), waves():
+        model, sent = build("fsdp" if world > 1 else "plain", world, where=DEVICE), []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of((machine,), world),
+            verify=verify,
+        ) as sender:  # fmt: skip
+            meeting.say(f"pid-{rank}", str(os.getpid()))
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, versions + 1):
+                if version == 2:
+                    before_second(model)
+                write(model, version)
+                error, transport, began = "", "", time.monotonic()
+                try:
+                    report = sender.send_weights(version)
+                    assert report is not None
+                    transport = report.transport
+                except epload.LoadError as failure:
+                    error = str(failure)
+                sent.append(Sent(error, transport, time.monotonic() - began, time.time()))
+        return sent
 
 
 def send_late(rank: int, meeting: Meeting) -> None:
@@ -72,7 +117,7 @@ def on_machine(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    modules = ("formation", "sender", "receiver")
+    modules = ("devices", "sender", "receiver")
     patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
     for patch in patches:
         patch.start()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import epload
 from epload.sync import lobby
+from support.jobs import Meeting
+from support.synced_models import build, write
 
 
 @contextmanager
@@ -47,3 +52,37 @@ def outcome(step: Callable[[], Any]) -> str:
     except epload.LoadError as error:
         return str(error)
     return ""
+
+
+def trainer(
+    rank: int,
+    meeting: Meeting,
+    world: int,
+    receivers: int,
+    versions: int,
+    pauses: dict[int, str],
+    where: str = "cpu",
+    dies: bool = False,
+) -> Any:
+    """Sends versions, and waits before each for what ``pauses`` says. Returns what each raised, and seconds.
+
+    Args:
+        dies: whether the last rank does, when it hears of the second.
+    """
+    with many_waves():
+        model = build("fsdp" if world > 1 else "plain", world, where=where)
+        outcomes = []
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
+            meeting.say(f"address-{rank}", sender.address)
+            if dies and rank == world - 1:
+                threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
+            for version in range(1, versions + 1):
+                if version in pauses:
+                    meeting.hear(pauses[version])
+                write(model, version)
+                began = time.monotonic()
+                outcomes.append((outcome(partial(sender.send_weights, version)), time.monotonic() - began))
+                if rank == 0:
+                    meeting.say(f"tried-{version}")
+            meeting.say(f"over-{rank}")
+        return outcomes

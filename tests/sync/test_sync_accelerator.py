@@ -19,10 +19,12 @@ import torch
 import epload
 from epload.cluster.groups import Group
 from epload.planning.waves import Wave
-from epload.sync.device_route import Broadcasts, MemorySink, obstacle
+from epload.sync.device_route import Broadcasts
+from epload.sync.devices import DeviceLink, obstacle
+from epload.sync.transfer import MemorySink
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, move_to_cpu, receive_late, send_late
+from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
 from support.jobs import Job, Meeting, run
 from support.small_syncs import many_waves
 from support.synced_models import build, check, write
@@ -117,27 +119,9 @@ def test_models_on_a_device(
     ids=["two GPUs", "one GPU", "not known", "two versions", "GPU and CPU", "CPU"],
 )
 def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
-    found = obstacle(kinds, places)
+    found = obstacle([DeviceLink("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)])
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
-
-
-def send_one(rank: int, meeting: Meeting, timeout: float, verify: bool = False) -> tuple[str, float]:
-    """The transport or the error, and the seconds."""
-    model = build("plain", 1, where=DEVICE)
-    with (
-        many_waves(),
-        epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=timeout, verify=verify) as sender,
-    ):
-        meeting.say("address", sender.address)
-        write(model, 1)
-        began = time.monotonic()
-        try:
-            report = sender.send_weights(1)
-        except epload.LoadError as error:
-            return str(error), time.monotonic() - began
-        assert report is not None
-        return report.transport, time.monotonic() - began
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
@@ -165,11 +149,11 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
     setup = partial(fakedev.setup, semantics, lazy=True, shares=False)
     sent, received = run(
         [
-            Job(1, send_one, (12,), setup=setup),
+            Job(1, partial(send_versions, versions=1, waves=many_waves), setup=setup),
             Job(1, never_connects, (dies,), dying=(0,) if dies else (), setup=setup),
         ]
     )
-    text, seconds = sent[0]
+    text, _, seconds, _ = sent[0][0]
     assert "rank 1 has exited" in text if dies else "no communicator" in text
     assert seconds < 8
     if not dies:
@@ -198,30 +182,10 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
 
 def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    sent, received = run(
-        [Job(1, send_one, (30, True), setup=setup), Job(1, receive_flipped, setup=setup)],
-    )
+    sends = partial(send_versions, versions=1, verify=True, waves=many_waves)
+    sent, received = run([Job(1, sends, setup=setup), Job(1, receive_flipped, setup=setup)])
     assert "its checksum is not" in received[0]
-    assert sent[0][0] == received[0]
-
-
-def send_moved(rank: int, meeting: Meeting, moves: bool) -> list[str]:
-    """The transport or the error of each of three versions. ``moves``: whether the model is on CPU from the second on."""
-    model = build("plain", 1, where=DEVICE)
-    found = []
-    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
-        meeting.say("address", sender.address)
-        for version in (1, 2, 3):
-            if moves and version == 2:
-                move_to_cpu(model)
-            write(model, version)
-            try:
-                report = sender.send_weights(version)
-                assert report is not None
-                found.append(report.transport)
-            except epload.LoadError as error:
-                found.append(str(error))
-    return found
+    assert sent[0][0].error == received[0]
 
 
 def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[Any]:
@@ -244,21 +208,26 @@ def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[
 
 def test_a_trainer_that_moves_to_another_device() -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    jobs = [Job(1, send_moved, (True,), setup=setup), Job(1, receive_moved, (False, "none"), setup=setup)]
-    assert run(jobs) == [[[CCL, "host", "host"]], [[CCL, "host", "host"]]]
+    send_moved = partial(send_versions, before_second=move_to_cpu, waves=many_waves)
+    jobs = [Job(1, send_moved, setup=setup), Job(1, receive_moved, (False, "none"), setup=setup)]
+    (sent,), (received,) = run(jobs)
+    assert [version.transport for version in sent] == received == [CCL, "host", "host"]
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_that_moves_to_another_device(stage: str) -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    jobs = [Job(1, send_moved, (False,), setup=setup), Job(1, receive_moved, (True, stage), setup=setup)]
+    jobs = [
+        Job(1, partial(send_versions, waves=many_waves), setup=setup),
+        Job(1, receive_moved, (True, stage), setup=setup),
+    ]
     (sent,), (received,) = run(jobs)
     if stage == "host":  # which leaves the device out
-        assert sent == received == [CCL] * 3
+        assert [version.transport for version in sent] == received == [CCL] * 3
     else:
-        assert "no longer all on" in sent[1]
+        assert "no longer all on" in sent[1].error
         assert received == [CCL, "failed", "host"]
-        assert sent[2] == "host"
+        assert sent[2].transport == "host"
 
 
 @contextmanager

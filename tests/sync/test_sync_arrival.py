@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -27,7 +26,7 @@ from epload.sync import pulling
 from support import fakedev
 from support.accelerator import DEVICE
 from support.checks import all_fine
-from support.device_syncs import CCL, mapped_of, on_machine, topology_of
+from support.device_syncs import CCL, mapped_of, on_machine, send_versions, topology_of
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome
 from support.synced_models import SHAPES, build, check, values, write
@@ -35,30 +34,6 @@ from support.synced_models import SHAPES, build, check, values, write
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 setup = partial(fakedev.setup, "nccl")
-
-
-def send(rank: int, meeting: Meeting, world: int, receivers: int, versions: int = 2, machine: str = "") -> list[Any]:
-    """Returns what each version raised, when, and its transport."""
-    with on_machine(machine):
-        model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
-        found = []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of((machine,), world)
-        ) as sender:
-            meeting.say(f"pid-{rank}", str(os.getpid()))
-            if rank == 0:
-                meeting.say("address", sender.address)
-            for version in range(1, versions + 1):
-                write(model, version)
-                text, transport = "", ""
-                try:
-                    report = sender.send_weights(version)
-                    assert report is not None
-                    transport = report.transport
-                except epload.LoadError as error:
-                    text = str(error)
-                found.append((text, time.time(), transport))
-        return found
 
 
 def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str]:
@@ -80,10 +55,10 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_of_which_one_rank_is_near(stage: str) -> None:
     """It needs nothing of one of the senders within reach."""
-    jobs = [Job(2, send, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
+    jobs = [Job(2, send_versions, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
     sent, received = run(jobs)
     all_fine(received)
-    assert [text for of_rank in sent for text, *_ in of_rank] == [""] * 4
+    assert [version.error for of_rank in sent for version in of_rank] == [""] * 4
 
 
 class Padded(nn.Module):
@@ -134,7 +109,7 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
 
 @pytest.mark.parametrize(("kind", "stage"), [("padded", "host"), ("own", "device"), ("padded", "none")])
 def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
-    jobs = [Job(1, send, (1, 1), setup=setup), Job(1, receive_beside_others, (stage, kind), setup=setup)]
+    jobs = [Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_beside_others, (stage, kind), setup=setup)]
     all_fine(run(jobs)[1])
 
 
@@ -159,8 +134,9 @@ def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
         ]
 
 
-def test_a_commit_on_another_stream() -> None:
-    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_held, ("device",), setup=setup)])[1])
+@pytest.mark.parametrize("stage", ["host", "device"])
+def test_a_commit_on_another_stream(stage: str) -> None:
+    all_fine(run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_held, (stage,), setup=setup)])[1])
 
 
 def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
@@ -190,12 +166,12 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
 def test_memory_that_does_not_open_though_some_does(stage: str) -> None:
     """One version fails; those after it go another way."""
     sent, received = run(
-        [Job(1, send, (1, 1, 3), setup=setup), Job(1, receive_with_one_that_does_not_open, (stage,), setup=setup)]
+        [Job(1, send_versions, (1, 1), setup=setup), Job(1, receive_with_one_that_does_not_open, (stage,), setup=setup)]
     )
     assert "memory of rank 0 cannot be opened" in received[0][0]
-    assert "peer access is not supported" in sent[0][0][0]
+    assert "peer access is not supported" in sent[0][0].error
     assert received[0][1:] == ["", ""]
-    assert [transport for *_, transport in sent[0]] == ["", CCL, CCL]
+    assert [version.transport for version in sent[0]] == ["", CCL, CCL]
 
 
 def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any:
@@ -236,16 +212,16 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
 def test_a_sender_hears_of_a_failure_once_its_memory_is_closed(stage: str) -> None:
     sent, broken, slow = run(
         [
-            Job(1, send, (1, 2), setup=setup),
+            Job(1, send_versions, (1, 2, 2), setup=setup),
             Job(1, receive_failing, (stage, True), setup=setup),
             Job(1, receive_failing, (stage, False), setup=setup),
         ]
     )
-    assert "broken" in sent[0][0][0]
+    assert "broken" in sent[0][0].error
     for raised, closed, opened in (broken[0], slow[0]):
         assert raised
         assert opened == [0, 0]
-        assert closed <= sent[0][0][1]
+        assert closed <= sent[0][0].ended
 
 
 class FailsOnce(epload.EngineModel):
@@ -274,7 +250,27 @@ def receive_and_commit_again(rank: int, meeting: Meeting, stage: str) -> list[st
 
 @pytest.mark.parametrize("stage", ["host", "device"])
 def test_a_commit_that_failed_is_tried_again(stage: str) -> None:
-    all_fine(run([Job(1, send, (1, 1), setup=setup), Job(1, receive_and_commit_again, (stage,), setup=setup)])[1])
+    all_fine(
+        run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_and_commit_again, (stage,), setup=setup)])[1]
+    )
+
+
+def receive_far(rank: int, meeting: Meeting, where: str) -> tuple[int, int]:
+    with on_machine("b"):
+        model = build("plain", 1, where=where)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+            for version in (1, 2):
+                report = receiver.receive_weights()
+                receiver.commit()
+                check(model, version)
+            assert receiver._epoch is not None
+            return len(receiver._epoch.members.nodes), report.pulled
+
+
+def test_models_on_cpu_and_on_a_device_share_what_is_not_pulled() -> None:
+    jobs = [Job(2, send_versions, (2, 2, 2, "a"), setup=setup)]
+    jobs += [Job(1, receive_far, (where,), setup=setup) for where in (DEVICE, "cpu")]
+    assert run(jobs)[1:] == [[(1, 0)], [(1, 0)]]
 
 
 class Odd(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ from epload.transport.movers import Relay
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import kill_self, many_waves, names_culprit, outcome
+from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
 from support.synced_models import build, check, write
 
 
@@ -37,27 +36,6 @@ def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
 
         stack.enter_context(mock.patch.object(mover, "move", moved))
     return stack
-
-
-def trainer(
-    rank: int, meeting: Meeting, world: int, receivers: int, versions: int, pauses: dict[int, str], where: str = "cpu"
-) -> Any:
-    """Sends versions, with before each what it waits to hear. Returns what each raised, and seconds."""
-    with many_waves():
-        model = build("fsdp" if world > 1 else "plain", world, where=where)
-        found = []
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
-            meeting.say(f"address-{rank}", sender.address)
-            for version in range(1, versions + 1):
-                if version in pauses:
-                    meeting.hear(pauses[version])
-                write(model, version)
-                began = time.monotonic()
-                found.append((outcome(lambda v=version: sender.send_weights(v)), time.monotonic() - began))  # type: ignore[misc]
-                if rank == 0:
-                    meeting.say(f"tried-{version}")
-            meeting.say(f"over-{rank}")
-        return found
 
 
 def engine(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,10 +19,19 @@ from epload.sync import pulling
 from epload.sync.pulling import Puller
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, mapped_of, move_to_cpu, on_machine, receive_late, send_late, topology_of
+from support.device_syncs import (
+    CCL,
+    mapped_of,
+    move_to_cpu,
+    on_machine,
+    receive_late,
+    send_late,
+    send_versions,
+    topology_of,
+)
 from support.jobs import Job, Meeting, run
-from support.small_syncs import kill_self, many_waves, names_culprit, outcome
-from support.synced_models import SHAPES, build, check, values, write
+from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
+from support.synced_models import SHAPES, build, check, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -238,25 +246,6 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
 # ---- failures ----
 
 
-def trainer(rank: int, meeting: Meeting, world: int, receivers: int, dies: bool) -> Any:
-    """Returns what each of three versions raised, the second of which may be the last. ``dies``: when told to, in the second."""
-    with many_waves():
-        model = build("fsdp" if world > 1 else "plain", world, where=DEVICE)
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=60) as sender:
-            meeting.say(f"address-{rank}", sender.address)
-            if dies and rank == world - 1:
-                threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
-            found = []
-            for version in VERSIONS:
-                write(model, version)
-                began = time.monotonic()
-                found.append((outcome(lambda v=version: sender.send_weights(v)), time.monotonic() - began))  # type: ignore[misc]
-                if dies and version == 2:
-                    break
-            meeting.say(f"over-{rank}")
-        return found
-
-
 @contextmanager
 def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
     """Acts before the first allocation is opened, or once the copies are queued."""
@@ -321,7 +310,7 @@ def engine(rank: int, meeting: Meeting, stage: str, step: str, does: str) -> Any
 )  # fmt: skip
 def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) -> None:
     jobs = [
-        Job(2, trainer, (2, 2, False), setup=setup),
+        Job(2, trainer, (2, 2, 3, {}, DEVICE), setup=setup),
         Job(1, engine, (stage, step, ""), setup=setup),
         Job(1, engine, (stage, step, "die" if dies else "fail"), dying=(0,) if dies else (), setup=setup),
     ]
@@ -343,7 +332,7 @@ def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
     """While its memory is opened, and while it is copied."""
     sent, left, _ = run(
         [
-            Job(2, trainer, (2, 2, True), dying=(1,), setup=setup),
+            Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup),
             Job(1, engine, (stage, step, "kill"), setup=setup),
             Job(1, engine, (stage, step, "kill"), setup=setup),
         ]
@@ -372,52 +361,16 @@ def receive_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
 
 
 def test_a_bit_that_changes_on_its_way_is_found() -> None:
-    jobs = [Job(1, send_flipped, (True,), setup=setup), Job(1, receive_flipped, (True,), setup=setup)]
+    jobs = [
+        Job(1, partial(send_versions, versions=1, verify=True), setup=setup),
+        Job(1, receive_flipped, (True,), setup=setup),
+    ]
     sent, received = run(jobs)
     assert "a copy out of the memory of rank 0 differs from it" in received[0]
-    assert sent[0] == received[0]
-
-
-def send_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
-    model = build("plain", 1, where=DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60, verify=verify) as sender:
-        meeting.say("address", sender.address)
-        write(model, 1)
-        return outcome(lambda: sender.send_weights(1))
+    assert sent[0][0].error == received[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
     _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
     assert received == [True]
-
-
-def send_queued(rank: int, meeting: Meeting) -> None:
-    """The weights of the second version are still being written on the caller's stream when they are sent."""
-    model = build("plain", 1, where=DEVICE)
-    full = values("big", 2).to(DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
-        write(model, 1)
-        sender.send_weights(1)
-        caller = torch.Stream(DEVICE)
-        with caller:
-            fakedev.hold(caller)
-            with torch.no_grad():
-                model.big.copy_(full)
-            opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
-            opener.start()
-            sender.send_weights(2)
-        opener.join()
-
-
-def receive_queued(rank: int, meeting: Meeting) -> bool:
-    model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage="none") as receiver:
-        receiver.receive_weights()
-        receiver.receive_weights()
-        return torch.equal(model.big.detach().cpu(), values("big", 2))
-
-
-def test_what_the_trainer_has_queued_comes_before() -> None:
-    assert run([Job(1, send_queued, setup=setup), Job(1, receive_queued, setup=setup)])[1] == [True]

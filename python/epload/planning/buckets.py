@@ -27,18 +27,37 @@ HEADER_BYTES = 64
 """Bytes of the header in front of every bucket's slots."""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """One message. ``copies`` and ``targets`` are this rank's; the rest is equal on all ranks."""
+@dataclass(frozen=True, eq=False)
+class BucketCopies:
+    """A bucket with one rank's copies between it and the rank's tensors."""
 
     nbytes: int
-    """Header included."""
+    """Size of the bucket, its header included if it has one."""
+    rows: CopyTable
+    """The copies; targets are numbers of the rank's tensors."""
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """Numbers of the tensors that the rank copies from or into."""
+        return self._renumbered[0]
+
+    @cached_property
+    def copies(self) -> CopyTable:
+        """:attr:`rows` with targets that count in :attr:`targets`."""
+        return self._renumbered[1]
+
+    @cached_property
+    def _renumbered(self) -> tuple[tuple[int, ...], CopyTable]:
+        table = self.rows.clone()
+        return tuple(table.renumber_targets()), table
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket(BucketCopies):
+    """One message of a load. The copies are this rank's; the rest is equal on all ranks."""
+
     slots: range
     """Positions in the plan's slots."""
-    copies: CopyTable
-    """Its targets count in ``targets``."""
-    targets: tuple[int, ...]
-    """Targets that this rank copies into, by index."""
     origins: Tensor
     """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
     in bytes."""
@@ -115,9 +134,7 @@ def make_buckets(
     made = []
     for at, nbytes in enumerate(bucket_nbytes):
         rows = slice(row_ends[at], row_ends[at + 1])
-        part = copies.select(rows)
-        wanted = tuple(part.renumber_targets())
-        made.append(Bucket(nbytes, range(*slot_ends[at : at + 2]), part, wanted, origins[rows]))
+        made.append(Bucket(nbytes, copies.select(rows), range(*slot_ends[at : at + 2]), origins[rows]))
     return made
 
 

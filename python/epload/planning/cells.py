@@ -9,10 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
+from epload.core.columns import column, expand
 from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 
@@ -75,6 +78,21 @@ def make_slots(
     return slots, None
 
 
+def expand_slots(slots: Sequence[Sequence[Slot]], kind_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists the slots of all tensors, out of those of each kind of tensors.
+
+    Args:
+        kind_of: int64 [t], of each tensor.
+
+    Returns:
+        int64 [n] each: the slot's number among all in ``slots``, the tensor, and the rank that sends it.
+    """
+    slot, tensor = expand(column([len(some) for some in slots]), kind_of)
+    owners = [slot.owners for slot in chain.from_iterable(slots)]
+    first = column([0, *map(len, owners)]).cumsum(0)
+    return slot, tensor, column(list(chain.from_iterable(owners)))[first[slot] + tensor % first.diff()[slot]]
+
+
 def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
     """The box that boxes without overlaps fill, if they fill one; else these boxes. Equal boxes count once."""
     distinct = tuple(dict.fromkeys(boxes))
@@ -90,11 +108,11 @@ def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 def _by_boxes(of_each: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
     """Returns the numbers by their boxes; skips those without boxes."""
-    found: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for numbers, boxes in of_each:
         if boxes:
-            found[tuple(boxes)] += numbers
-    return found
+            by_boxes[tuple(boxes)] += numbers
+    return by_boxes
 
 
 class _Grid:

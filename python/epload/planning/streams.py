@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
-from typing import NamedTuple, overload
+from itertools import chain, groupby
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from epload.core.copy_table import CopyTable
+from epload.planning.buckets import BucketCopies
 from epload.planning.pulls import Pulls
+from epload.planning.waves import Wave
 
 
 @dataclass(frozen=True)
@@ -65,92 +63,21 @@ class Stream(NamedTuple):
         return (self.nodes.index(node) - wave - self.owner) % len(self.nodes)
 
 
-@dataclass(eq=False)
-class ExchangeBucket:
-    """A part of a stream that moves in one wave. ``copies`` and ``targets`` are this rank's."""
+@dataclass(frozen=True, eq=False)
+class ExchangeBucket(BucketCopies):
+    """A part of a stream that moves in one wave. Its copies pack it on a rank that sends it, and unpack it on the others."""
 
     stream: Stream
     wave: int
-    nbytes: int
-    """Header included."""
     tensors: tuple[int, int]
     """The first and the last tensor that it has boxes of."""
-    rows: CopyTable
-    """The copies, of which targets count in all local tensors."""
-
-    @cached_property
-    def _copies(self) -> tuple[CopyTable, tuple[int, ...]]:
-        copies = self.rows.clone()
-        return copies, tuple(copies.renumber_targets())
-
-    @property
-    def copies(self) -> CopyTable:
-        """Copies that pack it out of local tensors, on a rank that sends it; that unpack it into local tensors, on the others."""
-        return self._copies[0]
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """Local tensors that the copies count."""
-        return self._copies[1]
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangeBuckets(Sequence[ExchangeBucket]):
-    """The buckets of a plan, in columns of one entry each. A bucket is made when it is first asked for, and kept: a large model
-    has so many that making all of them would take most of the time for planning."""
-
-    streams: Sequence[Stream]
-    stream: Sequence[int]
-    """Index of each bucket's stream in ``streams``."""
-    wave: Sequence[int]
-    nbytes: Sequence[int]
-    """Header included."""
-    tensors: Tensor
-    """int64 [n, 2]: the first and the last tensor that a bucket has boxes of."""
-    rows: Tensor
-    """int64 [n, 2]: its first row in ``copies``, and the one after its last."""
-    copies: CopyTable
-    """Copies of all buckets."""
-    _made: dict[int, ExchangeBucket] = field(default_factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    @property
-    def waves(self) -> tuple[range, ...]:
-        """Numbers of the buckets of each wave in which there are any."""
-        starts = [i for i, wave in enumerate(self.wave) if i == 0 or self.wave[i - 1] != wave]
-        return tuple(map(range, starts, [*starts[1:], len(self)]))
-
-    @overload
-    def __getitem__(self, number: int) -> ExchangeBucket: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[ExchangeBucket, ...]: ...
-    def __getitem__(self, number: int | slice) -> ExchangeBucket | tuple[ExchangeBucket, ...]:
-        if isinstance(number, slice):
-            return tuple(self[i] for i in range(*number.indices(len(self))))
-        bucket = self._made.get(number)
-        if bucket is None:
-            (first, last), (begin, end) = self.tensors[number].tolist(), self.rows[number].tolist()
-            stream = self.streams[self.stream[number]]
-            rows = self.copies.select(slice(begin, end))
-            bucket = ExchangeBucket(stream, self.wave[number], self.nbytes[number], (first, last), rows)
-            self._made[number] = bucket
-        return bucket
-
-    def of_rows(self) -> Tensor:
-        """int64: for each row of ``copies`` the number of its bucket."""
-        order = self.rows[:, 0].argsort(stable=True)
-        return torch.repeat_interleave(order, (self.rows[:, 1] - self.rows[:, 0])[order])
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
     """The buckets that one rank sends, or its node receives, in the order in which it does."""
 
-    buckets: ExchangeBuckets
-    waves: tuple[range, ...]
-    """Numbers of the buckets of each wave in which there are any."""
+    buckets: Sequence[ExchangeBucket]
     fingerprint: bytes
     """32 bytes over everything that the ranks share."""
     source: str
@@ -168,35 +95,42 @@ class ExchangePlan:
     """Bytes that receivers copy straight out of this sender's memory; each node once."""
     borrowers: tuple[int, ...] = ()
     """The ranks that copy out of any sender's memory. Equal on all ranks."""
-    sources: Mapping[int, ExchangeBuckets] = field(default_factory=dict)
+    sources: Mapping[int, Sequence[ExchangeBucket]] = field(default_factory=dict)
     """A landing's buckets again, by sender, with the copies out of that sender's tensors. Those that another one owns have
     none that count."""
 
     @property
-    def tensors(self) -> int:
-        """Number of tensors."""
-        return len(self.names)
-
-    @property
     def largest(self) -> int:
         """Bytes of the largest bucket."""
-        return max(self.buckets.nbytes, default=0)
-
-    def identity(self, number: int) -> tuple[int, bytes]:
-        """Returns what identifies a bucket's header on the ranks that send and receive it: its wave, and 16 bytes."""
-        return self.buckets.wave[number], self._names_of_streams[self.buckets.stream[number]]
-
-    @cached_property
-    def _names_of_streams(self) -> list[bytes]:
-        texts = (repr((stream.owner, stream.nodes)).encode() for stream in self.buckets.streams)
-        return [hashlib.blake2b(text, digest_size=16, key=self.fingerprint).digest() for text in texts]
-
-    def describe(self, numbers: Sequence[int]) -> str:
-        """The tensors in some consecutive buckets, for messages."""
-        ends = self.names[self.buckets[numbers[0]].tensors[0]], self.names[self.buckets[numbers[-1]].tensors[1]]
-        return f"{' to '.join(dict.fromkeys(ends))} of {self.source}"
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank sends, or its node receives; headers included."""
-        return sum(self.buckets.nbytes)
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @cached_property
+    def waves(self) -> list[Wave]:
+        """The buckets of each wave in which there are any."""
+        waves: list[Wave] = []
+        for _, numbers in groupby(range(len(self.buckets)), lambda number: self.buckets[number].wave):
+            chosen = list(numbers)
+            waves.append(Wave.of(len(waves), chosen, [self.buckets[number].nbytes for number in chosen]))
+        return waves
+
+    @property
+    def landing_waves(self) -> list[Wave]:
+        """The waves of the landing, behind those of the buckets that move."""
+        waves = self.landing.waves if self.landing is not None else []
+        return [replace(wave, index=len(self.waves) + wave.index) for wave in waves]
+
+    def identity(self, number: int) -> tuple[int, bytes]:
+        """Returns what identifies a bucket's header on the ranks that send and receive it: its wave, and 16 bytes."""
+        bucket = self.buckets[number]
+        stream = repr((bucket.stream.owner, bucket.stream.nodes)).encode()
+        return bucket.wave, hashlib.blake2b(stream, digest_size=16, key=self.fingerprint).digest()
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """Names the tensors in some consecutive buckets, for messages."""
+        ends = self.names[self.buckets[numbers[0]].tensors[0]], self.names[self.buckets[numbers[-1]].tensors[1]]
+        return f"{' to '.join(dict.fromkeys(ends))} of {self.source}"

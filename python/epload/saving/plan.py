@@ -22,8 +22,9 @@ from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
+from epload.planning.buckets import BucketCopies
 from epload.planning.cells import Slot, make_slots
-from epload.planning.shares import NO_PART, CopyTemplates, Outline, Share, copies_of_box, number_alike
+from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
 from epload.saving.layout import FilesLayout
 
 BUCKET_BYTES = 16 << 20
@@ -35,16 +36,10 @@ MIN_BYTES = 16 << 10
 """Minimum bytes of the parts into which ranks with the same elements divide them."""
 
 
-@dataclass(eq=False)
-class WriteBucket:
+@dataclass(frozen=True, eq=False)
+class WriteBucket(BucketCopies):
     """A buffer that a rank packs and writes to files."""
 
-    nbytes: int
-    """Size of the buffer."""
-    targets: list[int]
-    """The rank's local tensors that are packed, by number."""
-    copies: CopyTable
-    """Targets count in :attr:`targets`."""
     runs: Tensor
     """int64 [n, 4]: number of the file, offset in the file, offset in the buffer, length; bytes."""
     in_files: CopyTable
@@ -73,55 +68,55 @@ class WritePlan:
 
 
 Part = tuple[Tensor, Slot, Shape, torch.dtype, int]
-"""A slot of some tensors of one shape and dtype, and their class in the rank's share."""
+"""A slot of some tensors of one shape and dtype, and their class in the rank's holdings."""
 
 
 def plan_writes(
-    manifest: Manifest, layout: FilesLayout, outlines: Mapping[int, Outline], rank: int, share: Share
+    manifest: Manifest, layout: FilesLayout, summaries: Mapping[int, HoldingsSummary], rank: int, holdings: Holdings
 ) -> WritePlan:
     """Plans what this rank writes.
 
     Args:
         manifest: the tensors as in the files but without padding.
-        outlines: of every rank's share.
-        share: this rank's.
+        summaries: of every rank's holdings.
+        holdings: this rank's.
 
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kind_of = number_alike(manifest.kinds, outlines.values())
+    kind_of = number_alike(manifest.kinds, summaries.values())
     parts: list[Part] = []
     for tensors in torch.split(kind_of.argsort(stable=True), torch.bincount(kind_of).tolist()):
         first = int(tensors[0])
         name, shape, dtype = manifest.names[first], manifest.shapes[first], manifest.dtypes[first]
         if 0 in shape:
             continue
-        classes = {of: int(outline.class_of[first]) for of, outline in outlines.items()}
-        boxes = [((of,), outlines[of].boxes[number]) for of, number in classes.items() if number != NO_PART]
+        classes = {of: int(summary.class_of[first]) for of, summary in summaries.items()}
+        boxes = [((of,), summaries[of].boxes[number]) for of, number in classes.items() if number != NO_PART]
         whole = ((0,) * len(shape), shape)
         slots, missing = make_slots(shape, dtype.itemsize, boxes, [((0,), [whole])], SLOT_BYTES, MIN_BYTES)
         if missing is not None:
             start, size = missing
             raise ModelMismatch(f"no rank has {name} from {list(start)} on, of size {list(size)}; nothing was saved")
-        if (number := int(share.class_of[first])) == NO_PART:
+        if (number := int(holdings.class_of[first])) == NO_PART:
             continue
-        if not dtype_names.converts(share.dtypes[number], dtype):
+        if not dtype_names.converts(holdings.dtypes[number], dtype):
             raise ModelMismatch(
-                f"{name} is {dtype_names.name(share.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
+                f"{name} is {dtype_names.name(holdings.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
             )
         for slot in slots:
             if rank in slot.owners:
                 own = tensors[tensors % len(slot.owners) == slot.owners.index(rank)]
                 if len(own):
                     parts.append((own, slot, shape, dtype, number))
-    return _expand(parts, share, layout) if parts else WritePlan((), 0)
+    return _expand(parts, holdings, layout) if parts else WritePlan((), 0)
 
 
-def _expand(parts: Sequence[Part], share: Share, layout: FilesLayout) -> WritePlan:
+def _expand(parts: Sequence[Part], holdings: Holdings, layout: FilesLayout) -> WritePlan:
     """Divides parts into buckets. Each part is a template for its tensors, as copies and runs of bytes of all are alike."""
-    into_slots, into_tensors = CopyTemplates(share), CopyTemplates(share)
+    into_slots, into_tensors = CopyTemplates(holdings), CopyTemplates(holdings)
     for _, slot, shape, dtype, number in parts:
-        box = slot.start, slot.size, share, number, dtype, True
+        box = slot.start, slot.size, holdings, number, dtype, True
         into_slots.add(copies_of_box(*box))
         into_tensors.add(copies_of_box(*box, whole=shape))
     runs_of = [_runs(slot, shape, dtype.itemsize) for _, slot, shape, dtype, _ in parts]
@@ -153,9 +148,7 @@ def _expand(parts: Sequence[Part], share: Share, layout: FilesLayout) -> WritePl
     buckets = []
     rooms = (offset + aligned)[ends - 1].tolist()
     for room, rows, of_runs in zip(rooms, _slices(of_copy, ends), _slices(of_run, ends), strict=True):
-        packed = copies.select(rows).clone()
-        targets = packed.renumber_targets()
-        buckets.append(WriteBucket(room, targets, packed, runs[of_runs], in_files.select(rows), origins[rows]))
+        buckets.append(WriteBucket(room, copies.select(rows), runs[of_runs], in_files.select(rows), origins[rows]))
     return WritePlan(tuple(buckets), int(nbytes.sum()))
 
 

@@ -23,7 +23,7 @@ from epload.core.attempt import attempt
 from epload.files import read_regular
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
-from epload.planning.shares import Outline
+from epload.planning.holdings import HoldingsSummary
 from epload.report import SaveReport
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
@@ -64,14 +64,14 @@ class SaveMessage:
     agreed: str
     """Digest of what has to be equal on all ranks."""
     columns: str
-    """First part of its share's outline, see :meth:`Outline.encode`, in base85. Equal on ranks with equal layouts."""
+    """First part of its holdings's summary, see :meth:`HoldingsSummary.encode`, in base85. Equal on ranks with equal layouts."""
     rest: str
     """Second part."""
 
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """The outlines of all ranks, equal parts once."""
+    """The summaries of all ranks, equal parts once."""
 
     columns: list[str]
     rest: list[str]
@@ -93,14 +93,14 @@ class SaveDecision:
         parts = [(columns.index(m.columns), rest.index(m.rest)) for _, m in sorted(messages.items())]
         return cls(columns, rest, parts)
 
-    def outlines(self, ranks: tuple[int, ...]) -> dict[int, Outline]:
-        """Returns the outlines by rank. Equal ones are one object, and so are their columns."""
+    def summaries(self, ranks: tuple[int, ...]) -> dict[int, HoldingsSummary]:
+        """Returns the summaries by rank. Equal ones are one object, and so are their columns."""
         class_of: dict[int, Tensor] = {}
-        distinct: dict[tuple[int, int], Outline] = {}
+        distinct: dict[tuple[int, int], HoldingsSummary] = {}
         for a, b in map(tuple, self.parts):
             if (a, b) not in distinct:
-                outline = Outline.decode(b85decode(self.columns[a]), b85decode(self.rest[b]))
-                distinct[a, b] = replace(outline, class_of=class_of.setdefault(a, outline.class_of))
+                summary = HoldingsSummary.decode(b85decode(self.columns[a]), b85decode(self.rest[b]))
+                distinct[a, b] = replace(summary, class_of=class_of.setdefault(a, summary.class_of))
         return {rank: distinct[a, b] for rank, (a, b) in zip(ranks, self.parts, strict=True)}
 
 
@@ -167,9 +167,9 @@ class SaveJob:
         failure = self._failure or failure
         with exclusively("save()", self._topology, self, self._made_by, self._timeout):
             with report.timed("plan"), garbage_collection.paused():
-                outlines = self._agree(failure)
+                summaries = self._agree(failure)
                 assert source is not None
-                planned, failure = attempt(lambda: self._plan(source, outlines))
+                planned, failure = attempt(lambda: self._plan(source, summaries))
             layout, plan = planned if planned is not None else (None, WritePlan((), 0))
             local = tensors if tensors is not None else source.targets.local()
             shards = Shards(plan, local, False, f"rank {self._topology.rank}", len(self._topology.node))
@@ -183,13 +183,13 @@ class SaveJob:
         report.nbytes, report.seconds = source.manifest.nbytes, perf_counter() - self._began
         return report
 
-    def _agree(self, failure: Exception | None) -> dict[int, Outline]:
-        """Returns the outlines of all ranks, which save the same."""
+    def _agree(self, failure: Exception | None) -> dict[int, HoldingsSummary]:
+        """Returns the summaries of all ranks, which save the same."""
         control, options, message = self._topology.control, self._options, None
         control.doing = "plans the save"
         if self._source is not None:
             same = self._source.manifest.digest, str(options.path), options.max_shard_bytes, options.overwrite
-            columns, rest = (b85encode(part).decode() for part in self._source.share.outline().encode())
+            columns, rest = (b85encode(part).decode() for part in self._source.holdings.summary().encode())
             message = asdict(
                 SaveMessage(hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest(), columns, rest)
             )
@@ -197,13 +197,13 @@ class SaveJob:
         def decide(views: dict[int, dict[str, Any]]) -> dict[str, Any]:
             return asdict(SaveDecision.of({rank: SaveMessage(**view) for rank, view in views.items()}))
 
-        return SaveDecision(**control.settle("planning the save", failure, message, decide)).outlines(control.ranks)
+        return SaveDecision(**control.settle("planning the save", failure, message, decide)).summaries(control.ranks)
 
-    def _plan(self, source: SavedModel, outlines: dict[int, Outline]) -> tuple[FilesLayout, WritePlan]:
+    def _plan(self, source: SavedModel, summaries: dict[int, HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:
         manifest = source.manifest
         layout = lay_out(manifest, self._options.max_shard_bytes)
         unpadded = replace(manifest, shapes=source.shapes)
-        return layout, plan_writes(unpadded, layout, outlines, self._topology.rank, source.share)
+        return layout, plan_writes(unpadded, layout, summaries, self._topology.rank, source.holdings)
 
 
 @contextmanager

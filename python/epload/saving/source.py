@@ -21,7 +21,7 @@ from epload.mapping.precision import kept_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
-from epload.planning.shares import Share, share_of_targets
+from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import read_once
 
@@ -35,7 +35,7 @@ class SavedModel:
     """The checkpoint's manifest, equal on all ranks."""
     shapes: tuple[Shape, ...]
     """Shapes of its tensors without padding, which are written. Padding is rows of zeros at the end."""
-    share: Share
+    holdings: Holdings
     """This rank's."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
@@ -55,13 +55,13 @@ def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype:
     targets = read_once(model)
     manifest, placed, padded = catalog(model, targets, mapping, names_from)
     shapes = manifest.shapes
-    share = share_of_targets(shapes, manifest.dtypes, targets, placed)
+    holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)
     manifest = replace(manifest, shapes=tuple(padded))
     if dtype is not None:
         exempt = kept_in_fp32(model, targets.index, dtype)
         pairs = zip(manifest.names, placed, strict=True)
         manifest = with_dtype(manifest, dtype, {n for n, places in pairs if any(name in exempt for name, _ in places)})
-    return SavedModel(targets, manifest, shapes, share, _config_files(model, targets, manifest, dtype))
+    return SavedModel(targets, manifest, shapes, holdings, _config_files(model, targets, manifest, dtype))
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:

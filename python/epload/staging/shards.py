@@ -16,30 +16,15 @@ from epload.core import dtypes
 from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
+from epload.planning.buckets import BucketCopies
 from epload.staging.device_pipe import DevicePipe
-
-
-class PackBucket(Protocol):
-    """The copies between a bucket and some of the local tensors."""
-
-    nbytes: int
-
-    @property
-    def targets(self) -> Sequence[int]:
-        """The numbers of these tensors."""
-        ...
-
-    @property
-    def copies(self) -> CopyTable:
-        """Targets count in :attr:`targets`."""
-        ...
 
 
 class PackPlan(Protocol):
     """An ``ExchangePlan``, or what a save writes."""
 
     @property
-    def buckets(self) -> Sequence[PackBucket]: ...
+    def buckets(self) -> Sequence[BucketCopies]: ...
 
     @property
     def largest(self) -> int:
@@ -134,7 +119,7 @@ class Shards:
             self.finish()
             self._compare(number, bucket.cpu(), direction.done)
 
-    def _divide(self, planned: PackBucket) -> list[tuple[list[Tensor], CopyTable] | None]:
+    def _divide(self, planned: BucketCopies) -> list[tuple[list[Tensor], CopyTable] | None]:
         """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
         there = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
         found: list[tuple[list[Tensor], CopyTable] | None] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,35 +11,30 @@ from torch import Tensor
 from epload.core.placement import Box, box_slices
 from epload.errors import LoadError, message_of
 from epload.planning.cells import merge_boxes
-from epload.planning.shares import NO_PART, Share
+from epload.planning.holdings import NO_PART, Holdings
+
+TensorLayout = tuple[torch.Size, torch.dtype, torch.device]
+"""Shape, dtype and device of a local tensor, which are known before it is there."""
 
 
-class TensorFacts(NamedTuple):
-    """The facts of a local tensor that are known before it is there."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorFacts:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+def layout_of(tensor: Tensor) -> TensorLayout:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 class Arrival:
-    """One tensor for each local tensor of a share, on the same device. Those that no version fills have no memory."""
+    """One tensor for each local tensor of some holdings, on the same device. Those that no version fills have no memory."""
 
-    def __init__(self, share: Share, facts: Sequence[TensorFacts]) -> None:
+    def __init__(self, holdings: Holdings, layouts: Sequence[TensorLayout]) -> None:
         """
         Raises:
             LoadError: there is not enough memory.
         """
-        self._facts = list(facts)
-        self._boxes = filled_boxes(share)
+        self._layouts = list(layouts)
+        self._boxes = filled_boxes(holdings)
         try:
             self.tensors = [
-                torch.empty(each.shape if i in self._boxes else (0,), dtype=each.dtype, device=each.device)
-                for i, each in enumerate(facts)
+                torch.empty(shape if i in self._boxes else (0,), dtype=dtype, device=device)
+                for i, (shape, dtype, device) in enumerate(layouts)
             ]
         except torch.OutOfMemoryError as error:
             raise LoadError(
@@ -48,16 +42,16 @@ class Arrival:
                 f"model is not used meanwhile: {message_of(error)}"
             ) from error
 
-    def copy_into(self, targets: Sequence[Tensor], prove: bool) -> None:
+    def copy_into(self, targets: Sequence[Tensor], verify: bool) -> None:
         """Copies what has arrived into the target's tensors, and nothing else. It is there when this returns.
 
         Args:
-            prove: whether to compare them afterwards.
+            verify: whether to compare them afterwards.
 
         Raises:
             LoadError: the tensors are others than when the version came, or differ from what has arrived.
         """
-        if list(map(TensorFacts.of, targets)) != self._facts:
+        if list(map(layout_of, targets)) != self._layouts:
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
         pairs = [
             (targets[i].detach()[box_slices(*box)], self.tensors[i][box_slices(*box)])
@@ -68,10 +62,10 @@ class Arrival:
         with torch.inference_mode() if inference else nullcontext():
             if pairs:
                 torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-        for device in {each.device for each in self._facts if each.device.type != "cpu"}:
+        for device in {device for *_, device in self._layouts if device.type != "cpu"}:
             # The memory of what has arrived is free afterwards, for streams that do not know of this one.
             torch.accelerator.current_stream(device).synchronize()
-        if prove:
+        if verify:
             for target, source in pairs:
                 if not same_bits(target, source):
                     raise LoadError(
@@ -79,13 +73,13 @@ class Arrival:
                     )
 
 
-def filled_boxes(share: Share) -> dict[int, tuple[Box, ...]]:
+def filled_boxes(holdings: Holdings) -> dict[int, tuple[Box, ...]]:
     """Returns the boxes that a version fills of each local tensor, by its number."""
     boxes: dict[int, dict[Box, None]] = {}
-    for tensor, number in enumerate(share.class_of.tolist()):
+    for tensor, number in enumerate(holdings.class_of.tolist()):
         if number != NO_PART:
-            for part in share.classes[number]:
-                boxes.setdefault(share.targets[tensor][part.place], {})[part.within(*part.box)] = None
+            for part in holdings.classes[number]:
+                boxes.setdefault(holdings.targets[tensor][part.place], {})[part.within(*part.box)] = None
     merged: dict[tuple[Box, ...], tuple[Box, ...]] = {}  # layers are alike
     for some in map(tuple, boxes.values()):
         if some not in merged:

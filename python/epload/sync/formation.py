@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.group_cache import GroupCache
-from epload.cluster.membership import group_equal, local_network
+from epload.cluster.membership import group_equal
 from epload.cluster.rendezvous import rendezvous
 from epload.control.control import Control
 from epload.core import garbage_collection
@@ -20,227 +20,226 @@ from epload.core.attempt import attempt
 from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.planning.exchange import plan_exchange
-from epload.planning.pulls import Reach
+from epload.planning.holdings import Holdings, HoldingsSummary
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.planning.shares import Outline, Share
 from epload.planning.streams import ExchangePlan, Members
-from epload.planning.waves import Wave
 from epload.staging.shared_memory import BUFFERS, NodeMemory
-from epload.sync.device_route import DeviceLink, find_route, obstacle
-from epload.sync.epoch import Epoch, SyncOptions
-from epload.sync.lobby import Member
-from epload.sync.pulling import Probe, Puller, find_reach
+from epload.sync.device_route import DeviceRoute
+from epload.sync.devices import DeviceLink, Probe, find_reach, obstacle
+from epload.sync.epoch import Epoch
+from epload.sync.host_route import HostRoute
+from epload.sync.lobby import Member, Participants, describe_ranks
+from epload.sync.pulling import Puller
 from epload.sync.store import fetch, publish
-from epload.sync.transfer import exchange_waves, landing_waves
-
-_MOST_SHOWN = 8
-"""Engines that one message lists."""
 
 
 @dataclass(frozen=True)
-class Attendee:
-    """One rank of an epoch, as it joins it."""
+class JoinMessage:
+    """A rank's message as it joins an epoch."""
 
-    rank: int
-    """Senders first, in the order of their job; then receivers."""
     node: str
     """Equal on ranks that share a machine's memory, and send or receive together."""
     sends: bool
+    verify: bool = False
     whole: bool = False
     """True if its node keeps a whole version in memory."""
-    link: DeviceLink | None = None
-    """None if versions have to pass through host memory to come from or go to its device."""
-    probe: Probe | None = None
-    """A sender's, unless versions have to pass through host memory."""
-    pulls: torch.device | None = None
-    """The device by which a receiver may copy versions out of the memory of senders."""
+    link: DeviceLink = field(default_factory=DeviceLink)
+    probe: Probe = field(default_factory=Probe)
+    columns: str = ""
+    """Name in the store of the first part of the summary of the rank's holdings."""
+    rest: str = ""
+    """Name of the second part."""
+    parts: str = ""
+    """Name of what else those need to know of a sender's holdings that copy out of its memory; empty if nobody can."""
 
-    @property
-    def near(self) -> list[Any]:
-        """The machine, and the type of the device on which it shares or opens memory; of a sender that does, its probe."""
-        if self.probe is not None:
-            return [local_network(), *astuple(self.probe)]
-        return [local_network(), self.pulls.type if self.pulls is not None else "", "", 0, ""]
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> JoinMessage:
+        return cls(**{**fields, "link": DeviceLink(**fields["link"]), "probe": Probe(**fields["probe"])})
 
 
 def form_epoch(
     store: Store,
-    number: int,
-    ranks: int,
-    me: Attendee,
+    participants: Participants,
+    members: Sequence[Member],
+    rank: int,
+    timeout: timedelta,
+    verify: bool,
+    message: JoinMessage,
+    device: torch.device | None,
     manifest: Manifest,
-    share: Share,
-    failure: Exception | None,
-    options: SyncOptions,
-    legend: str,
+    holdings: Holdings,
+    failure: Exception | None = None,
 ) -> Epoch:
-    """Forms an epoch. Collective over its ranks.
+    """Forms an epoch. Collective over its ranks: senders first, in the order of their job; then receivers.
 
     Args:
         store: of both jobs.
-        number: of the epoch.
-        ranks: how many it has.
-        share: this rank's of the manifest's tensors.
+        members: the receivers.
+        message: this rank's, without its holdings.
+        device: the one that this rank's tensors are on, if it is no CPU.
+        holdings: this rank's of the manifest's tensors.
         failure: why this rank cannot take part; raised on all.
-        legend: says which ranks are whose.
 
     Raises:
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
     """
-    names = [publish(store, part) for part in share.outline().encode()]
-    link = [me.link.kind, me.link.place] if me.link is not None else ["", ""]
-    parts = publish(store, share.encode_parts()) if me.probe is not None and me.probe.handle else ""
-    view = [me.node, me.sends, me.whole, *names, *link, me.near, parts, options.verify]
+    legend = describe_ranks(participants.senders, members)
+    columns, rest = (publish(store, part) for part in holdings.summary().encode())
+    parts = publish(store, holdings.encode_parts()) if message.sends and message.probe.handle else ""
+    message = replace(message, verify=verify, columns=columns, rest=rest, parts=parts)
     try:
         control, views = rendezvous(
-            PrefixStore(f"epoch/{number}", store), tuple(range(ranks)), me.rank, options.timeout, failure, view,
-            _by_rank, me.node,
+            PrefixStore(f"epoch/{participants.epoch}", store), tuple(range(participants.senders + len(members))), rank,
+            timeout, failure, asdict(message), _by_rank, message.node,
         )  # fmt: skip
-        control.begin(options.timeout)
+        control.begin(timeout)
         try:
             with control.guard(), garbage_collection.paused():
-                return _form(store, number, control, me, manifest, share, views, legend)
+                joining = list(map(JoinMessage.decode, views))
+                formation = _Formation(store, control, joining, device, legend)
+                return formation.form(participants.epoch, manifest, holdings)
         finally:
             control.end()
     except (LoadError, ValueError) as error:
         raise make_error(kind_of(error), f"{error}\n{legend}") from error
 
 
-def _by_rank(views: dict[int, Any]) -> list[Any]:
-    """The views of all ranks. Raises ValueError if they do not verify alike."""
-    verify = {rank: view[-1] for rank, view in views.items()}
-    for rank, of_rank in verify.items():
-        if of_rank != verify[0]:
+def _by_rank(views: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages of all ranks. Raises ValueError if they differ in ``verify``."""
+    for rank, view in views.items():
+        if view["verify"] != views[0]["verify"]:
             raise ValueError(
-                f"expected the same verify= from sender and receivers, got {verify[0]!r} on rank 0 and {of_rank!r} on rank {rank}"
+                f"expected the same verify= from sender and receivers, got {views[0]['verify']!r} on rank 0 and "
+                f"{view['verify']!r} on rank {rank}"
             )
-    return [views[rank][:-1] for rank in sorted(views)]
+    return [views[rank] for rank in sorted(views)]
 
 
-def _form(
-    store: Store,
-    number: int,
-    control: Control,
-    me: Attendee,
-    manifest: Manifest,
-    share: Share,
-    views: Sequence[Sequence[Any]],
-    legend: str,
-) -> Epoch:
-    control.doing = "plans the exchange"
-    members = _members_of(views)
-    reach, not_pulled = find_reach(control, members, me.pulls, [view[7] for view in views])
-    outlines, failure = attempt(lambda: _outlines(store, views, control.timeout))
-    lenders: dict[int, Share] | None = None
-    if outlines is not None:
-        lenders, failure = attempt(lambda: _lenders(store, members, reach, outlines, views, me.rank, control.timeout))
-    plan: ExchangePlan | None = None
-    if outlines is not None and lenders is not None:
-        plan, failure = attempt(
-            lambda: plan_exchange(
-                manifest, members, outlines, me.rank, share, SYNC_WAVE_BYTES, f"epoch {number}", reach,
-                lenders if me.whole else None,
-            )
+class _Formation:
+    """The steps of one rank, once all have joined."""
+
+    def __init__(
+        self, store: Store, control: Control, joining: list[JoinMessage], device: torch.device | None, legend: str
+    ) -> None:
+        self._store = store
+        self._control = control
+        self._joining = joining
+        self._own = joining[control.rank]
+        self._device = device
+        self._legend = legend
+        # Ranks that may open memory of senders on their machine are a node, apart from those there that cannot.
+        lent = {(m.probe.machine, m.probe.kind) for m in joining if m.sends and m.probe.handle}
+        senders = {rank: m.node for rank, m in enumerate(joining) if m.sends}
+        receivers = {
+            rank: f"{m.node} {(m.probe.machine, m.probe.kind) in lent}" for rank, m in enumerate(joining) if not m.sends
+        }
+        nodes = (tuple(map(tuple, group_equal(of_rank))) for of_rank in (senders, receivers))
+        self._members = Members(*nodes)
+
+    def form(self, number: int, manifest: Manifest, holdings: Holdings) -> Epoch:
+        control, members = self._control, self._members
+        control.doing = "plans the exchange"
+        opens = self._device if not self._own.sends and self._own.probe.kind else None
+        reach, not_pulled = find_reach(control, members, opens, [message.probe for message in self._joining])
+
+        def make_plan() -> tuple[ExchangePlan, dict[int, Holdings]]:
+            summaries = self._summaries()
+            node = next((number for number, ranks in enumerate(members.nodes) if control.rank in ranks), -1)
+            lenders = {
+                sender: Holdings.decode(summaries[sender], self._fetch(self._joining[sender].parts))
+                for sender in reach.get(node, ())
+            }
+            plan = plan_exchange(
+                manifest, members, summaries, control.rank, holdings, SYNC_WAVE_BYTES, f"epoch {number}", reach,
+                lenders if self._own.whole else None,
+            )  # fmt: skip
+            return plan, lenders
+
+        planned, failure = attempt(make_plan)
+        fingerprint = planned[0].fingerprint.hex() if planned is not None else ""
+        control.settle("planning the exchange", failure, fingerprint, _check_equal)
+        assert planned is not None
+        plan, lenders = planned
+        puller: Puller | None = None
+        if plan.pulls is not None or plan.landing is not None:
+            assert opens is not None
+            node = next(node for node in members.nodes if control.rank in node)
+            puller = Puller(plan, lenders, opens, node.index(control.rank), len(node))
+        memory, route = self._connect(plan)
+        return Epoch(
+            number, control, members, plan, memory, route, self._legend, self._store, puller, not_pulled, control.timeout,
+            self._own.verify,
         )  # fmt: skip
-    fingerprint = plan.fingerprint.hex() if plan is not None else ""
-    control.settle("planning the exchange", failure, fingerprint, _check_equal)
-    assert plan is not None
-    waves = exchange_waves(plan)
-    puller: Puller | None = None
-    if plan.pulls is not None or plan.landing is not None:
-        assert me.pulls is not None
-        assert lenders is not None
-        node = next(node for node in members.nodes if me.rank in node)
-        puller = Puller(plan, lenders, me.pulls, node.index(me.rank), len(node))
-    pulled = (legend, store, puller, not_pulled)
-    whole, kinds, places = ([view[i] for view in views] for i in (2, 5, 6))
-    whole_nodes = [node for node in members.nodes if whole[node[0]]]
-    route, why, moves = None, "", bool(plan.node_sets)
-    if moves:
-        route, why = find_route(plan, members, me.rank, control, whole_nodes, me.link, obstacle(kinds, places))
-    memory = None
-    if any(whole) or (moves and route is None):
-        needs = whole if route is not None or not moves else [True] * len(views)
-        memory = _make_memory(control, members, [*waves, *landing_waves(plan)], me, legend, needs)
-    if route is None:
-        groups = GroupCache({"cpu": "gloo"}, me.rank, control)
-        if moves:
-            if me.rank == 0:
+
+    def _connect(self, plan: ExchangePlan) -> tuple[NodeMemory | None, DeviceRoute | HostRoute | None]:
+        """Makes the node's memory, and connects the ranks if anything moves."""
+        control, members = self._control, self._members
+        route, why = self._device_route(plan) if plan.node_sets else (None, "")
+        through_host = bool(plan.node_sets) and route is None
+        memory = None
+        if through_host or any(message.whole for message in self._joining):
+            memory = self._make_memory(plan, through_host)
+        if through_host:
+            assert memory is not None
+            if control.rank == 0:
                 logger.info("versions pass through host memory: %s", why)
-            groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
-        return Epoch(number, control, members, plan, waves, memory, groups, None, *pulled)
-    try:
-        route.connect()
-    except BaseException:
-        route.groups.clear()
-        raise
-    return Epoch(number, control, members, plan, waves, memory if me.whole else None, route.groups, route, *pulled)
+            return memory, HostRoute(plan, members, control, memory)
+        if route is not None:
+            try:
+                route.connect()
+            except BaseException:
+                route.groups.clear()
+                raise
+        return memory if self._own.whole else None, route
 
+    def _device_route(self, plan: ExchangePlan) -> tuple[DeviceRoute | None, str]:
+        """Returns the route from device to device, or why there is none; the same on all ranks."""
+        if why := obstacle([message.link for message in self._joining]):
+            return None, why
+        assert self._device is not None
+        whole = [node for node in self._members.nodes if self._joining[node[0]].whole]
+        route = DeviceRoute(plan, self._members, self._control, whole, self._device, self._own.link.backend)
+        return (None, route.obstacle) if route.obstacle else (route, "")
 
-def _lenders(
-    store: Store,
-    members: Members,
-    reach: Reach,
-    outlines: Mapping[int, Outline],
-    views: Sequence[Sequence[Any]],
-    rank: int,
-    timeout: timedelta,
-) -> dict[int, Share]:
-    """The shares of the senders whose memory a receiver's node can open."""
-    node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
-    return {
-        sender: Share.decode(outlines[sender], fetch(store, views[sender][8], timeout))
-        for sender in reach.get(node, ())
-    }
+    def _make_memory(self, plan: ExchangePlan, all_nodes: bool) -> NodeMemory:
+        """Makes the memory of this rank's node, or a token of its own.
 
+        Args:
+            all_nodes: whether every node needs memory, and not only those that keep whole versions.
 
-def _make_memory(
-    control: Control, members: Members, waves: Sequence[Wave], me: Attendee, legend: str, needs: Sequence[bool]
-) -> NodeMemory:
-    """The memory of this rank's node, or a token of its own. ``needs``: for each rank, whether its node needs memory.
+        Raises:
+            LoadError: the ranks of a receiving node that needs it cannot share memory.
+        """
+        waves = [*plan.waves, *plan.landing_waves]
+        nbytes = max((wave.nbytes for wave in waves), default=0)
+        count = max(len(waves), 1) if self._own.whole else BUFFERS
+        if not (all_nodes or self._own.whole):
+            nbytes, count = 0, 1
+        nodes: list[tuple[int, ...]] = [(rank,) for rank in self._members.senders]
+        for node in self._members.nodes:
+            nodes += [node] if all_nodes or self._joining[node[0]].whole else [(rank,) for rank in node]
+        memory = NodeMemory.for_node(self._control, nodes, nbytes, count)
+        if not memory.shared:
+            raise LoadError(
+                f"the ranks of a receiving node cannot share memory ({self._legend}): run them in containers that share process "
+                "ids, or pass each its own node= so that each receives by itself"
+            )
+        return memory
 
-    Raises:
-        LoadError: the ranks of a receiving node that needs it cannot share memory.
-    """
-    count = max(len(waves), 1) if me.whole else BUFFERS
-    nbytes = max((wave.nbytes for wave in waves), default=0)
-    if not needs[me.rank]:
-        nbytes, count = 0, 1
-    nodes: list[tuple[int, ...]] = [(rank,) for rank in members.senders]
-    for node in members.nodes:
-        nodes += [node] if needs[node[0]] else [(rank,) for rank in node]
-    memory = NodeMemory.for_node(control, nodes, nbytes, count)
-    if not memory.shared:
-        raise LoadError(
-            f"the ranks of a receiving node cannot share memory ({legend}): run them in containers that share process ids, or "
-            "pass each its own node= so that each receives by itself"
-        )
-    return memory
+    def _summaries(self) -> dict[int, HoldingsSummary]:
+        """Fetches the summaries of all ranks' holdings. Equal ones are fetched once, and are one object."""
+        summaries: dict[tuple[str, str], HoldingsSummary] = {}
+        columns: dict[str, tuple[bytes, Tensor]] = {}
+        for message in self._joining:
+            if (key := (message.columns, message.rest)) not in summaries:
+                content = columns[key[0]][0] if key[0] in columns else self._fetch(key[0])
+                summary = HoldingsSummary.decode(content, self._fetch(key[1]))
+                _, class_of = columns.setdefault(key[0], (content, summary.class_of))
+                summaries[key] = replace(summary, class_of=class_of)
+        return {rank: summaries[message.columns, message.rest] for rank, message in enumerate(self._joining)}
 
-
-def _members_of(views: Sequence[Sequence[Any]]) -> Members:
-    """The nodes of both jobs. A sender's ranks and a receiver's are in different nodes, even on one machine."""
-    of_senders = {rank: view[0] for rank, view in enumerate(views) if view[1]}
-    # Ranks that may open memory of senders on their machine are a node, apart from those there that cannot.
-    lent = {tuple(view[7][:2]) for view in views if view[1] and view[7][2]}
-    of_receivers = {rank: f"{view[0]} {tuple(view[7][:2]) in lent}" for rank, view in enumerate(views) if not view[1]}
-    return Members(
-        tuple(map(tuple, group_equal(of_senders))),
-        tuple(map(tuple, group_equal(of_receivers))),
-    )
-
-
-def _outlines(store: Store, views: Sequence[Sequence[Any]], timeout: timedelta) -> dict[int, Outline]:
-    """Fetches the outlines of all ranks. Equal ones are fetched once, and are one object."""
-    columns = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[3] for view in views)}
-    rest = {name: fetch(store, name, timeout) for name in dict.fromkeys(view[4] for view in views)}
-    made: dict[tuple[str, str], Outline] = {}
-    arrays: dict[str, Any] = {}
-    for view in views:
-        if (key := (view[3], view[4])) not in made:
-            outline = Outline.decode(columns[view[3]], rest[view[4]])
-            made[key] = replace(outline, class_of=arrays.setdefault(view[3], outline.class_of))
-    return {rank: made[view[3], view[4]] for rank, view in enumerate(views)}
+    def _fetch(self, name: str) -> bytes:
+        return fetch(self._store, name, self._control.timeout)
 
 
 def _check_equal(fingerprints: dict[int, str]) -> None:
@@ -249,13 +248,3 @@ def _check_equal(fingerprints: dict[int, str]) -> None:
             raise LoadError(
                 f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload"
             )
-
-
-def describe_ranks(senders: int, members: Sequence[Member]) -> str:
-    """Says which ranks of an epoch are whose, for error messages."""
-    engines: dict[str, list[int]] = {}
-    for rank, member in enumerate(members, senders):
-        engines.setdefault(member.engine, []).append(rank)
-    listed = [f"{ranks[0]} to {ranks[-1]} engine {engine}'s" for engine, ranks in list(engines.items())[:_MOST_SHOWN]]
-    more = f", and {len(engines) - _MOST_SHOWN} more engines" if len(engines) > _MOST_SHOWN else ""
-    return f"Ranks 0 to {senders - 1} are the sender's, {', '.join(listed)}{more}."

@@ -6,38 +6,31 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
-from types import TracebackType
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from epload.checkpoint.manifest import Manifest
 from epload.cluster.membership import local_network
-from epload.cluster.topology import Topology, as_timedelta
+from epload.cluster.topology import Topology
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
-from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
-from epload.planning.shares import Share
+from epload.planning.holdings import full_holdings
 from epload.sync.arrival import Arrival
-from epload.sync.device_route import link_of
-from epload.sync.epoch import Epoch, SyncOptions
-from epload.sync.formation import Attendee, describe_ranks, form_epoch
-from epload.sync.lobby import Attendance, Member, Offer, Participants, this_process
-from epload.sync.pulling import accelerator_of
+from epload.sync.devices import DeviceLink, Probe, accelerator_of
+from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.epoch import Epoch
+from epload.sync.formation import JoinMessage
+from epload.sync.lobby import Attendance, Member, Offer, Participants, fetch_members
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect, fetch
 from epload.sync.targets import FullTensors, ModelTarget, Target, TargetProvider
-
-STAGES = ("host", "device", "none")
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,16 @@ class EngineRank:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
 
 
-class WeightReceiver:
+@dataclass(frozen=True)
+class EngineMessage:
+    """A rank's message as the ranks of a job become an engine."""
+
+    name: str
+    """A name for the engine, of which that of the first rank is taken."""
+    machine: str
+
+
+class WeightReceiver(Endpoint):
     """Receives the weights of a :class:`WeightSender`, version after version. See docs/sync.md.
 
     Not thread-safe. As a context manager, or with :meth:`close`, it leaves: the sender goes on without this engine.
@@ -109,39 +111,35 @@ class WeightReceiver:
             ValueError, TypeError: an argument is out of range, or of another type.
             LoadError: no sender answers, or it is that of another version of epload.
         """
-        log.configure()
-        if stage not in STAGES:
-            raise ValueError(f"expected stage to be one of {', '.join(STAGES)}, got {stage!r}")
+        super().__init__(timeout, verify, progress)
+        check_choice("stage", stage, ("host", "device", "none"))
         if target is None and stage != "host":
             raise ValueError(
                 "expected stage='host' without a target: full tensors are made out of the memory for a version"
             )
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
-        self._options = SyncOptions(as_timedelta(timeout), verify)
         self._stage = stage
-        self._target = _as_target(target, mapping, strict)
-        self._progress = progress
+        self._target: Target = FullTensors()
+        if isinstance(target, TargetProvider):
+            self._target = target.sync_target(strict)
+        elif target is not None:
+            self._target = ModelTarget(target, mapping, strict)
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        self._address = address
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
-        self._store: Store = self._connect()
-        self._member = self._as_member()
-        self._attendance = Attendance(self._store, self._connect, self._member, self._options.timeout)
+        self._store, beats = (connect(address, self._timeout) for _ in range(2))
+        self._attendance = Attendance(self._store, beats, self._new_member(), self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, self._attendance.close)
         self._stale = False
         """True if this rank has left an epoch on which the sender may still count."""
-        self._closed = False
-        self._epoch: Epoch | None = None
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._refused = False
         """True if memory of a sender could not be opened in the epoch before."""
-        self._manifest: Manifest | None = None
-        self._share: Share | None = None
+        self._holdings = full_holdings((), ())
         self.version: int | None = None
         """Version that the target holds as a whole; None before the first, and while the target is torn."""
         self.staged: int | None = None
@@ -150,20 +148,20 @@ class WeightReceiver:
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
         that is applied as a whole mends it."""
 
-    def _connect(self) -> Store:
-        return connect(self._address, self._options.timeout)
-
     def _engine_of(self, topology: Topology | None, node: str) -> tuple[EngineRank, str]:
         if topology is None and not (dist.is_available() and dist.is_initialized()):
             return EngineRank(secrets.token_hex(4)), node
-        topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
+        topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         control, here = topology.control, local_network()
-        control.begin(self._options.timeout)
+        control.begin(self._timeout)
         with control.guard():
-            name, machines = control.settle("joining a sync", None, [secrets.token_hex(4), here], _first_name)
+            message = asdict(EngineMessage(secrets.token_hex(4), here))
+            views = control.settle("joining a sync", None, message, lambda views: list(views.items()))
         control.end()
+        messages = {rank: EngineMessage(**view) for rank, view in views}
+        name = messages[topology.ranks[0]].name
         # Emulated nodes of one machine are nodes here, too.
-        emulated = any(machines[str(rank)] == here for rank in topology.ranks if rank not in topology.node)
+        emulated = any(messages[rank].machine == here for rank in topology.ranks if rank not in topology.node)
         number = topology.nodes.index(topology.node)
         rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
         return EngineRank(name, rank, size), node or (str(number) if emulated else "")
@@ -184,17 +182,17 @@ class WeightReceiver:
             LoadError: a rank of either job failed, the sender offers another version, or none within the timeout; the same on
                 every rank that took part. :attr:`version` is what it was, unless the target is torn.
         """
-        if self._closed:
-            raise ValueError("expected an open WeightReceiver, got one that was closed; make a new one")
+        self._check_open()
         began = perf_counter()
         self._give_up()
-        offer, participants = self._wait_for_turn()
-        report = SyncReport(version=offer.version, verify=self._options.verify, stage=self._stage)
+        offer, participants, members = self._wait_for_turn()
+        report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage)
         report.waited = perf_counter() - began
         began = perf_counter()
         try:
-            with report.timed("plan"):
-                self._join(participants)
+            if not self._takes_part(participants):
+                with report.timed("plan"):
+                    self._join(participants, members)
             report.warnings += self._target.warnings
             self._receive(version, offer, report)
         except BaseException:
@@ -210,42 +208,42 @@ class WeightReceiver:
         """Receives an offered version into the node's memory or, with ``stage="none"``, into the target."""
         epoch, in_place = self._epoch, self._stage == "none"
         assert epoch is not None
-
-        def prepare() -> list[Tensor] | None:
-            """The tensors that the version arrives in; None for the node's memory. Raises LoadError if another version was asked
-            for."""
-            if version is not None and version != offer.version:
-                raise LoadError(
-                    f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
-                )
-            if self._stage == "host":
-                return None
-            if self._stage == "device":
-                assert self._share is not None
-                self._arrival = Arrival(self._share, self._target.facts())
-                tensors = self._arrival.tensors
-            else:
-                if self._target.tears_on_prepare:
-                    self._tear()
-                tensors = self._target.tensors()
-            device = epoch.puller.device if epoch.puller is not None else epoch.route.device if epoch.route else None
-            if device is not None and {tensor.device for tensor in tensors} != {device}:
-                raise LoadError(
-                    f"the receiver's tensors are no longer all on {device}, to which versions came; the next version finds them "
-                    "where they are"
-                )
-            return tensors
-
-        tensors, failure = attempt(prepare)
+        tensors, failure = attempt(lambda: self._arriving(version, offer, epoch))
         show = self._progress and self.engine.rank == 0
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._tear if in_place else lambda: None
-        epoch.sync(offer.version, tensors, report, self._options, show, failure, begins)
+        epoch.sync(offer.version, tensors, report, show, failure, begins)
         if in_place:
             self._target.finish()
             self.version, self.torn = offer.version, False
         else:
             self.staged = offer.version
+
+    def _arriving(self, version: int | None, offer: Offer, epoch: Epoch) -> list[Tensor] | None:
+        """Returns the tensors that a version arrives in; None for the node's memory. Raises LoadError if another version was
+        asked for."""
+        if version is not None and version != offer.version:
+            raise LoadError(
+                f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
+            )
+        if self._stage == "host":
+            return None
+        if self._stage == "device":
+            self._arrival = Arrival(self._holdings, self._target.layouts())
+            tensors = self._arrival.tensors
+        else:
+            tensors = self._target_tensors()
+        if epoch.device is not None and {tensor.device for tensor in tensors} != {epoch.device}:
+            raise LoadError(
+                f"the receiver's tensors are no longer all on {epoch.device}, to which versions came; the next version finds "
+                "them where they are"
+            )
+        return tensors
+
+    def _target_tensors(self) -> list[Tensor]:
+        if self._target.tears_on_prepare:
+            self._tear()
+        return self._target.tensors()
 
     def _tear(self) -> None:
         """The target may have tensors of two versions from here on."""
@@ -261,17 +259,13 @@ class WeightReceiver:
         """
         if self._stage == "none":
             return
-        if self.staged is None or self._epoch is None:
-            raise ValueError("expected a version that was received and not committed; call receive_weights() first")
-        if self._target.tears_on_prepare:
-            self._tear()
-        tensors = self._target.tensors()
+        epoch, _ = self._staged_version()
+        tensors = self._target_tensors()
         self._tear()
-        if self._stage == "device":
-            assert self._arrival is not None
-            self._arrival.copy_into(tensors, self._options.verify)
+        if self._arrival is not None:
+            self._arrival.copy_into(tensors, self._verify)
         else:
-            self._epoch.unpack(tensors, self._options.verify)
+            epoch.unpack(tensors)
         self._target.finish()
         self.version, self.torn = self.staged, False
         self._give_up()
@@ -285,9 +279,7 @@ class WeightReceiver:
         """
         if not isinstance(self._target, FullTensors):
             raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
-        if self.staged is None or self._epoch is None:
-            raise ValueError("expected a version that was received and not committed; call receive_weights() first")
-        epoch, version = self._epoch, self.staged
+        epoch, version = self._staged_version()
         self._tear()
         for name, tensor in self._target.assemble(epoch):
             if self._epoch is not epoch or self.staged != version:
@@ -295,68 +287,63 @@ class WeightReceiver:
             yield name, tensor
         self.version, self.staged, self.torn = version, None, False
 
-    def _wait_for_turn(self) -> tuple[Offer, Participants]:
-        """Accepts offers until this rank takes part in one."""
+    def _staged_version(self) -> tuple[Epoch, int]:
+        if self.staged is None or self._epoch is None:
+            raise ValueError("expected a version that was received and not committed; call receive_weights() first")
+        return self._epoch, self.staged
+
+    def _wait_for_turn(self) -> tuple[Offer, Participants, tuple[Member, ...]]:
+        """Accepts offers until this rank takes part in one. Returns the members of a new epoch as well."""
         if self._stale:
             self._rejoin()
-        until = time.monotonic() + self._options.timeout.total_seconds()
+        until = time.monotonic() + self._timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
             offer = self._attendance.accept_offer(timedelta(seconds=left))
-            participants = self._attendance.wait_for_participants(offer, self._options.timeout)
-            if participants is not None:
-                return offer, participants
+            participants = self._attendance.wait_for_participants(offer, self._timeout)
+            if self._takes_part(participants):
+                return offer, participants, ()
+            members = fetch_members(self._store, participants.members, self._timeout)
+            if self._attendance.member in members:
+                return offer, participants, members
             self._rejoin()  # it came too late for this offer, or was taken for dead
         raise WaitTimeout(
-            f"engine {self.engine.name} took part in no version within {self._options.timeout.total_seconds():.0f} s; have all "
+            f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
             f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
         )
 
     def _rejoin(self) -> None:
         """Joins anew, as another member: whoever takes part forms a new epoch."""
-        self._member = self._as_member()
-        self._attendance.rejoin(self._member)
+        self._attendance.join(self._new_member())
         self._stale = False
 
-    def _as_member(self) -> Member:
-        return this_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
+    def _new_member(self) -> Member:
+        return Member.of_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
 
-    def _join(self, participants: Participants) -> None:
-        if self._epoch is not None and self._epoch.number == participants.epoch:
-            return
+    def _join(self, participants: Participants, members: tuple[Member, ...]) -> None:
         self._drop_epoch()
-        _, failure = attempt(lambda: self._read(participants.manifest))
+        manifest, failure = attempt(lambda: self._read(participants.manifest))
         senders, whole = participants.senders, self._stage == "host"
-        devices = self._target.devices - {torch.device("cpu")} if whole else self._target.devices
+        devices = {device for device in self._target.devices if not (whole and device.type == "cpu")}
+        device = accelerator_of(devices)
         # What could not be opened is not tried again before the ranks have formed another epoch.
-        pulls = None if self._refused else accelerator_of(devices)
+        opens = device is not None and not self._refused
         self._refused = False
-        self._epoch = form_epoch(
-            self._store,
-            participants.epoch,
-            senders + len(participants.members),
-            Attendee(
-                senders + participants.members.index(self._member),
-                self._node,
-                False,
-                whole,
-                link_of(devices),
-                pulls=pulls,
-            ),
-            self._manifest or Manifest((), (), (), ""),
-            self._share or _NOTHING,
-            failure,
-            self._options,
-            describe_ranks(senders, participants.members),
-        )
+        probe = Probe(local_network(), device.type) if device is not None and opens else Probe()
+        message = JoinMessage(self._node, False, whole=whole, link=DeviceLink.of(device), probe=probe)
+        self._form_epoch(
+            participants, members, senders + members.index(self._attendance.member), message, device,
+            manifest or Manifest((), (), (), ""), self._holdings, failure,
+        )  # fmt: skip
 
-    def _read(self, manifest: str) -> None:
-        """Makes this rank's share of the sender's tensors."""
+    def _read(self, name: str) -> Manifest:
+        """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
         with garbage_collection.paused():
-            compact = fetch(self._store, manifest, self._options.timeout)
-            self._manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
-            self._share = self._target.share(self._manifest)
+            compact = fetch(self._store, name, self._timeout)
+            manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
+            self._holdings = self._target.holdings(manifest)
             for warning in self._target.warnings:
-                logger.warning("%s", warning)
+                log.logger.warning("%s", warning)
+        return manifest
 
     def _give_up(self) -> None:
         """Drops what has arrived."""
@@ -366,37 +353,11 @@ class WeightReceiver:
         self._give_up()
         if self._epoch is not None:
             self._refused = self._epoch.puller is not None and self._epoch.puller.refused
-            self._epoch.close()
-            self._epoch = None
+        super()._drop_epoch()
 
     # ---- ending ----
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
-        self._drop_epoch()
-        self._closed = True
+        super().close()
         self._leave()
-
-    def __enter__(self) -> WeightReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _as_target(target: nn.Module | TargetProvider | None, mapping: Mapping | str, strict: bool) -> Target:
-    if target is None:
-        return FullTensors()
-    if isinstance(target, TargetProvider):
-        return target.sync_target(strict)
-    return ModelTarget(target, mapping, strict)
-
-
-_NOTHING = Share(torch.zeros(0, dtype=torch.int64), (), (), (), ())
-
-
-def _first_name(views: dict[int, Any]) -> list[Any]:
-    """A name for the engine, and the machine of each rank."""
-    return [next(iter(views.values()))[0], {str(rank): machine for rank, (_, machine) in views.items()}]

@@ -4,55 +4,46 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from epload.checkpoint.manifest import Manifest
 from epload.cluster.membership import local_network
 from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology, as_timedelta
-from epload.core import garbage_collection, log, threads
+from epload.cluster.topology import Topology
+from epload.core import garbage_collection, threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
-from epload.mapping.wrappers import names_added_by_adapters
-from epload.model.targets import Targets
-from epload.planning.shares import Share, share_of_targets
-from epload.saving.catalog import catalog
-from epload.saving.model_reader import ModelReader
-from epload.sync.device_route import DeviceLink, link_of
-from epload.sync.epoch import Epoch, SyncOptions
-from epload.sync.formation import Attendee, describe_ranks, form_epoch
-from epload.sync.lobby import LEASE_SECONDS, Lobby, Member, Offer, Participants, fetch_members, publish_members
-from epload.sync.pulling import Probe
+from epload.sync.devices import accelerator_of
+from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.formation import JoinMessage
+from epload.sync.lobby import Lobby, Member, Offer, Participants, fetch_members, publish_members
 from epload.sync.report import SyncReport
+from epload.sync.sources import SentModel, SentTensors
 from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
 
-SNAPSHOTS = ("none", "host")
-TRANSPORTS = ("auto", "host")
-_FAILED_SECONDS = 3.0
-"""Seconds that the store outlives a failed version, as ranks that have ended do not say that they know of it."""
+_CONFIRMATION_SECONDS = 5.0
+"""Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
 
 
-class _Read(NamedTuple):
-    """A sender's model as it was read for one version."""
+@dataclass(frozen=True)
+class VersionMessage:
+    """A sender's message once it has read its model."""
 
-    targets: Targets
-    manifest: Manifest
-    """The tensors that are sent."""
-    share: Share
-    """The parts of them that this rank has."""
-    added: frozenset[str]
-    """Names of the tensors that adapters have added."""
+    version: int
+    manifest: str
+    """Digest of the tensors."""
+    changed: bool
+    """True if the epoch's plan does not fit the model any more."""
 
 
-class WeightSender:
+class WeightSender(Endpoint):
     """Sends a model's weights to the ranks of other jobs, version after version. See docs/sync.md.
 
     Not thread-safe. As a context manager, or with :meth:`close`, it frees its memory and ends its store, so that receivers which
@@ -107,62 +98,41 @@ class WeightSender:
             ValueError, TypeError: an argument is out of range, or of another type.
             LoadError: the address cannot be served; the same on every rank.
         """
-        log.configure()
+        super().__init__(timeout, verify, progress)
         host, port = parse_address(address)
-        if snapshot not in SNAPSHOTS:
-            raise ValueError(f"expected snapshot to be one of {', '.join(SNAPSHOTS)}, got {snapshot!r}")
-        if transport not in TRANSPORTS:
-            raise ValueError(f"expected transport to be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        check_choice("snapshot", snapshot, ("none", "host"))
+        check_choice("transport", transport, ("auto", "host"))
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
-        self._options = SyncOptions(as_timedelta(timeout), verify)
-        self.topology = topology if topology is not None else Topology.default(timeout=self._options.timeout)
-        self._reader = ModelReader(model, filled=False)
-        self._mapping = mapping
-        self._names_from = names_from
+        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host")
         self._snapshot = snapshot
-        self._transport = transport
-        self._progress = progress
         self._made_by = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
-        self._known: _Read | None = None
-        """The model as it was read for the previous version, if any."""
-        self._epoch: Epoch | None = None
-        self._link: DeviceLink | None = None
-        """Link of this version's tensors."""
-        self._epoch_link: DeviceLink | None = None
-        """Link of the tensors that the epoch was formed with."""
-        self._probe: Probe | None = None
-        """The probe of this version's tensors; None if versions have to pass through host memory."""
-        self._epoch_shares = False
-        """True if other processes can open the memory of those that the epoch was formed with."""
+        self._planned: tuple[object, ...] = ()
+        """The basis of the epoch's plan on this rank."""
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None
         self._sending: threading.Thread | None = None
-        self._sent: SyncReport | Exception | None = None
-        self._copies: list[Tensor] = []
+        self._outcome: SyncReport | Exception | None = None
         self._offer: Offer | None = None
         """The last, if receivers took part in it."""
-        self._complete = False
-        """True if they have its version."""
-        self._closed = False
-        store = self._open_store(host, port)
-        self._store = store
-        self.address: str = format_address(host, store.port)
+        self._store: TCPStore = self._open_store(host, port)
+        self.address: str = format_address(host, self._store.port)
         """Address at which receivers find this sender."""
-        self._lobby = Lobby(store, receivers) if self._first else None
+        self._lobby = Lobby(self._store, receivers) if self._first else None
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
         store, failure = attempt(lambda: serve((host, port)) if self._first else None)
-        control.begin(self._options.timeout)
+        control.begin(self._timeout)
         with control.guard():
             port = control.settle(
                 "serving the sync", failure, store.port if store is not None else 0, lambda views: max(views.values())
             )
             if store is None:
-                store, failure = attempt(lambda: connect((host, port), self._options.timeout))
+                store, failure = attempt(lambda: connect((host, port), self._timeout))
             control.settle("connecting to the sync's store", failure)
         control.end()
         assert store is not None
@@ -193,25 +163,23 @@ class WeightSender:
             raise ValueError(f"expected a version after {self._version}, got {version}: versions grow")
         if not wait and self._snapshot != "host":
             raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
-        if self._closed:
-            raise ValueError("expected an open WeightSender, got one that was closed; make a new one")
+        self._check_open()
         if self._sending is not None:
             raise ValueError("expected wait() to be called before the next version is sent")
         began = perf_counter()
-        report = SyncReport(version=version, verify=self._options.verify)
+        report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused():
-            read, failure = attempt(self._read_model)
-        tensors = None
-        if read is not None:
-            tensors, failure = attempt(lambda: self._tensors_of(read.targets))
-        if tensors is not None and self._transport == "auto":
-            self._link = link_of({tensor.device for tensor in tensors})
-            self._probe = Probe.of(tensors)
+            sent, failure = attempt(self._model.read)
         if wait:
-            return self._send(version, report, began, read, failure, tensors)
-        self._sending = threads.start(
-            "epload-send", lambda: self._send_in_thread(version, report, began, read, failure, tensors)
-        )
+            return self._send(report, began, sent, failure)
+
+        def send() -> None:
+            try:
+                self._outcome = self._send(report, began, sent, failure)
+            except Exception as error:
+                self._outcome = error
+
+        self._sending = threads.start("epload-send", send)
         return None
 
     def wait(self) -> SyncReport:
@@ -224,104 +192,52 @@ class WeightSender:
         if self._sending is None:
             raise ValueError("expected a version that is being sent; call send_weights(version, wait=False) first")
         self._sending.join()
-        self._sending, sent = None, self._sent
-        if isinstance(sent, SyncReport):
-            return sent
-        assert sent is not None
-        raise sent
-
-    def _send_in_thread(self, *args: Any) -> None:
-        try:
-            self._sent = self._send(*args)
-        except Exception as error:
-            self._sent = error
+        self._sending, outcome = None, self._outcome
+        if isinstance(outcome, SyncReport):
+            return outcome
+        assert outcome is not None
+        raise outcome
 
     def _send(
-        self,
-        version: int,
-        report: SyncReport,
-        began: float,
-        read: _Read | None,
-        failure: Exception | None,
-        tensors: list[Tensor] | None,
+        self, report: SyncReport, began: float, sent: SentTensors | None, failure: Exception | None
     ) -> SyncReport:
         try:
             self._offer = None
-            with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._options.timeout):
+            with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._timeout):
                 with self.topology.control.guard(), report.timed("plan"):
-                    participants = self._agree(version, read, failure)
-                assert read is not None
-                assert tensors is not None
-                self._move(version, participants, read, tensors, report)
+                    participants = self._agree(report.version, sent, failure)
+                assert sent is not None
+                if not self._takes_part(participants):
+                    with report.timed("plan"):
+                        self._join(participants, sent)
+                assert self._epoch is not None
+                show = self._progress and self._first
+                self._epoch.sync(report.version, sent.tensors, report, show)
         except Refused as refused:
             raise refused.failure.error() from None
         except BaseException:  # receivers may have left the epoch
             self._drop_epoch()
             raise
-        self._version, self._complete = version, True
+        self._version = report.version
         report.seconds = perf_counter() - began
         return report
 
-    def _read_model(self) -> _Read:
-        targets = self._reader.read()
-        added = names_added_by_adapters(self._reader.model, targets.index)
-        if self._known is not None and targets.matches(self._known.targets) and added == self._known.added:
-            return self._known._replace(targets=targets)
-        manifest, placed, _ = catalog(self._reader.model, targets, self._mapping, self._names_from)
-        share = share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
-        return _Read(targets, manifest, share, added)
-
-    def _tensors_of(self, targets: Targets) -> list[Tensor]:
-        """Returns the tensors to send: the model's own local tensors, or a copy of them in host memory."""
-        return self._snapshot_of(targets.local()) if self._snapshot == "host" else targets.local()
-
-    def _snapshot_of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies in host memory, which is used again for the next version."""
-        kept = self._copies
-        same = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(copy.shape, copy.dtype) for copy in kept]
-        if not same:
-            self._copies = kept = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
-        else:
-            for copy, tensor in zip(kept, tensors, strict=True):
-                copy.copy_(tensor.detach())
-        return kept
-
-    def _agree(self, version: int, read: _Read | None, failure: Exception | None) -> Participants:
+    def _agree(self, version: int, sent: SentTensors | None, failure: Exception | None) -> Participants:
         """The sender's ranks agree on the model, and hear which receivers take part."""
         control = self.topology.control
-        changed = (
-            read is None
-            or self._known is None
-            or self._known.share is not read.share
-            or self._link != self._epoch_link
-            or self._shares != self._epoch_shares
-        )
-        digest = read.manifest.digest.hex() if read is not None else ""
-
-        def check(views: dict[int, Any]) -> bool:
-            for rank, (digest, of_rank, _) in views.items():
-                first = next(iter(views.values()))
-                if of_rank != first[1]:
-                    raise ValueError(f"the ranks send different versions: {first[1]}, and {of_rank} on rank {rank}")
-                if digest != first[0]:
-                    raise LoadError(
-                        f"ranks {control.ranks[0]} and {rank} have models with different tensors; send one model"
-                    )
-            return any(changed for _, _, changed in views.values())
-
-        renew = control.settle("reading the model", failure, [digest, version, changed], check)
-        assert read is not None
-        self._known = read
-        if renew:
+        digest = sent.manifest.digest.hex() if sent is not None else ""
+        message = VersionMessage(version, digest, sent is None or self._planned != _basis(sent))
+        changed = control.settle("reading the model", failure, asdict(message), _check_same_model)
+        assert sent is not None
+        if changed:
             self._drop_epoch()
-        found, failure = attempt(lambda: self._gather(version, read.manifest) if self._lobby is not None else None)
-        said = control.settle(
-            "waiting for receivers", failure, found, lambda views: views[control.ranks[0]], patience=2
+        participants, failure = attempt(lambda: asdict(self._gather(version, sent)) if self._first else None)
+        decision = control.settle(
+            "waiting for receivers", failure, participants, lambda views: views[control.ranks[0]], patience=2
         )
-        members = fetch_members(self._store, said["members"], self._options.timeout)
-        return Participants(said["epoch"], members, said["manifest"], said["senders"])
+        return Participants(**decision)
 
-    def _gather(self, version: int, manifest: Manifest) -> dict[str, Any]:
+    def _gather(self, version: int, sent: SentTensors) -> Participants:
         """Offers a version, and waits for receivers. Called on the first rank."""
         assert self._lobby is not None
         control = self.topology.control
@@ -333,92 +249,68 @@ class WeightSender:
                 raise failure.error()
 
         try:
-            members = self._lobby.gather(offer, self._options.timeout, check)
+            members = self._lobby.gather(offer, self._timeout, check)
             if self._epoch is None or members != self._members:
                 self._epochs += 1
             self._members = members
-            name = publish(self._store, manifest.compact)
-            said = {"epoch": self._epochs, "members": publish_members(self._store, members), "manifest": name}
-            said["senders"] = len(self.topology.ranks)
+            manifest = publish(self._store, sent.manifest.compact)
+            names = publish_members(self._store, members)
+            participants = Participants(self._epochs, names, manifest, len(self.topology.ranks))
         except BaseException as error:
-            self._lobby.close(offer, {"failed": f"the sender gave up version {version}: {message_of(error)}"})
+            failed = f"the sender gave up version {version}: {message_of(error)}"
+            self._lobby.close(offer, Participants(failed=failed))
             raise
-        self._lobby.close(offer, said)
-        self._offer, self._complete = offer, False
-        return said
+        self._lobby.close(offer, participants)
+        self._offer = offer
+        return participants
 
-    def _move(
-        self,
-        version: int,
-        participants: Participants,
-        read: _Read,
-        tensors: list[Tensor],
-        report: SyncReport,
-    ) -> None:
-        _, manifest, share, _ = read
-        if self._epoch is None or self._epoch.number != participants.epoch:
-            with report.timed("plan"):
-                self._join(participants, manifest, share)
-        epoch = self._epoch
-        assert epoch is not None
-        epoch.sync(version, tensors, report, self._options, self._progress and self._first)
-
-    def _join(self, participants: Participants, manifest: Manifest, share: Share) -> None:
-        self._drop_epoch()
-        self._epoch_link, self._epoch_shares = self._link, self._shares
-        ranks = self.topology.ranks
-        rank = ranks.index(self.topology.rank)
-        node = next(i for i, node in enumerate(self.topology.nodes) if self.topology.rank in node)
-        self._epoch = form_epoch(
-            self._store,
-            participants.epoch,
-            len(ranks) + len(participants.members),
-            Attendee(rank, f"sender {local_network()} {node}", sends=True, link=self._link, probe=self._probe),
-            manifest,
-            share,
-            None,
-            self._options,
-            describe_ranks(len(ranks), participants.members),
-        )
-
-    @property
-    def _shares(self) -> bool:
-        return self._probe is not None and bool(self._probe.handle)
-
-    def _drop_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.close()
-            self._epoch = None
+    def _join(self, participants: Participants, sent: SentTensors) -> None:
+        members, topology = fetch_members(self._store, participants.members, self._timeout), self.topology
+        node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
+        message = JoinMessage(node, sends=True, link=sent.link, probe=sent.probe)
+        device = accelerator_of({tensor.device for tensor in sent.tensors})
+        rank = topology.ranks.index(topology.rank)
+        self._form_epoch(participants, members, rank, message, device, sent.manifest, sent.holdings)
+        self._planned = _basis(sent)
 
     # ---- ending ----
 
     def close(self) -> None:
         """Ends the store, and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 10 s until all receivers know that they have the last version, for which they need the store;
-        if it has failed, up to 3 s until they know why.
+        The first rank waits up to 5 s until all receivers know that they have the last version, or why it has failed, for which
+        they need the store.
         """
         if self._sending is not None:
             self._sending.join()
-        self._drop_epoch()
-        self._copies = []
-        self._known = None
-        if self._closed:
+        already = self._closed
+        super().close()
+        self._model.clear()
+        if already:
             return
-        self._closed = True
         if self._lobby is not None:
             with suppress(RuntimeError):
                 if self._offer is not None:
-                    seconds = LEASE_SECONDS if self._complete else _FAILED_SECONDS
-                    self._lobby.wait_for_confirmation(self._offer, len(self._members), seconds)
+                    self._lobby.wait_for_confirmation(self._offer, len(self._members), _CONFIRMATION_SECONDS)
                 self._lobby.end()
         self._lobby = None
         del self._store  # which ends it, and frees its port
 
-    def __enter__(self) -> WeightSender:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _basis(sent: SentTensors) -> tuple[object, ...]:
+    """Returns what a plan follows from on a sending rank."""
+    return sent.holdings, sent.link, bool(sent.probe.handle)
+
+
+def _check_same_model(views: dict[int, dict[str, Any]]) -> bool:
+    """Returns True if any rank's model has changed. Raises ValueError or LoadError if the ranks do not send the same."""
+    messages = {rank: VersionMessage(**view) for rank, view in views.items()}
+    first, reference = next(iter(messages.items()))
+    for rank, message in messages.items():
+        if message.version != reference.version:
+            raise ValueError(
+                f"the ranks send different versions: {reference.version}, and {message.version} on rank {rank}"
+            )
+        if message.manifest != reference.manifest:
+            raise LoadError(f"ranks {first} and {rank} have models with different tensors; send one model")
+    return any(message.changed for message in messages.values())

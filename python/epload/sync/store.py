@@ -20,13 +20,13 @@ from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 
 T = TypeVar("T")
-PROTOCOL = 5
+PROTOCOL = 6
 """Changes with what the two jobs say to each other."""
 Address = str | tuple[str, int]
 _GREETING = "epload"
 _GREETING_SECONDS = 10.0
 """Maximum seconds that a store that answers may take to identify itself."""
-_FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0
+_PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 _PART_BYTES = 4 << 20
 """Maximum bytes of one value; the store accepts up to 8 MiB."""
@@ -89,20 +89,19 @@ def connect(address: Address, timeout: timedelta) -> TCPStore:
     """
     host, port = parse_address(address)
     where = format_address(host, port)
-    until, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
+    until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             socket.create_connection((host, port), max(0.1, min(10.0, until - time.monotonic()))).close()
             store = answered(lambda: TCPStore(host, port, None, False, timedelta(seconds=10)), timeout)
             break
         except (OSError, RuntimeError) as error:
-            if time.monotonic() + pause >= until:
+            if time.monotonic() + _PAUSE_SECONDS >= until:
                 raise LoadError(
                     f"no sender answers at {where} within {timeout.total_seconds():.0f} s: {message_of(error)}; is the trainer "
                     "running, and does it serve this address?"
                 ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE)
+            time.sleep(_PAUSE_SECONDS)
     _check_greeting(store, where)
     return store
 
@@ -112,11 +111,11 @@ def _check_greeting(store: TCPStore, where: str) -> None:
     while (greeting := read_if_set(store, _GREETING)) is None:
         if time.monotonic() >= until:
             raise LoadError(f"the store at {where} is not that of an epload.WeightSender; is the port another job's?")
-        time.sleep(_FIRST_PAUSE)
-    theirs = json.loads(greeting)
-    if (theirs["epload"], theirs["protocol"]) != (_C.version, PROTOCOL):
+        time.sleep(_PAUSE_SECONDS)
+    sender = json.loads(greeting)
+    if (sender["epload"], sender["protocol"]) != (_C.version, PROTOCOL):
         raise LoadError(
-            f"the sender at {where} is epload {theirs['epload']} (sync protocol {theirs['protocol']}), this receiver is epload "
+            f"the sender at {where} is epload {sender['epload']} (sync protocol {sender['protocol']}), this receiver is epload "
             f"{_C.version} (protocol {PROTOCOL}); install the same version in both jobs"
         )
 
@@ -127,14 +126,14 @@ def answered(call: Callable[[], T], timeout: timedelta) -> T:
     Raises:
         LoadError: it takes longer than ``timeout``.
     """
-    found: list[tuple[T | None, Exception | None]] = []
-    thread = threads.start("epload-store", lambda: found.append(attempt(call)))
+    results: list[tuple[T | None, Exception | None]] = []
+    thread = threads.start("epload-store", lambda: results.append(attempt(call)))
     thread.join(timeout.total_seconds())
-    if not found:
+    if not results:
         raise LoadError(
             f"the sender's store has not answered within {timeout.total_seconds():.0f} s; is the trainer's first rank stopped?"
         )
-    ((value, error),) = found
+    ((value, error),) = results
     if error is not None:
         raise error
     return value  # type: ignore[return-value]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.columns import arange
-from epload.core.copy_table import CopyTable
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
@@ -20,45 +17,38 @@ from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
-from epload.planning.shares import Share, share_of_targets, whole_share
+from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
 from epload.saving.model_reader import ModelReader
-from epload.sync.arrival import TensorFacts
+from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.epoch import Epoch
 
-_BATCH_BYTES = 64 << 20
-"""Maximum bytes of full tensors that are made at once, unless one is larger."""
 _MOST_SHOWN = 5
 
 
-class Target(Protocol):
-    tears_on_prepare: bool
+class Target:
+    """Defines what a receiver fills, on one rank."""
+
+    tears_on_prepare = False
     """True if :meth:`tensors` already changes what an engine computes with."""
+    devices: Collection[torch.device] = ()
+    """Devices of the local tensors that the holdings count, once :meth:`holdings` was called."""
+    warnings: Sequence[str] = ()
+    """Warnings that the report of every received version has, once :meth:`holdings` was called."""
 
-    @property
-    def warnings(self) -> Sequence[str]:
-        """Warnings that the report of every received version has, once :meth:`share` was called."""
-        ...
-
-    def share(self, manifest: Manifest) -> Share:
+    def holdings(self, manifest: Manifest) -> Holdings:
         """Returns the parts of the sender's tensors that this rank needs. Raises ModelMismatch if they do not fit."""
-        ...
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Devices of the local tensors that the share counts, once :meth:`share` was called."""
-        ...
+        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
-        """The local tensors that the share counts. Raises LoadError if they are not what they were."""
-        ...
+        """Returns the local tensors that the holdings count. Raises LoadError if they are not what they were."""
+        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
 
-    def facts(self) -> list[TensorFacts]:
-        """The facts of what :meth:`tensors` will return. Raises LoadError if they are not known."""
-        ...
+    def layouts(self) -> list[TensorLayout]:
+        """Returns those of what :meth:`tensors` will return. Raises LoadError if they are not known."""
+        return list(map(layout_of, self.tensors()))
 
     def finish(self) -> None:
-        """After a version was copied into them."""
-        ...
+        """Called after a version was copied into the tensors."""
 
 
 @runtime_checkable
@@ -70,27 +60,16 @@ class TargetProvider(Protocol):
         ...
 
 
-class ModelTarget:
+class ModelTarget(Target):
     """The parameters and persistent buffers of a model."""
-
-    tears_on_prepare = False
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
         self._reader = ModelReader(model, filled=True)
         self._mapping = mapping
         self._strict = strict
-        self._known: Targets | None = None
+        self._filled: Targets | None = None
 
-    @property
-    def warnings(self) -> Sequence[str]:
-        warning = below_fp32_warning(self._known) if self._known is not None else ""
-        return [warning] if warning else []
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self._known.local()} if self._known is not None else set()
-
-    def share(self, manifest: Manifest) -> Share:
+    def holdings(self, manifest: Manifest) -> Holdings:
         targets = self._reader.read()
         mapping = resolve_mapping(self._mapping, self._reader.model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
@@ -115,22 +94,19 @@ class ModelTarget:
                 missing_keys=missing,
                 unexpected_keys=unexpected,
             )
-        self._known = targets
-        return share_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+        self._filled = targets
+        self.devices = {tensor.device for tensor in targets.local()}
+        warning = below_fp32_warning(targets)
+        self.warnings = [warning] if warning else []
+        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
         targets = self._reader.read()
-        if self._known is not None and not targets.matches(self._known):
+        if self._filled is not None and not targets.matches(self._filled):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
             )
         return targets.local()
-
-    def facts(self) -> list[TensorFacts]:
-        return list(map(TensorFacts.of, self.tensors()))
-
-    def finish(self) -> None:
-        pass
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -149,66 +125,33 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
                 )
 
 
-class FullTensors:
+class FullTensors(Target):
     """All tensors of the sender in full, once in each node's memory."""
 
-    tears_on_prepare = False
-    warnings: ClassVar[Sequence[str]] = ()
-    devices: ClassVar[set[torch.device]] = {torch.device("cpu")}
+    devices = (torch.device("cpu"),)
 
     def __init__(self) -> None:
-        self._manifest: Manifest | None = None
+        self._manifest = Manifest((), (), (), "")
 
-    def share(self, manifest: Manifest) -> Share:
+    def holdings(self, manifest: Manifest) -> Holdings:
         self._manifest = manifest
-        return whole_share(manifest.shapes, manifest.dtypes)
-
-    def tensors(self) -> list[Tensor]:
-        raise ValueError("a receiver without a target has nothing to commit to: take its tensors()")
-
-    def facts(self) -> list[TensorFacts]:
-        return list(map(TensorFacts.of, self.tensors()))
-
-    def finish(self) -> None:
-        pass
+        return full_holdings(manifest.shapes, manifest.dtypes)
 
     def assemble(self, epoch: Epoch) -> Iterator[tuple[str, Tensor]]:
-        """Makes the tensors out of the node's memory, some at a time, in the sender's order."""
+        """Makes the tensors out of the node's memory, one after the other, in the sender's order."""
         manifest = self._manifest
-        assert manifest is not None
-        tensor, bucket, rows = _rows_by_tensor(epoch)
-        ends = torch.searchsorted(tensor, arange(len(manifest.names)), right=True).tolist()
+        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in manifest.names]
+        """Numbers of buckets and rows of their copies, by tensor."""
+        for number, bucket in enumerate(epoch.plan.buckets):
+            table = bucket.rows.select(bucket.rows.target.argsort(stable=True))
+            targets, counts = torch.unique_consecutive(table.target, return_counts=True)
+            numbers = targets.tolist()
+            table.target.zero_()
+            for target, rows in zip(numbers, torch.split(table.rows, counts.tolist()), strict=True):
+                pieces[target].append((number, rows))
         buffers = dict(epoch.staged_buckets())
-        first = 0
-        for batch in _batches(manifest):
-            made = [torch.empty(manifest.shapes[i], dtype=manifest.dtypes[i], device="cpu") for i in batch]
-            last = ends[batch[-1]]
-            part, of = rows.select(slice(first, last)), bucket[first:last]
-            for number in torch.unique(of).tolist():
-                some = part.select(of == number)
-                some.target.sub_(batch[0])
-                ops.unpack(buffers[number], made, some.rows)
-            first = last
-            yield from zip((manifest.names[i] for i in batch), made, strict=True)
-
-
-def _rows_by_tensor(epoch: Epoch) -> tuple[Tensor, Tensor, CopyTable]:
-    """The copies of all buckets in the order of tensors, which they count as targets; the tensor and the bucket of each."""
-    buckets = epoch.plan.buckets
-    table = buckets.copies
-    order = torch.argsort(table.target, stable=True)
-    table = table.select(order)
-    return table.target.clone(), buckets.of_rows()[order], table
-
-
-def _batches(manifest: Manifest) -> Iterator[range]:
-    """Consecutive tensors that are made at once."""
-    first = total = 0
-    for i, (shape, dtype) in enumerate(zip(manifest.shapes, manifest.dtypes, strict=True)):
-        nbytes = prod(shape) * dtype.itemsize
-        if i > first and total + nbytes > _BATCH_BYTES:
-            yield range(first, i)
-            first, total = i, 0
-        total += nbytes
-    if first < len(manifest.names):
-        yield range(first, len(manifest.names))
+        for name, shape, dtype, of_tensor in zip(manifest.names, manifest.shapes, manifest.dtypes, pieces, strict=True):
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            for number, rows in of_tensor:
+                ops.unpack(buffers[number], [tensor], rows)
+            yield name, tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +11,10 @@ from torch import Tensor
 
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
-from epload.planning.waves import Wave
 from epload.staging.shards import Shards
 from epload.transport.sinks import PlainSink
 from epload.transport.sources import HostSource
 
-_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
-"""Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
-wakes threads at both ends."""
 _NO_RANK = -1
 
 
@@ -31,11 +27,6 @@ class ExchangeRoles:
     rank: int
 
     crosses = True
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a message; equal on all ranks."""
-        return _CHUNK_BYTES if len(self.members.nodes) > 1 else _LONE_CHUNK_BYTES
 
     @property
     def sends(self) -> bool:
@@ -56,14 +47,13 @@ class ExchangeRoles:
 
     def reader(self, bucket: int) -> int:
         """The rank that fills a bucket."""
-        buckets = self.plan.buckets
-        return buckets.streams[buckets.stream[bucket]].owner
+        return self.plan.buckets[bucket].stream.owner
 
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
-        """Along each bucket's path, between ranks of the rail that its sender is in."""
+        """Returns the steps along each bucket's path, between ranks of the rail that its sender is in."""
         members = self.members
         rail = members.rail_of[self.rank]
-        found = []
+        steps: list[Step] = []
         for number, begin, end in buckets:
             bucket = self.plan.buckets[number]
             owner, path = bucket.stream.owner, bucket.stream.path(bucket.wave)
@@ -72,31 +62,12 @@ class ExchangeRoles:
             at = -1 if self.sends else path.index(self.number)
             before = _NO_RANK if self.sends else owner if at == 0 else members.nodes[path[at - 1]][rail]
             after = members.nodes[path[at + 1]][rail] if at + 1 < len(path) else _NO_RANK
-            found.append((begin, end, before, _NO_RANK, after, _NO_RANK))
-        return found
-
-
-def exchange_waves(plan: ExchangePlan) -> list[Wave]:
-    """A plan's waves with their places in a staging buffer."""
-    return [
-        Wave.of(index, numbers, plan.buckets.nbytes[numbers.start : numbers.stop])
-        for index, numbers in enumerate(plan.waves)
-    ]
-
-
-def landing_waves(plan: ExchangePlan) -> list[Wave]:
-    """The waves of what lands in a node's memory, behind those of the plan."""
-    if plan.landing is None:
-        return []
-    first, nbytes = len(plan.waves), plan.landing.buckets.nbytes
-    return [
-        Wave.of(index, numbers, nbytes[numbers.start : numbers.stop])
-        for index, numbers in enumerate(plan.landing.waves, first)
-    ]
+            steps.append((begin, end, before, _NO_RANK, after, _NO_RANK))
+        return steps
 
 
 class ShardSource(HostSource):
-    """Buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
+    """Fills buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -106,7 +77,7 @@ class ShardSource(HostSource):
 
 
 class ShardSink(PlainSink):
-    """Into the receiver's tensors as buckets arrive, or not yet. See :class:`~epload.transport.sinks.Sink`."""
+    """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transport.sinks.Sink`."""
 
     def __init__(self, shards: Shards | None) -> None:
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
@@ -123,3 +94,26 @@ class ShardSink(PlainSink):
     def unpack(self, number: int, bucket: Tensor) -> None:
         if self._shards is not None:
             self._shards.unpack(number, bucket)
+
+
+class MemorySink(PlainSink):
+    """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transport.sinks.Sink`."""
+
+    def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
+        """
+        Args:
+            places: that of each bucket.
+            verify: raises LoadError if a bucket's checksum is not that of its bytes.
+        """
+        self._places = places
+        self._verify = verify
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        place = self._places[number]
+        self._copy(place, bucket)
+        if self._verify is not None:  # what is kept, and not what was on the device
+            self._verify(number, place)
+
+    @staticmethod
+    def _copy(place: Tensor, bucket: Tensor) -> None:
+        place.copy_(bucket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
 from epload.integrations.engine.targets import storage_of, whole_box
 from epload.integrations.engine.trace import LoadWeights
-from epload.planning.shares import Part, Share, ShareBuilder, parts_of_view
-from epload.sync.arrival import TensorFacts
+from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts, parts_of_view
+from epload.sync.arrival import TensorLayout
+from epload.sync.targets import Target
 
 _MAX_SHOWN = 5
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -136,12 +137,11 @@ def parameter_ids(engine: EngineModel) -> dict[str, int]:
     return {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
 
 
-class EngineTarget:
+class EngineTarget(Target):
     """See :class:`~epload.sync.targets.Target`."""
 
     tears_on_prepare = True
     """An engine's ``begin`` may take apart what it computes with."""
-    warnings: ClassVar[Sequence[str]] = ()
 
     def __init__(self, engine: EngineModel, strict: bool) -> None:
         self._engine = engine
@@ -152,11 +152,10 @@ class EngineTarget:
         """The targets that are filled directly; they come first among the local tensors."""
         self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
         self._full: list[Tensor] = []
-        self.devices: set[torch.device] = set()
         self._own_devices: set[torch.device] = set()
         """Without that of what the engine loads by itself."""
 
-    def share(self, manifest: Manifest) -> Share:
+    def holdings(self, manifest: Manifest) -> Holdings:
         self._recorded = RecordedEngine(self._engine, manifest, self._parameters, self._strict)
         tensors, recording = self._recorded.tensors, self._recorded.recording
         names = dict.fromkeys(name for places in recording.regions for name, _ in places)
@@ -165,25 +164,20 @@ class EngineTarget:
         self.devices = self._own_devices | ({torch.device("cpu")} if recording.whole else set())
         numbers = {name: number for number, name in enumerate(names)}
         self._whole = []
-        builder = ShareBuilder(len(manifest.names))
+        builder = HoldingsBuilder(len(manifest.names))
         columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
         for number, (name, shape, dtype, places) in enumerate(columns):
-            key: tuple[object, ...]
             local: tuple[int, ...]
             if name in recording.whole:
                 local = (len(numbers) + len(self._whole),)
                 self._whole.append((name, torch.Size(shape), dtype))
-                key = ("whole", shape, dtype)
-                if not builder.add_alike(number, local, key):
-                    builder.add(number, local, dtype, key, _whole_parts(shape))
+                builder.add(number, local, dtype, ("whole", shape, dtype), partial(full_parts, shape))
             elif places:
                 local = tuple(numbers[target] for target, _ in places)
                 kinds = {tensors[target].dtype for target, _ in places}
                 kind = kinds.pop() if len(kinds) == 1 else dtype
                 views = [(view, tuple(tensors[target].shape)) for target, view in places]
-                key = (shape, kind, *views)
-                if not builder.add_alike(number, local, key):
-                    builder.add(number, local, kind, key, _parts(views, shape))
+                builder.add(number, local, kind, (shape, kind, *views), partial(_parts, views, shape))
         return builder.build()
 
     def tensors(self) -> list[Tensor]:
@@ -197,15 +191,15 @@ class EngineTarget:
         self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
         return [*(tensor.detach() for tensor in filled.values()), *self._full]
 
-    def facts(self) -> list[TensorFacts]:
+    def layouts(self) -> list[TensorLayout]:
         if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
             raise LoadError(
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
         layouts = self._layouts.values()
-        own = [TensorFacts(shape, dtype, device) for device in self._own_devices for shape, _, dtype in layouts]
-        return [*own, *(TensorFacts(shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
+        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in layouts]
+        return [*own, *((shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
 
     def finish(self) -> None:
         assert self._recorded is not None
@@ -221,11 +215,6 @@ def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) ->
         for place, (view, target) in enumerate(views)
         for part in parts_of_view(view, shape, [OwnedRegion((0,) * len(target), target, (0,) * len(target))], place)
     ]
-
-
-def _whole_parts(shape: tuple[int, ...]) -> list[Part]:
-    zeros = (0,) * len(shape)
-    return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
 
 
 def _layout(tensor: Tensor) -> _Layout:

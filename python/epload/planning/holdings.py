@@ -1,13 +1,13 @@
-"""Describes what one rank has, or wants, of tensors that two jobs share: boxes, and where each is in a local tensor. Pure."""
+"""Describes what one rank has, or wants, of tensors that ranks divide: boxes, and where each is in a local tensor. Pure."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ def _boxes(offset: int, size: Shape, strides: Shape, local: Shape, shape: Shape)
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Holdings:
     """One rank's parts of all tensors. Thousands of tensors are divided alike, so parts are listed by class."""
 
     class_of: Tensor
@@ -120,17 +120,16 @@ class Share:
         """The most dims of a local tensor, at least 1."""
         return max((len(part.local_start) for part in chain.from_iterable(self.classes)), default=1) or 1
 
-    def outline(self) -> Outline:
-        """Returns the part of it that other ranks need to know."""
-        return Outline(self.class_of, self.boxes, self.dtypes, self.mixed)
+    def summary(self) -> HoldingsSummary:
+        return HoldingsSummary(self.class_of, self.boxes, self.dtypes, self.mixed)
 
     def encode_parts(self) -> bytes:
-        """Compressed: what the outline lacks, and those need that copy out of the local tensors."""
+        """Returns, compressed, what the summary lacks and ranks that copy out of the local tensors need."""
         return zlib.compress(json.dumps([self.classes, self.targets], separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def decode(cls, outline: Outline, parts: bytes) -> Share:
-        """The inverse of :meth:`outline` and :meth:`encode_parts`."""
+    def decode(cls, summary: HoldingsSummary, parts: bytes) -> Holdings:
+        """The inverse of :meth:`summary` and :meth:`encode_parts`."""
         classes, targets = json.loads(zlib.decompress(parts))
         of_classes = tuple(
             tuple(
@@ -139,12 +138,12 @@ class Share:
             )
             for some in classes
         )
-        return cls(outline.class_of, of_classes, outline.dtypes, [tuple(some) for some in targets], outline.mixed)
+        return cls(summary.class_of, of_classes, summary.dtypes, [tuple(some) for some in targets], summary.mixed)
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
-    """A share as others see it: without the local tensors."""
+class HoldingsSummary:
+    """Holdings as other ranks see them: without the local tensors."""
 
     class_of: Tensor
     boxes: tuple[tuple[Box, ...], ...]
@@ -153,30 +152,30 @@ class Outline:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two outlines only if they are."""
+        """Digest that is equal for equal summaries only."""
         return digest_of("".join(map(digest_of, self.encode())).encode())
 
     def encode(self) -> tuple[bytes, bytes]:
-        """Compressed: :attr:`class_of`, which is equal on ranks with equal layouts, and the rest."""
+        """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and the rest."""
         columns = zlib.compress(self.class_of.to(torch.int32).numpy().tobytes(), 1)
         names = [dtype_names.name(dtype) for dtype in self.dtypes]
         rest = json.dumps([self.boxes, names, self.mixed], separators=(",", ":"))
         return columns, zlib.compress(rest.encode(), 1)
 
     @classmethod
-    def decode(cls, columns: bytes, rest: bytes) -> Outline:
+    def decode(cls, columns: bytes, rest: bytes) -> HoldingsSummary:
         """The inverse of :meth:`encode`."""
         class_of = torch.frombuffer(bytearray(zlib.decompress(columns)), dtype=torch.int32).to(torch.int64)
         boxes, names, mixed = json.loads(zlib.decompress(rest))
-        as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in of_class) for of_class in boxes)
+        as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in some) for some in boxes)
         return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)), tuple(mixed))
 
 
-def number_alike(kinds: Kinds, outlines: Iterable[Outline]) -> Tensor:
-    """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each outline. int64 [t]."""
+def number_alike(kinds: Kinds, summaries: Iterable[HoldingsSummary]) -> Tensor:
+    """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each summary. int64 [t]."""
     key = numbered_rows([kinds.shape_of, kinds.dtype_of])
-    for outline in {id(each.class_of): each for each in outlines}.values():
-        key = numbered(key * (len(outline.boxes) + 1) + outline.class_of - NO_PART)
+    for summary in {id(each.class_of): each for each in summaries}.values():
+        key = numbered(key * (len(summary.boxes) + 1) + summary.class_of - NO_PART)
     return key
 
 
@@ -185,30 +184,14 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-class ShareBuilder:
+class HoldingsBuilder:
     """Collects the parts of one rank, tensor by tensor."""
 
     def __init__(self, tensors: int) -> None:
         self._class_of = [NO_PART] * tensors
         self._targets: list[tuple[int, ...]] = [()] * tensors
         self._numbers: dict[object, int] = {}
-        self._classes: list[tuple[Part, ...]] = []
-        self._dtypes: list[torch.dtype] = []
-        self._mixed: list[bool] = []
-
-    def add_alike(self, tensor: int, targets: tuple[int, ...], key: object) -> bool:
-        """Adds a tensor whose parts and dtype are those that were added with an equal key; False if there are none.
-
-        Args:
-            tensor: its number.
-            targets: the local tensors that the parts' ``place`` counts.
-        """
-        number = self._numbers.get(key)
-        if number is None:
-            return False
-        if number != NO_PART:
-            self._class_of[tensor], self._targets[tensor] = number, targets
-        return True
+        self._classes: list[tuple[tuple[Part, ...], torch.dtype, bool]] = []
 
     def add(
         self,
@@ -216,85 +199,82 @@ class ShareBuilder:
         targets: tuple[int, ...],
         dtype: torch.dtype,
         key: object,
-        parts: Sequence[Part],
+        make_parts: Callable[[], Sequence[Part]],
         mixed: bool = False,
     ) -> None:
-        """Adds the first of the tensors with an equal key.
+        """Adds a tensor.
 
         Args:
+            tensor: its number.
+            targets: the local tensors that the parts' ``place`` counts.
             dtype: of the local tensors.
-            mixed: whether they have several.
+            key: equal for tensors with equal parts, ``dtype`` and ``mixed``.
+            make_parts: called for the first tensor with an equal key.
+            mixed: whether the local tensors have several dtypes.
         """
-        self._numbers[key] = len(self._classes) if parts else NO_PART
-        if parts:
-            self._classes.append(tuple(parts))
-            self._dtypes.append(dtype)
-            self._mixed.append(mixed)
-        self.add_alike(tensor, targets, key)
+        number = self._numbers.get(key)
+        if number is None:
+            parts = tuple(make_parts())
+            number = self._numbers[key] = len(self._classes) if parts else NO_PART
+            if parts:
+                self._classes.append((parts, dtype, mixed))
+        if number != NO_PART:
+            self._class_of[tensor], self._targets[tensor] = number, targets
 
-    def build(self) -> Share:
-        class_of = torch.tensor(self._class_of, dtype=torch.int64)
-        return Share(class_of, tuple(self._classes), tuple(self._dtypes), self._targets, tuple(self._mixed))
+    def build(self) -> Holdings:
+        classes, dtypes, mixed = zip(*self._classes, strict=True) if self._classes else ((), (), ())
+        return Holdings(column(self._class_of), classes, dtypes, self._targets, mixed)
 
 
-def share_of_targets(
+def holdings_of_targets(
     shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
-) -> Share:
+) -> Holdings:
     """Returns the parts that a rank has of the tensors in a model.
 
     Args:
         shapes: of the tensors.
-        dtypes: of the tensors; of a tensor with places of several dtypes, the share has this one.
+        dtypes: of the tensors; the holdings have this one for a tensor with places of several dtypes.
         targets: of the model, as they are on this rank.
         placed: the places of each tensor, as from :func:`epload.mapping.place.place`.
     """
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
-    builder = ShareBuilder(len(shapes))
-    index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
+    builder = HoldingsBuilder(len(shapes))
     for i, places in enumerate(placed):
-        if len(places) == 1:  # as most have, and there are many
-            ((name, view),) = places
-            number = index[name]
-            single = id(view), layout_of[number], dtype_of[number]
-            if builder.add_alike(i, (number,), single):
-                continue
-            builder.add(
-                i, (number,), dtype_of[number], single, parts_of_view(view, shapes[i], owned[layout_of[number]])
-            )
-            continue
         if not places:
             continue
-        numbers = tuple([index[name] for name, _ in places])
-        dtype = dtype_of[numbers[0]]
-        if mixed := any(dtype_of[number] != dtype for number in numbers):
+        numbers = tuple([targets.index[name] for name, _ in places])
+        dtype = targets.dtypes[numbers[0]]
+        if mixed := any(targets.dtypes[number] != dtype for number in numbers):
             dtype = dtypes[i]
-        views = [(view, layout_of[number]) for (_, view), number in zip(places, numbers, strict=True)]
+        views = [(view, targets.layout[number]) for (_, view), number in zip(places, numbers, strict=True)]
+
+        def make_parts(shape: Shape = shapes[i], views: Sequence[tuple[View, int]] = views) -> list[Part]:
+            parts = (parts_of_view(view, shape, owned[layout], at) for at, (view, layout) in enumerate(views))
+            return list(chain.from_iterable(parts))
+
         key = (dtype, mixed, *[(id(view), layout) for view, layout in views])
-        if not builder.add_alike(i, numbers, key):
-            parts = [
-                part
-                for place, (view, layout) in enumerate(views)
-                for part in parts_of_view(view, shapes[i], owned[layout], place)
-            ]
-            builder.add(i, numbers, dtype, key, parts, mixed)
+        builder.add(i, numbers, dtype, key, make_parts, mixed)
     return builder.build()
 
 
-def whole_share(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Share:
-    """The share of a rank that wants all tensors in full; local tensor i is tensor i."""
-    builder = ShareBuilder(len(shapes))
+def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Holdings:
+    """Returns the holdings of a rank that wants all tensors in full; local tensor i is tensor i."""
+    builder = HoldingsBuilder(len(shapes))
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        if not builder.add_alike(i, (i,), (shape, dtype)):
-            zeros = (0,) * len(shape)
-            parts = [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
-            builder.add(i, (i,), dtype, (shape, dtype), parts)
+        builder.add(i, (i,), dtype, (shape, dtype), partial(full_parts, shape))
     return builder.build()
+
+
+def full_parts(shape: Shape) -> list[Part]:
+    """Returns the parts of a tensor whose local tensor is all of it."""
+    zeros = (0,) * len(shape)
+    return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
 
 
 def copies_of_box(
     start: Shape,
     size: Shape,
-    share: Share,
+    holdings: Holdings,
     number: int,
     dtype: torch.dtype,
     once: bool,
@@ -306,7 +286,7 @@ def copies_of_box(
 
     Args:
         start, size: of the box.
-        number: of the tensor's class in the share.
+        number: of the tensor's class in the holdings.
         dtype: of the bucket's elements.
         once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
         whole: the tensor's shape, if it is the tensor that lies in the bucket.
@@ -315,12 +295,12 @@ def copies_of_box(
     strides = strides if strides is not None else row_major_strides(size if whole is None else whole)
     first = start if whole is None else (0,) * len(whole)
     found = []
-    for part in share.classes[number]:
+    for part in holdings.classes[number]:
         if (shared := intersect((start, size), part.box)) is None:
             continue
         local, extent = part.within(*shared)
         steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
-        fill = [0] * (share.dims - len(local))
+        fill = [0] * (holdings.dims - len(local))
         row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
         found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
         if once and shared == (start, size):
@@ -331,8 +311,8 @@ def copies_of_box(
 class CopyTemplates:
     """Copies that are equal for thousands of tensors but for their targets and offsets, each listed once."""
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
         self._table: list[list[int]] = []
         self._places: list[int] = []
         self._counts: list[int] = []
@@ -345,14 +325,14 @@ class CopyTemplates:
         return len(self._counts) - 1
 
     def expand(self, tensor: Tensor, template: Tensor) -> tuple[CopyTable, Tensor]:
-        """Returns the copies of rows, whose targets are the share's local tensors, and the row of each copy.
+        """Returns the copies of rows, whose targets are the holdings' local tensors, and the row of each copy.
 
         Args:
             tensor: int64 [n], the tensor of each row.
             template: int64 [n], the template of each row.
         """
         which, row = expand(column(self._counts), template)
-        width = CopyTable.columns(self._share.dims)
+        width = CopyTable.columns(self._holdings.dims)
         copies = CopyTable(column(list(chain.from_iterable(self._table))).reshape(-1, width)[which])
-        copies.target[:] = padded(self._share.targets)[tensor[row], column(self._places)[which]]
+        copies.target[:] = padded(self._holdings.targets)[tensor[row], column(self._places)[which]]
         return copies, row
