@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from epload.mapping.rules import Rename
 from safetensors import safe_open
 from torch import Tensor
 
 import epload
+from epload.mapping.mapping import Rename
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
