@@ -17,7 +17,6 @@ namespace epload {
 namespace {
 
 constexpr int64_t kRequestBytes = 16 << 20;
-constexpr size_t kVectors = 512;
 constexpr int64_t kScratchBytes = 4 << 20;
 constexpr int64_t kStreamBytes = 256 << 10; // requests up to this are read into the cache and streamed from there: the
                                             // kernel copies slowly to memory that is in no cache
@@ -26,10 +25,6 @@ constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
 constexpr size_t kTaskRequests = 32;        // a thread takes this many requests at once,
 constexpr int64_t kTaskBytes = 1 << 20;     // or fewer that have this many bytes
 constexpr size_t kManyRequests = 64;        // fewer take no time worth saving
-constexpr size_t kProbes = 8;               // short requests, whose median is what one takes
-constexpr int64_t kProbeBytes = 64 << 10;   // that a short one has at most
-constexpr double kSlowSeconds = 5e-4;       // from which on it is slow: a cold SSD takes less
-constexpr double kSlowRate = 256e6;         // bytes/s at which a slow store surely reads on
 
 // Divides requests among tasks.
 template <typename Request>

@@ -212,9 +212,9 @@ void close(void* memory) {
   library().close(memory);
 }
 
-const RegisterRegionCopy registered(kDevice, region_copy_cuda);
-const RegisterPinning pinning(kDevice, pin, unpin);
-const RegisterSharing sharing(kDevice, share, open, close);
+const RegisterRegionCopy registered_cuda(kDevice, region_copy_cuda);
+const RegisterPinning registered_pinning(kDevice, pin, unpin);
+const RegisterSharing registered_sharing(kDevice, share, open, close);
 
 } // namespace
 } // namespace epload

@@ -1,5 +1,6 @@
 #include "crossing.h"
 
+#include "../cpu/ranged_reader.h"
 #include "../cpu/threads.h"
 #include "../strided.h"
 
@@ -22,7 +23,6 @@ namespace {
 constexpr int64_t kStraightBytes = 256 << 10; // a shorter run costs less as a part of a piece than as a copy of its own
 constexpr int64_t kRowBytes = 512;            // shorter rows are not picked out of the file one by one
 constexpr int64_t kRegionAlignment = 16;      // in a piece: of the widest access of a device
-constexpr size_t kVectors = 512;
 constexpr int64_t kManyRows = 64; // fewer take no time worth saving
 
 int64_t aligned(int64_t at) {

@@ -42,7 +42,7 @@ void region_copy_npu(
   }
 }
 
-const RegisterRegionCopy registered(c10::DeviceType::PrivateUse1, region_copy_npu);
+const RegisterRegionCopy registered_npu(c10::DeviceType::PrivateUse1, region_copy_npu);
 
 } // namespace
 } // namespace epload

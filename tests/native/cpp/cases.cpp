@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -26,13 +25,6 @@
 #include <vector>
 
 namespace {
-
-void require(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "does not hold: %s\n", what);
-    std::abort();
-  }
-}
 
 // Numbers out of arbitrary bytes; zeros when they are used up.
 class Input {

@@ -29,13 +29,6 @@
 
 namespace {
 
-void require(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "does not hold: %s\n", what);
-    std::abort();
-  }
-}
-
 using Case = void (*)(const uint8_t*, size_t);
 
 size_t replay(Case run, const std::filesystem::path& folder) {
