@@ -163,22 +163,6 @@ class ByteStore(ABC):
             regions.unpack_other(copies, buffer)
         return int(spans.sum())
 
-    def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
-        """Computes the digests of regions of tensors as it reads them, if the store has such a path.
-
-        Args:
-            files, offsets: as for :meth:`read_regions`.
-            origins: int64 CPU tensor [n, 2], as in ``Regions``.
-            table: a copy table of n rows, as for ``ops.digest_files``.
-
-        Returns:
-            int64 [n], or None if the store can only :meth:`read`.
-
-        Raises:
-            CheckpointError: as for :meth:`read`.
-        """
-        return None
-
     @abstractmethod
     def reopen(self) -> None:
         """Opens all files by path again, so that later reads see what other ranks find there.

@@ -113,7 +113,6 @@ class Proof:
             all_claims = list(self._claims_of(tables))
             if sum(map(len, received.values())) <= _MAX_CACHED_ROWS:
                 self._received = tables, all_claims
-        # If digests are computed from files directly, no page of this is ever touched.
         scratch = torch.empty(max((self._nbytes(each) for each in all_claims), default=0), dtype=torch.uint8)
         wrong: dict[str, set[int]] = {}
         for each in all_claims:
@@ -132,9 +131,6 @@ class Proof:
 
     def _expected(self, claims: BucketClaims, checkpoint: Checkpoint, scratch: Tensor) -> Tensor:
         """The digests that the checkpoint has. ``scratch``: as large as the bucket."""
-        from_files = checkpoint.digest_regions(claims.origins, claims.table)
-        if from_files is not None:
-            return from_files
         bucket = self._plan.buckets[claims.bucket]
         checkpoint.fill(scratch, self._plan.pieces(bucket))
         return ops.digest_bucket(scratch, claims.table)

@@ -59,7 +59,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
 CHANGES_OF_ALL = [("_IMPL(epload,", "_IMPL(epload_test,"), ('>("epload", ', '>("epload_test", ')]
 """The same, for files that may or may not have such text."""
 
-LEFT_OUT = ("python/columns.cpp", "python/module.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
+LEFT_OUT = ("module.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
 """The Python module; Ascend, whose place the fake accelerator has."""
 
 BROKEN = """#pragma once
