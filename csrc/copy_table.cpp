@@ -96,43 +96,14 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
-void check_bucket_sides(const std::vector<RegionCopy>& copies, int64_t bucket_nbytes) {
-  for (size_t r = 0; r < copies.size(); ++r) {
-    check_bucket_side(static_cast<int64_t>(r), copies[r], bucket_nbytes);
-  }
-}
-
 // A table with one entry per tensor.
 at::IntArrayRef column(const char* op, const char* name, const at::Tensor& values) {
   const auto* const numbers = numbers_of(op, name, values, 1);
   return {numbers, static_cast<size_t>(values.numel())};
 }
 
-} // namespace
-
-void check_sides(const at::Tensor& bucket, at::TensorList tensors) {
-  TORCH_CHECK_VALUE(
-      bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
-      bucket.scalar_type(),
-      " of shape ",
-      bucket.sizes());
-  check_memory("region_copy's bucket", bucket, 0);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead(tensors, i);
-    TORCH_CHECK_VALUE(
-        tensors[i].device() == bucket.device(),
-        "region_copy: the bucket is on ",
-        bucket.device(),
-        " but tensor ",
-        i,
-        " is on ",
-        tensors[i].device());
-    check_memory("region_copy", tensors[i], i);
-  }
-}
-
-std::vector<RegionCopy> decode_rows(const at::Tensor& table, c10::IntArrayRef offsets) {
+// `offsets`, one per row, replace those of the table unless they are empty.
+std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
   const auto* row = numbers_of("region_copy", "the copy table", table, 2);
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
@@ -168,12 +139,48 @@ std::vector<RegionCopy> decode_rows(const at::Tensor& table, c10::IntArrayRef of
          Dims(start, start + ndim),
          Dims(size, size + ndim),
          Dims(stride, stride + ndim)});
+    check_bucket_side(r, copies.back(), nbytes);
   }
   return copies;
 }
 
-void check_rows(const std::vector<RegionCopy>& copies, int64_t nbytes, at::TensorList tensors) {
-  check_bucket_sides(copies, nbytes);
+} // namespace
+
+void check_bucket(const at::Tensor& bucket) {
+  TORCH_CHECK_VALUE(
+      bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
+      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes());
+  check_memory("region_copy's bucket", bucket, 0);
+}
+
+std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
+  check_bucket(bucket);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == bucket.device(),
+        "region_copy: the bucket is on ",
+        bucket.device(),
+        " but tensor ",
+        i,
+        " is on ",
+        tensors[i].device());
+  }
+  return decode_copies(bucket.numel(), tensors, table);
+}
+
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
+  return decode_rows(nbytes, table, {});
+}
+
+std::vector<RegionCopy> decode_copies(
+    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_memory("region_copy", tensors[i], i);
+  }
+  auto copies = decode_rows(nbytes, table, offsets);
   for (size_t r = 0; r < copies.size(); ++r) {
     const auto& copy = copies[r];
     TORCH_CHECK_VALUE(
@@ -197,43 +204,7 @@ void check_rows(const std::vector<RegionCopy>& copies, int64_t nbytes, at::Tenso
         tensor.dim());
     check_tensor_side(static_cast<int64_t>(r), copy, tensor);
   }
-}
-
-std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
-  check_sides(bucket, tensors);
-  auto copies = decode_rows(table);
-  check_rows(copies, bucket.numel(), tensors);
   return copies;
-}
-
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
-  auto copies = decode_rows(table, offsets);
-  check_bucket_sides(copies, nbytes);
-  return copies;
-}
-
-std::vector<RegionCopy> decode_copies(
-    int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_memory("region_copy", tensors[i], i);
-  }
-  auto copies = decode_rows(table, offsets);
-  check_rows(copies, nbytes, tensors);
-  return copies;
-}
-
-std::vector<at::ScalarType> target_dtypes(const char* op, const std::vector<RegionCopy>& copies) {
-  std::vector<at::ScalarType> dtypes;
-  dtypes.reserve(copies.size());
-  for (const auto& row : copies) {
-    TORCH_CHECK_VALUE(
-        row.tensor >= 0 && row.tensor < static_cast<int64_t>(at::ScalarType::Undefined),
-        op,
-        ": expected a dtype code in column 0, got ",
-        row.tensor);
-    dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
-  }
-  return dtypes;
 }
 
 FileOrigins::FileOrigins(

@@ -28,15 +28,8 @@ struct RegionCopy {
 // bucket and its tensor: a row that reaches outside them throws ValueError naming it.
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table);
 
-// The steps of it, for a table that is used with several buckets or tensors. The rows alone, checked against nothing
-// but the table's columns; `offsets` as below.
-std::vector<RegionCopy> decode_rows(const at::Tensor& table, c10::IntArrayRef offsets = {});
-
-// Throws ValueError unless the bucket is one and its memory and that of the tensors, on the same device, can be used.
-void check_sides(const at::Tensor& bucket, at::TensorList tensors);
-
-// Throws ValueError, naming the row, if one reaches outside a bucket of `nbytes` or its tensor.
-void check_rows(const std::vector<RegionCopy>& copies, int64_t nbytes, at::TensorList tensors);
+// Throws ValueError unless it is a contiguous 1-D uint8 tensor whose memory can be used.
+void check_bucket(const at::Tensor& bucket);
 
 // The same for a table whose offsets count from the start of something else of `nbytes`, such as a file. `offsets`, one
 // per row, replace those of the table unless they are empty.
@@ -44,10 +37,7 @@ std::vector<RegionCopy> decode_copies(
     int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets = {});
 
 // The same without tensors to check against.
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets = {});
-
-// The dtypes of the tensors that a table's regions are copied to, where column 0 has dtype codes in place of indices.
-std::vector<at::ScalarType> target_dtypes(const char* op, const std::vector<RegionCopy>& copies);
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table);
 
 // Where the rows of a copy table start in the files of a checkpoint: row i at byte `offsets[i]` of file `files[i]`.
 struct FileOrigins {

@@ -1,9 +1,14 @@
 #include "digest.h"
 
 #include "checksum.h"
+#include "cpu/threads.h"
+#include "region_copy.h"
+#include "strided.h"
 #include "tensor_memory.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -13,37 +18,21 @@
 namespace epload {
 namespace {
 
-void add(Checksum& sum, const char* at, const MemoryBox& box, size_t dim) {
-  if (dim == box.size.size()) {
-    sum.update(at, box.run);
+constexpr int64_t kGatheredBytes = 256 << 10; // of strided elements, which are copied before they are digested
+constexpr int64_t kDigestBytesPerThread = 1 << 20;
+
+// The elements in row-major order.
+void update(Checksum& sum, const at::Tensor& region) {
+  if (region.is_contiguous() || static_cast<int64_t>(region.nbytes()) <= kGatheredBytes) {
+    const auto contiguous = region.contiguous();
+    sum.update(contiguous.const_data_ptr(), contiguous.nbytes());
     return;
   }
-  for (int64_t i = 0; i < box.size[dim]; ++i) {
-    add(sum, at + i * box.stride[dim], box, dim + 1);
+  const int64_t rows = region.size(0);
+  const int64_t step = std::max<int64_t>(1, kGatheredBytes / (static_cast<int64_t>(region.nbytes()) / rows));
+  for (int64_t row = 0; row < rows; row += step) {
+    update(sum, step == 1 ? region.select(0, row) : region.narrow(0, row, std::min(step, rows - row)));
   }
-}
-
-// `stride` returns the bytes between two indices of a dim.
-template <typename Stride>
-MemoryBox box_of(int64_t begin, const Dims& size, int64_t itemsize, const Stride& stride) {
-  MemoryBox box{begin, itemsize, {}, {}};
-  for (size_t d = size.size(); d-- > 0;) {
-    if (size[d] == 0) {
-      return {};
-    }
-    if (size[d] == 1) { // its stride need not fit those of the others
-      continue;
-    }
-    if (box.size.empty() && stride(d) == box.run) {
-      box.run *= size[d];
-      continue;
-    }
-    box.size.push_back(size[d]);
-    box.stride.push_back(stride(d));
-  }
-  std::reverse(box.size.begin(), box.size.end());
-  std::reverse(box.stride.begin(), box.stride.end());
-  return box;
 }
 
 template <typename Number>
@@ -55,7 +44,8 @@ void make_equal(Number* numbers, int64_t count) {
   }
 }
 
-// All NaN of a contiguous tensor, of the dtypes for which conversions differ.
+// All NaN of a contiguous tensor that was converted: which one a conversion gives depends on how many elements it does
+// at once.
 void make_nan_equal(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kBFloat16:
@@ -71,124 +61,100 @@ void make_nan_equal(const at::Tensor& tensor) {
   }
 }
 
-uint64_t checksum_of(const at::Tensor& contiguous) {
-  Checksum sum;
-  sum.update(contiguous.const_data_ptr(), contiguous.nbytes());
-  return sum.value();
-}
-
-} // namespace
-
-MemoryBox box_in_tensor(const at::Tensor& tensor, const RegionCopy& copy) {
-  const auto itemsize = static_cast<int64_t>(tensor.element_size());
-  const auto strides = tensor.strides();
-  int64_t begin = 0;
-  for (size_t d = 0; d < copy.size.size(); ++d) {
-    begin += copy.start[d] * strides[d] * itemsize;
-  }
-  return box_of(begin, copy.size, itemsize, [&](size_t d) { return strides[d] * itemsize; });
-}
-
-MemoryBox box_in_bucket(const RegionCopy& copy) {
-  const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
-  return box_of(copy.bucket_offset, copy.size, itemsize, [&](size_t d) { return copy.bucket_stride[d] * itemsize; });
-}
-
-uint64_t digest(const char* data, const MemoryBox& box) {
-  Checksum sum;
-  if (box.run > 0) {
-    add(sum, data + box.begin, box, 0);
-  }
-  return sum.value();
-}
-
-std::vector<uint64_t> digest_tensors(at::TensorList tensors, const std::vector<RegionCopy>& copies) {
-  std::vector<uint64_t> digests;
-  digests.reserve(copies.size());
-  for (const auto& copy : copies) {
-    const auto& tensor = tensors[copy.tensor];
-    digests.push_back(
-        converts(copy, tensor.scalar_type())
-            ? digest_converted(tensor, copy)
-            : digest(static_cast<const char*>(tensor.const_data_ptr()), box_in_tensor(tensor, copy)));
-  }
-  return digests;
-}
-
-uint64_t digest_converted(const at::Tensor& tensor, const RegionCopy& copy) {
+uint64_t digest_in_tensor(const at::Tensor& tensor, const RegionCopy& copy) {
   auto region = tensor.detach();
   for (size_t d = 0; d < copy.size.size(); ++d) {
     region = region.narrow(static_cast<int64_t>(d), copy.start[d], copy.size[d]);
   }
-  const auto made = region.clone(at::MemoryFormat::Contiguous);
-  make_nan_equal(made);
-  return checksum_of(made);
-}
-
-at::Tensor converted(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
-  auto made = at::empty(copy.size, at::TensorOptions().dtype(dtype));
-  RegionCopy whole = copy;
-  whole.start.assign(copy.size.size(), 0);
-  copy_one_aten(bucket, made, whole, Direction::kUnpack);
-  make_nan_equal(made);
-  return made;
-}
-
-uint64_t digest_unpacked(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
-  if (converts(copy, dtype)) {
-    return checksum_of(converted(bucket, copy, dtype));
+  Checksum sum;
+  if (copy.dtype != tensor.scalar_type()) {
+    region = region.clone(at::MemoryFormat::Contiguous);
+    make_nan_equal(region);
   }
-  return digest(static_cast<const char*>(bucket.const_data_ptr()), box_in_bucket(copy));
+  update(sum, region);
+  return sum.value();
 }
 
-at::Tensor as_tensor(const std::vector<uint64_t>& digests) {
-  auto result = at::empty({static_cast<int64_t>(digests.size())}, at::kLong);
-  std::copy(digests.begin(), digests.end(), result.mutable_data_ptr<int64_t>());
-  return result;
+// What the region becomes in a tensor of `dtype`. `tensor` and `start` of the copy do not matter.
+uint64_t digest_in_bucket(const at::Tensor& bucket, const RegionCopy& copy, at::ScalarType dtype) {
+  Checksum sum;
+  if (copy.dtype != dtype) {
+    const auto converted = at::empty(copy.size, at::TensorOptions().dtype(dtype));
+    RegionCopy whole = copy;
+    whole.start.assign(copy.size.size(), 0);
+    copy_one_aten(bucket, converted, whole, Direction::kUnpack);
+    make_nan_equal(converted);
+    update(sum, converted);
+  } else if (span_of(copy) > 0) { // as bytes, since elements need not be aligned
+    const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
+    auto size = copy.size, stride = copy.bucket_stride;
+    std::transform(stride.begin(), stride.end(), stride.begin(), [&](int64_t step) { return step * itemsize; });
+    size.push_back(itemsize);
+    stride.push_back(1);
+    update(sum, at::as_strided(bucket, size, stride, bucket.storage_offset() + copy.bucket_offset));
+  }
+  return sum.value();
 }
 
-namespace {
+// Digests of all rows, int64, by several threads. `digest` takes the index of a row.
+template <typename Digest>
+at::Tensor digest_rows(const std::vector<RegionCopy>& rows, const Digest& digest) {
+  auto digests = at::empty({static_cast<int64_t>(rows.size())}, at::kLong);
+  auto* const numbers = digests.mutable_data_ptr<int64_t>();
+  int64_t nbytes = 0;
+  for (const auto& row : rows) {
+    nbytes += std::min(span_of(row), kDigestBytesPerThread);
+  }
+  Tasks tasks(rows.size());
+  on_threads(std::clamp<int64_t>(nbytes / kDigestBytesPerThread, 1, at::get_num_threads()), tasks, [&] {
+    for (size_t row = 0; (row = tasks.take()) < rows.size();) {
+      numbers[row] = static_cast<int64_t>(digest(row));
+    }
+  });
+  return digests;
+}
 
 int64_t checksum(const at::Tensor& bytes) {
   TORCH_CHECK_VALUE(bytes.is_cpu(), "checksum: expected a tensor on cpu, got ", bytes.device());
   check_memory("checksum", bytes, 0);
   TORCH_CHECK_VALUE(bytes.is_contiguous(), "checksum: expected a contiguous tensor, got strides ", bytes.strides());
-  return static_cast<int64_t>(checksum_of(bytes));
+  Checksum sum;
+  sum.update(bytes.const_data_ptr(), bytes.nbytes());
+  return static_cast<int64_t>(sum.value());
 }
 
-at::Tensor digest_tensors_op(at::TensorList tensors, const at::Tensor& copies) {
+} // namespace
+
+at::Tensor digest_tensors(at::TensorList tensors, const at::Tensor& copies) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK_VALUE(
         tensors[i].is_cpu(), "digest_tensors: expected tensors on cpu, tensor ", i, " is on ", tensors[i].device());
   }
-  return as_tensor(digest_tensors(tensors, decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies)));
+  const at::NoGradGuard no_grad;
+  const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies);
+  return digest_rows(rows, [&](size_t i) { return digest_in_tensor(tensors[rows[i].tensor], rows[i]); });
 }
 
 at::Tensor digest_bucket(const at::Tensor& bucket, const at::Tensor& copies) {
-  TORCH_CHECK_VALUE(
-      bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "digest_bucket: expected the bucket as a contiguous 1-D uint8 tensor on cpu, got ",
-      bucket.scalar_type(),
-      " of shape ",
-      bucket.sizes(),
-      " on ",
-      bucket.device());
-  check_memory("digest_bucket", bucket, 0);
+  TORCH_CHECK_VALUE(bucket.is_cpu(), "digest_bucket: expected the bucket on cpu, got one on ", bucket.device());
+  check_bucket(bucket);
   const at::NoGradGuard no_grad;
   const auto rows = decode_copies(bucket.numel(), copies);
-  const auto dtypes = target_dtypes("digest_bucket", rows);
-  std::vector<uint64_t> digests;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    digests.push_back(digest_unpacked(bucket, rows[i], dtypes[i]));
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& row : rows) {
+    TORCH_CHECK_VALUE(
+        row.tensor >= 0 && row.tensor < static_cast<int64_t>(at::ScalarType::Undefined),
+        "digest_bucket: expected a dtype code in column 0, got ",
+        row.tensor);
+    dtypes.push_back(static_cast<at::ScalarType>(row.tensor));
   }
-  return as_tensor(digests);
+  return digest_rows(rows, [&](size_t i) { return digest_in_bucket(bucket, rows[i], dtypes[i]); });
 }
 
-} // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("checksum", TORCH_FN(epload::checksum));
-  m.impl("digest_tensors", TORCH_FN(epload::digest_tensors_op));
+  m.impl("digest_tensors", TORCH_FN(epload::digest_tensors));
   m.impl("digest_bucket", TORCH_FN(epload::digest_bucket));
 }

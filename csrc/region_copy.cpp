@@ -10,14 +10,11 @@
 #include <array>
 
 namespace epload {
-namespace {
 
-RegionCopyFn& registered(c10::DeviceType device) {
-  static std::array<RegionCopyFn, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
-  return table.at(static_cast<size_t>(device));
+Driver& driver_of(c10::DeviceType device) {
+  static std::array<Driver, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> drivers{};
+  return drivers.at(static_cast<size_t>(device));
 }
-
-} // namespace
 
 void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const RegionCopy& copy, Direction direction) {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
@@ -67,12 +64,8 @@ void region_copy_aten(
 
 void region_copy(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  const auto fn = registered(bucket.device().type());
+  const auto fn = driver_of(bucket.device().type()).region_copy;
   (fn != nullptr ? fn : region_copy_aten)(bucket, tensors, copies, direction);
-}
-
-RegisterRegionCopy::RegisterRegionCopy(c10::DeviceType device, RegionCopyFn fn) {
-  registered(device) = fn;
 }
 
 namespace {

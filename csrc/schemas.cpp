@@ -43,9 +43,6 @@ TORCH_LIBRARY(epload, m) {
   define_device_pipe(m);
   define_shared_memory(m);
   m.def(
-      "read_ranges(int[] descriptors, Tensor ranges, Tensor(a!) buffer, int threads, bool direct=False) -> "
-      "(int, int, int, int)");
-  m.def(
       "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
       "Tensor copies, int threads, bool direct=False) -> (int, int, int, int)");
   m.def(
@@ -55,9 +52,6 @@ TORCH_LIBRARY(epload, m) {
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
-  m.def(
-      "digest_files(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor copies, int threads, "
-      "bool direct=False) -> (Tensor, int, int, int, int)");
   m.def("cuda_obstacle(Device device) -> str");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");

@@ -15,6 +15,25 @@ int64_t span_of(const RegionCopy& copy) {
   return elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
 }
 
+bool halve(const RegionCopy& copy, RegionCopy& first, RegionCopy& second) {
+  size_t widest = copy.size.size();
+  for (size_t d = 0; d < copy.size.size(); ++d) {
+    if (copy.size[d] > 1 && (widest == copy.size.size() || copy.bucket_stride[d] > copy.bucket_stride[widest])) {
+      widest = d;
+    }
+  }
+  if (widest == copy.size.size()) {
+    return false;
+  }
+  const int64_t half = copy.size[widest] / 2;
+  first = second = copy;
+  first.size[widest] = half;
+  second.size[widest] -= half;
+  second.start[widest] += half;
+  second.bucket_offset += half * copy.bucket_stride[widest] * static_cast<int64_t>(c10::elementSize(copy.dtype));
+  return true;
+}
+
 Strided collapse(const at::Tensor& tensor, const RegionCopy& copy) {
   const auto ours = static_cast<int64_t>(tensor.element_size());
   const auto theirs = static_cast<int64_t>(c10::elementSize(copy.dtype));

@@ -17,29 +17,6 @@ bool storage_holds(const at::Tensor& tensor) {
 
 } // namespace
 
-void fetch_ahead(at::TensorList tensors, size_t i) {
-  constexpr size_t kImpl = 16, kStorage = 8;
-  if (i + kImpl < tensors.size()) {
-    fetch_tensor(tensors[i + kImpl]);
-  }
-  if (i + kStorage < tensors.size()) {
-    fetch_storage(tensors[i + kStorage]);
-  }
-}
-
-void fetch_tensor(const at::Tensor& tensor) {
-  const auto* const impl = reinterpret_cast<const char*>(tensor.unsafeGetTensorImpl());
-  for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) {
-    __builtin_prefetch(impl + at);
-  }
-}
-
-void fetch_storage(const at::Tensor& tensor) {
-  if (tensor.has_storage()) {
-    __builtin_prefetch(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  }
-}
-
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(),

@@ -16,13 +16,6 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index);
 // int64 CPU tensor of `dims` dims that has memory.
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
 
-// Prefetches, at tensor i of thousands that lie all over memory, the tensors that come next.
-void fetch_ahead(at::TensorList tensors, size_t i);
-
-// The two steps of it: one tensor, and some time later its storage.
-void fetch_tensor(const at::Tensor& tensor);
-void fetch_storage(const at::Tensor& tensor);
-
 // Tells autograd that tensors were written in place, as every in-place op does.
 void mark_written(at::TensorList tensors);
 

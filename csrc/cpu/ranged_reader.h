@@ -17,6 +17,13 @@
 namespace epload {
 
 constexpr int64_t kGapBytes = 4096; // a gap that is cheaper to read than to skip
+constexpr size_t kVectors = 512;    // of one request
+
+// How it is found out that a store takes long for a request whatever its size.
+constexpr size_t kProbes = 8;             // short reads, whose median is what one takes
+constexpr int64_t kProbeBytes = 64 << 10; // that a short one has at most
+constexpr double kSlowSeconds = 5e-4;     // from which on it is slow: a cold SSD takes less
+constexpr double kSlowRate = 256e6;       // bytes/s at which a slow store surely reads on
 
 struct ReadOutcome {
   int64_t nbytes = 0; // that were read, gaps included

@@ -17,7 +17,6 @@ namespace epload {
 namespace {
 
 constexpr int64_t kRequestBytes = 16 << 20;
-constexpr size_t kVectors = 512;
 constexpr int64_t kScratchBytes = 4 << 20;
 constexpr int64_t kStreamBytes = 256 << 10; // requests up to this are read into the cache and streamed from there: the
                                             // kernel copies slowly to memory that is in no cache
@@ -26,10 +25,6 @@ constexpr int64_t kSparseBytes = 64 << 10;  // if it is longer than this
 constexpr size_t kTaskRequests = 32;        // a thread takes this many requests at once,
 constexpr int64_t kTaskBytes = 1 << 20;     // or fewer that have this many bytes
 constexpr size_t kManyRequests = 64;        // fewer take no time worth saving
-constexpr size_t kProbes = 8;               // short requests, whose median is what one takes
-constexpr int64_t kProbeBytes = 64 << 10;   // that a short one has at most
-constexpr double kSlowSeconds = 5e-4;       // from which on it is slow: a cold SSD takes less
-constexpr double kSlowRate = 256e6;         // bytes/s at which a slow store surely reads on
 
 // Divides requests among tasks.
 template <typename Request>
@@ -64,24 +59,15 @@ void Reads::add(int64_t file, const at::Tensor& target, const RegionCopy& copy) 
   if (copy.dtype == target.scalar_type()) {
     const auto strided = collapse(target, copy);
     if (strided.size.empty()) {
-      pieces_.push_back({file, copy.bucket_offset, span, copy.tensor, strided.tensor});
+      for (int64_t at = 0; at < span; at += kRequestBytes) { // so that threads share a long one
+        const int64_t nbytes = std::min(span - at, kRequestBytes);
+        pieces_.push_back({file, copy.bucket_offset + at, nbytes, copy.tensor, strided.tensor + at});
+      }
       return;
     }
   }
   if (span > kScratchBytes || (span > kSparseBytes && elements * item * kSparse < span)) {
-    size_t widest = copy.size.size(); // the dim whose halves lie farthest apart
-    for (size_t d = 0; d < copy.size.size(); ++d) {
-      if (copy.size[d] > 1 && (widest == copy.size.size() || copy.bucket_stride[d] > copy.bucket_stride[widest])) {
-        widest = d;
-      }
-    }
-    if (widest < copy.size.size()) {
-      const int64_t half = copy.size[widest] / 2;
-      RegionCopy first = copy, second = copy;
-      first.size[widest] = half;
-      second.size[widest] -= half;
-      second.start[widest] += half;
-      second.bucket_offset += half * copy.bucket_stride[widest] * item;
+    if (RegionCopy first, second; halve(copy, first, second)) {
       add(file, target, first);
       add(file, target, second);
       return;
@@ -105,21 +91,6 @@ Reads::Reads(c10::IntArrayRef files, int64_t file_count, at::TensorList targets,
         files[i] >= 0 && files[i] < file_count, "read_regions: row ", i, " names file ", files[i], " of ", file_count);
     add(files[i], targets[copies[i].tensor], copies[i]);
   }
-  plan();
-}
-
-Reads::Reads(const std::vector<FileRange>& ranges, int64_t file_count) : file_count_(file_count) {
-  pieces_.reserve(ranges.size());
-  for (const auto& range : ranges) {
-    for (int64_t done = 0; done < range.nbytes; done += kRequestBytes) {
-      const int64_t nbytes = std::min(range.nbytes - done, kRequestBytes);
-      pieces_.push_back({range.file, range.offset + done, nbytes, 0, range.at + done});
-    }
-  }
-  plan();
-}
-
-void Reads::plan() {
   const auto before = [](const Piece& a, const Piece& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   };
@@ -302,7 +273,6 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
     bool direct) {
   const FileOrigins from("read_regions", files, offsets, origins, copies);
   for (size_t i = 0; i < targets.size(); ++i) {
-    fetch_ahead(targets, i);
     TORCH_CHECK_VALUE(
         targets[i].is_cpu(), "read_regions: expected targets on cpu, tensor ", i, " is on ", targets[i].device());
   }
@@ -314,61 +284,9 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> read_regions(
   return outcome.as_tuple();
 }
 
-// Decodes and checks the ranges that read_ranges takes, one a row.
-std::vector<FileRange> decode_ranges(const at::Tensor& ranges, int64_t file_count, int64_t buffer_bytes) {
-  const auto* numbers = numbers_of("read_ranges", "ranges", ranges, 2);
-  TORCH_CHECK_VALUE(ranges.size(1) == 4, "read_ranges: expected ranges of shape [n, 4], got ", ranges.sizes());
-  std::vector<FileRange> decoded;
-  decoded.reserve(ranges.size(0));
-  for (int64_t i = 0; i < ranges.size(0); ++i, numbers += 4) {
-    const FileRange range{numbers[0], numbers[1], numbers[2], numbers[3]};
-    TORCH_CHECK_VALUE(
-        range.file >= 0 && range.file < file_count,
-        "read_ranges: row ",
-        i,
-        " names file ",
-        range.file,
-        " of ",
-        file_count);
-    TORCH_CHECK_VALUE(
-        range.nbytes >= 0 && range.offset >= 0 && range.offset <= std::numeric_limits<int64_t>::max() - range.nbytes &&
-            range.at >= 0 && range.nbytes <= buffer_bytes && range.at <= buffer_bytes - range.nbytes,
-        "read_ranges: row ",
-        i,
-        " reads ",
-        range.nbytes,
-        " bytes at ",
-        range.offset,
-        " to byte ",
-        range.at,
-        " of a buffer of ",
-        buffer_bytes);
-    decoded.push_back(range);
-  }
-  return decoded;
-}
-
-std::tuple<int64_t, int64_t, int64_t, int64_t> read_ranges(
-    at::IntArrayRef descriptors, const at::Tensor& ranges, const at::Tensor& buffer, int64_t threads, bool direct) {
-  check_memory("read_ranges", buffer, 0);
-  TORCH_CHECK_VALUE(
-      buffer.is_cpu() && buffer.scalar_type() == at::kByte && buffer.is_contiguous(),
-      "read_ranges: expected a contiguous uint8 buffer on cpu, got ",
-      buffer.toString(),
-      " on ",
-      buffer.device());
-  const auto file_count = static_cast<int64_t>(descriptors.size());
-  const Reads reads(decode_ranges(ranges, file_count, buffer.numel()), file_count);
-  const Memory memory{{static_cast<char*>(buffer.data_ptr())}, buffer};
-  const auto outcome = reads.run(descriptors, memory, threads, direct);
-  mark_written(buffer);
-  return outcome.as_tuple();
-}
-
 } // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
-  m.impl("read_ranges", TORCH_FN(epload::read_ranges));
   m.impl("read_regions", TORCH_FN(epload::read_regions));
 }

@@ -1,5 +1,4 @@
-// Reads files into memory: byte ranges into a buffer, and regions straight into tensors on CPU, which is the region
-// copy with files in place of the bucket.
+// Reads regions of files straight into tensors on CPU: the region copy with files in place of the bucket.
 #pragma once
 
 #include "ranged_reader.h"
@@ -14,11 +13,6 @@
 
 namespace epload {
 
-// Bytes of a file, and where in a buffer they go.
-struct FileRange {
-  int64_t file, offset, at, nbytes;
-};
-
 // What is read from some files, worked out once. A region that is contiguous in the file and in its tensor
 // is read there directly, in one request with its neighbors; others go through a small buffer of each thread. So do
 // short requests on x86, as that is faster than the kernel's own copy.
@@ -30,9 +24,6 @@ class Reads {
   // Copy i reads from file `files[i]` of `file_count`, with its bucket_offset counted from the start of the file. Only
   // the layouts of the targets are used.
   Reads(c10::IntArrayRef files, int64_t file_count, at::TensorList targets, const std::vector<RegionCopy>& copies);
-
-  // Ranges of `file_count` files, into one buffer, which is tensor 0 of the memory.
-  Reads(const std::vector<FileRange>& ranges, int64_t file_count);
 
   // From open files. `direct`: see RangedReader.
   ReadOutcome run(c10::IntArrayRef descriptors, const Memory& memory, int64_t threads, bool direct) const;
@@ -64,7 +55,6 @@ class Reads {
   };
 
   void add(int64_t file, const at::Tensor& target, const RegionCopy& copy);
-  void plan();
   void make_requests();
   Requests cover(int64_t gap) const;
   Probe probe(RangedReader::Worker& worker, const Memory& memory) const;

@@ -175,7 +175,7 @@ void region_copy_cpu(
   Regions(tensors, copies).copy(bucket, memory_of(tensors, copies), direction);
 }
 
-const RegisterRegionCopy registered(c10::DeviceType::CPU, region_copy_cpu);
+const RegisterDriver registered_cpu(c10::DeviceType::CPU, {.region_copy = region_copy_cpu});
 
 } // namespace
 } // namespace epload

@@ -2,9 +2,6 @@
 // kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
 #include "../region_copy.h"
-#include "../device/pinned.h"
-#include "../device/shared.h"
-
 #include "../sibling_library.h"
 #include "../strided.h"
 #include "api.h"
@@ -212,9 +209,7 @@ void close(void* memory) {
   library().close(memory);
 }
 
-const RegisterRegionCopy registered(kDevice, region_copy_cuda);
-const RegisterPinning pinning(kDevice, pin, unpin);
-const RegisterSharing sharing(kDevice, share, open, close);
+const RegisterDriver registered_cuda(kDevice, {region_copy_cuda, pin, unpin, share, open, close});
 
 } // namespace
 } // namespace epload

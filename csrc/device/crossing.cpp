@@ -1,5 +1,6 @@
 #include "crossing.h"
 
+#include "../cpu/ranged_reader.h"
 #include "../cpu/threads.h"
 #include "../strided.h"
 
@@ -22,31 +23,10 @@ namespace {
 constexpr int64_t kStraightBytes = 256 << 10; // a shorter run costs less as a part of a piece than as a copy of its own
 constexpr int64_t kRowBytes = 512;            // shorter rows are not picked out of the file one by one
 constexpr int64_t kRegionAlignment = 16;      // in a piece: of the widest access of a device
-constexpr size_t kVectors = 512;
-constexpr int64_t kManyRows = 64; // fewer take no time worth saving
+constexpr int64_t kManyRows = 64;             // fewer take no time worth saving
 
 int64_t aligned(int64_t at) {
   return (at + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
-}
-
-// The halves of a region, cut where they lie farthest apart; false if it has one element.
-bool halve(const RegionCopy& copy, RegionCopy& first, RegionCopy& second) {
-  size_t widest = copy.size.size();
-  for (size_t d = 0; d < copy.size.size(); ++d) {
-    if (copy.size[d] > 1 && (widest == copy.size.size() || copy.bucket_stride[d] > copy.bucket_stride[widest])) {
-      widest = d;
-    }
-  }
-  if (widest == copy.size.size()) {
-    return false;
-  }
-  const int64_t half = copy.size[widest] / 2;
-  first = second = copy;
-  first.size[widest] = half;
-  second.size[widest] -= half;
-  second.start[widest] += half;
-  second.bucket_offset += half * copy.bucket_stride[widest] * static_cast<int64_t>(c10::elementSize(copy.dtype));
-  return true;
 }
 
 // Some bytes of a tensor's memory, which are whole elements of it.

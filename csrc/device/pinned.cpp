@@ -1,17 +1,16 @@
 #include "pinned.h"
 
 #include "../cpu/threads.h"
+#include "../driver.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/DeviceType.h>
 
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <exception>
 
@@ -21,16 +20,6 @@ namespace {
 constexpr int64_t kPage = 64 << 10; // the largest of any machine
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kTouchThreads = 4;
-
-struct Pinning {
-  bool (*pin)(void* memory, size_t nbytes) = nullptr;
-  void (*unpin)(void* memory) = nullptr;
-};
-
-Pinning& pinning(c10::DeviceType device) {
-  static std::array<Pinning, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
-  return table.at(static_cast<size_t>(device));
-}
 
 int64_t up_to(int64_t multiple, int64_t number) {
   return (number + multiple - 1) / multiple * multiple;
@@ -67,7 +56,7 @@ char* huge_pages(int64_t nbytes) {
 at::Tensor pinned_memory(int64_t nbytes, c10::Device device) {
   const c10::DeviceGuard on_device(device);
   const auto bytes = at::TensorOptions().dtype(at::kByte);
-  const auto& driver = pinning(device.type());
+  const auto& driver = driver_of(device.type());
   const int64_t whole = up_to(kPage, nbytes);
   if (char* const memory = driver.pin != nullptr ? huge_pages(whole) : nullptr; memory != nullptr) {
     if (driver.pin(memory, whole)) {
@@ -90,11 +79,6 @@ at::Tensor pinned_memory(int64_t nbytes, c10::Device device) {
   const auto memory = at::empty({nbytes + kPage}, bytes.pinned_memory(true));
   const auto past = reinterpret_cast<int64_t>(memory.data_ptr()) % kPage;
   return memory.narrow(0, (kPage - past) % kPage, nbytes);
-}
-
-RegisterPinning::RegisterPinning(
-    c10::DeviceType device, bool (*pin)(void* memory, size_t nbytes), void (*unpin)(void* memory)) {
-  pinning(device) = {pin, unpin};
 }
 
 } // namespace epload

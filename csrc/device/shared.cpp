@@ -1,5 +1,5 @@
-#include "shared.h"
-
+// Memory of a device that other processes of the machine copy from and to.
+#include "../driver.h"
 #include "../tensor_memory.h"
 
 #include <ATen/ops/empty.h>
@@ -19,19 +19,8 @@
 namespace epload {
 namespace {
 
-struct Sharing {
-  std::string (*share)(const void* memory, SharedAllocation& found) = nullptr;
-  std::string (*open)(const std::array<char, kHandleBytes>& handle, void*& memory) = nullptr;
-  void (*close)(void* memory) = nullptr;
-};
-
-Sharing& sharing(c10::DeviceType device) {
-  static std::array<Sharing, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> table{};
-  return table.at(static_cast<size_t>(device));
-}
-
-const Sharing& sharing_of(const char* op, c10::Device device) {
-  const auto& driver = sharing(device.type());
+const Driver& sharing_of(const char* op, c10::Device device) {
+  const auto& driver = driver_of(device.type());
   TORCH_CHECK(driver.share != nullptr, op, ": memory of ", device, " cannot be shared between processes");
   return driver;
 }
@@ -167,14 +156,6 @@ void close_memory(const at::Tensor& memory) {
 }
 
 } // namespace
-
-RegisterSharing::RegisterSharing(
-    c10::DeviceType device,
-    std::string (*share)(const void* memory, SharedAllocation& found),
-    std::string (*open)(const std::array<char, kHandleBytes>& handle, void*& memory),
-    void (*close)(void* memory)) {
-  sharing(device) = {share, open, close};
-}
 
 } // namespace epload
 

@@ -30,10 +30,6 @@ namespace {
 using Pipe = c10::intrusive_ptr<DevicePipe>;
 using Outcome = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
-constexpr size_t kProbes = 8;             // short reads, whose median is what one takes
-constexpr int64_t kProbeBytes = 64 << 10; // that a short one has at most
-constexpr double kSlowSeconds = 5e-4;     // from which on it is slow: a cold SSD takes less
-constexpr double kSlowRate = 256e6;       // bytes/s at which a slow store surely reads on
 constexpr int64_t kMostGap = 4 << 20;
 
 // What the threads of one op have moved, and what the first that failed met.

@@ -1,15 +1,35 @@
 #include "broadcast.h"
 
-#include "library.h"
+#include "../sibling_library.h"
 
 namespace epload {
 
+const NpuLibrary& npu_library() {
+  static const NpuLibrary opened = [] {
+    const SiblingLibrary sibling(
+        "libepload_npu.so",
+        "epload_npu_interface",
+        kEploadNpuInterface,
+        "; rebuild epload with EPLOAD_NPU=1 against the torch_npu that runs");
+    NpuLibrary library;
+    if (sibling.present()) {
+      sibling.find(library.broadcast, "epload_npu_broadcast");
+      sibling.find(library.drain, "epload_npu_drain");
+      sibling.find(library.ranks, "epload_npu_ranks");
+      sibling.find(library.plain, "epload_npu_plain");
+      sibling.find(library.copy, "epload_npu_copy");
+    }
+    return library;
+  }();
+  return opened;
+}
+
 bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
-  if (npu::library().broadcast == nullptr) {
+  if (npu_library().broadcast == nullptr) {
     return false;
   }
   EploadNpuError error;
-  const int status = npu::library().broadcast(
+  const int status = npu_library().broadcast(
       &backend, flat.data_ptr(), static_cast<uint64_t>(flat.nbytes()), static_cast<uint32_t>(root), &error);
   TORCH_CHECK(status != kEploadNpuThrew, "epload: HcclBroadcast on ", flat.device(), " failed: ", error.text);
   TORCH_CHECK(status == kEploadNpuDone || status == kEploadNpuNotYet, "epload: HcclBroadcast failed with ", status);
@@ -17,18 +37,18 @@ bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
 }
 
 void drain_hccl(const at::Tensor& flat) {
-  if (npu::library().drain == nullptr) {
+  if (npu_library().drain == nullptr) {
     return;
   }
   EploadNpuError error;
-  const int status = npu::library().drain(&error);
+  const int status = npu_library().drain(&error);
   TORCH_CHECK(status == kEploadNpuDone, "epload: the first HcclBroadcast on ", flat.device(), " failed: ", error.text);
 }
 
 std::vector<int64_t> ranks_hccl(c10d::Backend& backend) {
   std::vector<uint32_t> ranks(backend.getSize());
   EploadNpuError error;
-  auto* const ask = npu::library().ranks;
+  auto* const ask = npu_library().ranks;
   const int status =
       ask == nullptr ? kEploadNpuNotYet : ask(&backend, ranks.data(), static_cast<uint32_t>(ranks.size()), &error);
   TORCH_CHECK(status != kEploadNpuThrew, "epload: torch_npu does not say the ranks of a group of HCCL's: ", error.text);

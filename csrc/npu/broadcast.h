@@ -1,6 +1,8 @@
-// Broadcasts over HCCL on the current stream. torch_npu's process group has no such mode: it uses its own stream and
-// synchronizes with it by events.
+// libepload_npu as libepload sees it, and broadcasts over HCCL on the current stream. torch_npu's process group has no
+// such mode: it uses its own stream and synchronizes with it by events.
 #pragma once
+
+#include "api.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -9,6 +11,17 @@
 #include <vector>
 
 namespace epload {
+
+struct NpuLibrary {
+  decltype(&epload_npu_broadcast) broadcast = nullptr; // all null in a build without it
+  decltype(&epload_npu_drain) drain = nullptr;
+  decltype(&epload_npu_ranks) ranks = nullptr;
+  decltype(&epload_npu_plain) plain = nullptr;
+  decltype(&epload_npu_copy) copy = nullptr;
+};
+
+// Opened by the first call. Throws c10::Error when it is there but does not load.
+const NpuLibrary& npu_library();
 
 // Broadcasts contiguous bytes from rank `root` of the group on the current stream of their device. Returns false, and
 // queues nothing, if libepload_npu is not in this build or the group has no communicator yet; its first broadcast makes

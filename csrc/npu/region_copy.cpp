@@ -4,7 +4,7 @@
 #include "../region_copy.h"
 
 #include "../strided.h"
-#include "library.h"
+#include "broadcast.h"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -14,7 +14,7 @@ namespace {
 void region_copy_npu(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
   const c10::DeviceGuard on_device(bucket.device());
-  const auto& library = npu::library();
+  const auto& library = npu_library();
   if (library.copy == nullptr) {
     region_copy_aten(bucket, tensors, copies, direction);
     return;
@@ -42,7 +42,7 @@ void region_copy_npu(
   }
 }
 
-const RegisterRegionCopy registered(c10::DeviceType::PrivateUse1, region_copy_npu);
+const RegisterDriver registered_npu(c10::DeviceType::PrivateUse1, {.region_copy = region_copy_npu});
 
 } // namespace
 } // namespace epload

@@ -222,7 +222,7 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "before opening": [(Checkpoint, "open")],
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
-        "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions", "digest_regions")],
+        "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
         "before proof": [(LoadRun, "_prove")],
         "in proof": [(digests, "_origins")],
         "at the end": [(run_module, "fill_missing")],

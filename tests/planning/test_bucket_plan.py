@@ -18,9 +18,8 @@ Extent = tuple[int, int, int]
 def plan_buckets(
     extents: list[Extent], capacity: int, alignment: int, header: int, kinds: list[int] | None = None
 ) -> tuple[list[list[int]], list[int]]:
-    columns, bucket_nbytes = _C.plan_buckets(
-        extents, capacity, alignment, header, None if kinds is None else array("q", kinds).tobytes()
-    )
+    kind_of = array("q", range(len(extents)) if kinds is None else kinds).tobytes()
+    columns, bucket_nbytes = _C.plan_buckets(extents, capacity, alignment, header, kind_of)
     return [memoryview(column).cast("q").tolist() for column in columns], bucket_nbytes
 
 

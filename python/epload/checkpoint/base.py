@@ -84,13 +84,6 @@ class Checkpoint(ABC):
         """
         return None
 
-    def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
-        """Computes the digests of regions of tensors directly from files. Arguments are those of ``ops.digest_files``.
-
-        Returns int64 [n], one a row of ``table``, or None if the checkpoint cannot read this way. Raises as :meth:`fill`.
-        """
-        return None
-
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
         return "" if self._store is None else self._store.changed()

@@ -173,13 +173,6 @@ class ByteStore(ABC):
             regions.unpack_other(copies, buffer)
         return int(spans.sum())
 
-    def digest_regions(self, files: Tensor, offsets: Tensor, origins: Tensor, table: Tensor) -> Tensor | None:
-        """Computes the digests of regions of tensors as it reads them. Arguments are those of ``ops.digest_files``.
-
-        Returns int64 [n], or None if the store can only :meth:`read`. Raises as that.
-        """
-        return None
-
 
 class Folder(ABC):
     """The location of a checkpoint's files. ``str(folder)`` is its path or URL, for error messages."""

@@ -70,11 +70,6 @@ class FileCheckpoint(Checkpoint):
         parts = regions if locations.chunks is None else regions.split(locations.chunks)
         return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)
 
-    def digest_regions(self, origins: Tensor, table: Tensor) -> Tensor | None:
-        if self._locations.chunks is not None:  # a region may be in several
-            return None
-        return self._store.digest_regions(self._locations.file, self._locations.offset, origins, table)
-
 
 @dataclass(frozen=True)
 class OpenFiles:

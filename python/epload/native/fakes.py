@@ -32,10 +32,6 @@ def _coalesced_bcast_fake(
         raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
 
 
-def _read_ranges_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
-    raise ValueError("read_ranges: expected a buffer on cpu with data, got a fake or meta tensor")
-
-
 def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
     raise ValueError("read_regions: expected targets on cpu with data, got fake or meta tensors")
 
@@ -56,7 +52,6 @@ def register() -> None:
     """Once the native library is loaded."""
     fakes: dict[str, Callable[..., Any]] = {
         "coalesced_bcast": _coalesced_bcast_fake,
-        "read_ranges": _read_ranges_fake,
         "read_regions": _read_regions_fake,
         "relay": _relay_fake,
         "pack": _pack_fake,

@@ -25,13 +25,11 @@ _download = torch.ops.epload.download.default
 _share_memory = torch.ops.epload.share_memory.default
 _close_memory = torch.ops.epload.close_memory.default
 _open_memory = torch.ops.epload.open_memory.default
-_read_ranges = torch.ops.epload.read_ranges.default
 _read_regions = torch.ops.epload.read_regions.default
 _relay = torch.ops.epload.relay.default
 _checksum = torch.ops.epload.checksum.default
 _digest_tensors = torch.ops.epload.digest_tensors.default
 _digest_bucket = torch.ops.epload.digest_bucket.default
-_digest_files = torch.ops.epload.digest_files.default
 _allocate_like = torch.ops.epload.allocate_like.default
 _cuda_obstacle = torch.ops.epload.cuda_obstacle.default
 _board_post = torch.ops.epload.board_post.default
@@ -209,7 +207,7 @@ def read_ranges(
         descriptors: open file descriptors.
         ranges: int64 CPU tensor [n, 4], one a row: index into ``descriptors``, offset in the file, offset in ``buffer``, length;
             the last three in bytes.
-        buffer: contiguous, uint8, on CPU.
+        buffer: uint8 [bytes], on CPU.
         direct: whether requests of 256 KiB and more of what is not in the page cache go past it, with O_DIRECT.
 
     Returns:
@@ -218,7 +216,12 @@ def read_ranges(
     Raises:
         ValueError: a row names no file or reaches outside the buffer; nothing has been read.
     """
-    return tuple(map(int, _read_ranges(descriptors, ranges, buffer, threads, direct)))  # type: ignore[return-value]
+    file, offset, position, nbytes = ranges.unbind(1)
+    zero, one = torch.zeros_like(file), torch.ones_like(file)
+    rows = torch.stack([zero, zero, zero, one, position, nbytes, one], 1)  # the dtype code of uint8 is 0
+    files = torch.arange(len(descriptors), device="cpu")
+    origins = torch.stack([file, offset], 1)
+    return read_regions(descriptors, files, torch.zeros_like(files), origins, [buffer], rows, threads, direct)
 
 
 def read_regions(
@@ -308,31 +311,6 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
     """
     digests: Tensor = _digest_bucket(bucket, copies)
     return digests
-
-
-def digest_files(
-    descriptors: Sequence[int],
-    files: Tensor,
-    offsets: Tensor,
-    origins: Tensor,
-    copies: Tensor,
-    threads: int,
-    direct: bool = False,
-) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """:func:`digest_bucket` with files in place of the bucket. Near regions are read together, each byte once.
-
-    Args:
-        descriptors, files, offsets, origins, direct: as for :func:`read_regions`.
-        copies: as for :func:`digest_bucket`, but the offsets are ignored; strides are those of the tensor in the file.
-
-    Returns:
-        int64 [n], of no meaning if a file could not be read; what :func:`read_regions` returns.
-
-    Raises:
-        ValueError: a row names no tensor or file; nothing has been read.
-    """
-    digests, *outcome = _digest_files(descriptors, files, offsets, origins, copies, threads, direct)
-    return digests, tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int) -> list[Tensor]:

@@ -78,17 +78,14 @@ def verify_digests(
     for holder, message in messages.items():
         for number, table, digests in _decode(message):
             by_bucket[number].append((holder, table, digests))
-    # If digests are computed from files directly, no page of this is ever touched.
     scratch = torch.empty(max((plan.buckets[i].nbytes for i in by_bucket), default=0), dtype=torch.uint8)
     wrong: dict[str, set[int]] = defaultdict(set)
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
         table, rows_of = _merge([table for _, table, _ in by_bucket[number]])
         origins = _origins(plan, bucket, table)
-        expected = checkpoint.digest_regions(origins, table)
-        if expected is None:
-            checkpoint.fill(scratch[: bucket.nbytes], plan.pieces(bucket))
-            expected = ops.digest_bucket(scratch[: bucket.nbytes], table)
+        checkpoint.fill(scratch[: bucket.nbytes], plan.pieces(bucket))
+        expected = ops.digest_bucket(scratch[: bucket.nbytes], table)
         for (holder, _, digests), rows in zip(by_bucket[number], rows_of, strict=True):
             for tensor in origins[rows][expected[rows] != digests, 0].tolist():
                 wrong[manifest.names[tensor]].add(holder)

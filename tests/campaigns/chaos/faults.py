@@ -49,7 +49,7 @@ WAYS = (
     ("every", "two_level"),
     ("auto", "auto"),
 )
-_READS = ("fill", "read_regions", "digest_regions")
+_READS = ("fill", "read_regions")
 _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 // A copy table over tensors and a bucket that end where their memory does: refused, or carried out inside them.
 void copy_table_case(const uint8_t* data, size_t size);
@@ -13,3 +15,11 @@ void header_case(const uint8_t* data, size_t size);
 
 // Tensors for the bucket planner: refused, or every slot inside its bucket, aligned, in order, and all bytes covered.
 void planner_case(const uint8_t* data, size_t size);
+
+// Ends the program unless it holds.
+inline void require(bool holds, const char* what) {
+  if (!holds) {
+    std::fprintf(stderr, "does not hold: %s\n", what);
+    std::abort();
+  }
+}

@@ -29,13 +29,6 @@
 
 namespace {
 
-void require(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "does not hold: %s\n", what);
-    std::abort();
-  }
-}
-
 using Case = void (*)(const uint8_t*, size_t);
 
 size_t replay(Case run, const std::filesystem::path& folder) {
@@ -164,7 +157,12 @@ void cold_file() {
     }
     std::memset(memory, 0, nbytes);
     const int64_t cut = (5 << 20) + 77;
-    const epload::Reads reads({{0, cut, cut, nbytes - cut}, {0, 0, 0, 100}, {0, 100, 100, cut - 100}}, 1);
+    std::vector<epload::RegionCopy> copies;
+    for (const auto& [at, size] :
+         {std::pair{cut, nbytes - cut}, {int64_t{0}, int64_t{100}}, {int64_t{100}, cut - 100}}) {
+      copies.push_back({0, at, at::kByte, {at}, {size}, {1}});
+    }
+    const epload::Reads reads({0, 0, 0}, 1, buffer, copies);
     require(reads.run({file}, into, 2, true).file == -1, "all is read");
     require(std::memcmp(memory, expected, nbytes) == 0, "what is in the file");
   }

@@ -22,18 +22,6 @@ INCLUDES = [TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sy
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
 
-TORCH_HEADERS = """#pragma once
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/custom_class.h>
-#include <torch/library.h>
-"""
-"""What most sources include of torch. It is parsed once, which takes longer than to compile most of them."""
-
 CHANGES: dict[str, list[tuple[str, str]]] = {
     "schemas.cpp": [("TORCH_LIBRARY(epload,", "TORCH_LIBRARY(epload_test,")],
     # The CUDA region copy, with tests/support/fakedev/kernels.cpp in the place of libepload_cuda.
@@ -71,7 +59,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
 CHANGES_OF_ALL = [("_IMPL(epload,", "_IMPL(epload_test,"), ('>("epload", ', '>("epload_test", ')]
 """The same, for files that may or may not have such text."""
 
-LEFT_OUT = ("python/module.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
+LEFT_OUT = ("module.cpp", "npu/ascend.cpp", "npu/region_copy.cpp")
 """The Python module; Ascend, whose place the fake accelerator has."""
 
 BROKEN = """#pragma once
@@ -149,17 +137,6 @@ def program(sources: list[Path]) -> Path:
     return kept("program", inputs, make) / "program"
 
 
-def headers() -> Path:
-    """:data:`TORCH_HEADERS`, precompiled."""
-
-    def make(folder: Path) -> None:
-        header = folder / "torch_headers.h"
-        header.write_text(TORCH_HEADERS)
-        compile_one(header, folder / "torch_headers.h.gch", ["-x", "c++-header"])
-
-    return kept("headers", [Path(__file__)], make) / "torch_headers.h"
-
-
 def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Path:
     """The folder that ``make`` has filled from these inputs, now or earlier; one process makes it, others wait."""
     digest = hashlib.blake2b(
@@ -184,24 +161,22 @@ def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Pat
 
 
 def compile_all(sources: list[Path], output: Path, libraries: list[str], archives: Sequence[Path] = ()) -> None:
-    """One object a source, as many at a time as there are cores, kept beside ``output``. It is a shared library if it is a
-    ``.so``, else a program, which is linked with ``archives`` too."""
-    precompiled = ["-include", str(headers())]
+    """Compiles as many sources together as there are cores for, since to parse torch's headers takes longer than to compile
+    most of them. ``output`` is a shared library if it is a ``.so``, else a program, which is linked with ``archives`` too."""
+    workers = min(len(os.sched_getaffinity(0)), 2)
+    includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
 
-    def compile_beside(source: Path) -> Path:
-        return compile_one(source, output.parent / f"{source.stem}.o", precompiled)
+    def compile_group(number: int) -> Path:
+        unit, target = output.parent / f"unit{number}.cpp", output.parent / f"unit{number}.o"
+        unit.write_text("".join(f'#include "{path}"\n' for path in sources[number::workers]))
+        command([COMPILER, *FLAGS, *includes, "-c", str(unit), "-o", str(target)])
+        return target
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        linked = [str(path) for path in (*pool.map(compile_beside, sources), *archives)]
+    with ThreadPoolExecutor(workers) as pool:
+        linked = [str(path) for path in (*pool.map(compile_group, range(workers)), *archives)]
     kind = ["-shared"] if output.suffix == ".so" else [f"-Wl,-rpath,{TORCH / 'lib'}"]
     links = [f"-L{TORCH / 'lib'}", *(f"-l{name}" for name in libraries), "-lpthread", "-ldl"]
     command([COMPILER, *kind, *linked, "-o", str(output), *links])
-
-
-def compile_one(source: Path, target: Path, options: Sequence[str]) -> Path:
-    includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
-    command([COMPILER, *FLAGS, *includes, *options, "-c", str(source), "-o", str(target)])
-    return target
 
 
 def command(words: list[str]) -> None:

@@ -1,17 +1,17 @@
 // The Python module epload._C: functions of integers and Python objects, which need no tensors. It links no torch, so
 // that it can be imported before the native library is loaded, to find out for which torch that was built.
-#include "../bucket_plan.h"
-#include "../safetensors_header.h"
-#include "../schedule.h"
-#include "columns.h"
+#include "bucket_plan.h"
+#include "safetensors_header.h"
+#include "schedule.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <iterator>
-#include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -21,24 +21,36 @@ namespace py = pybind11;
 
 namespace {
 
+// Columns of integers pass between C++ and Python as the bytes of int64 values, which a tensor shares without a copy. A
+// list would have an object for each value.
+py::bytearray as_column(const std::vector<int64_t>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t)};
+}
+
+std::vector<int64_t> values_of(const py::bytes& column) {
+  const auto raw = static_cast<std::string_view>(column);
+  if (raw.size() % sizeof(int64_t) != 0) {
+    throw py::value_error("expected the bytes of int64 values, got " + std::to_string(raw.size()) + " bytes");
+  }
+  std::vector<int64_t> values(raw.size() / sizeof(int64_t));
+  if (!values.empty()) {
+    std::memcpy(values.data(), raw.data(), raw.size());
+  }
+  return values;
+}
+
 // Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes; and the bytes of each bucket. `extents` are
-// those of the tensors, or of kinds of tensors of which the column `kind_of` says which each has.
+// those of kinds of tensors of which the column `kind_of` says which each has.
 std::pair<std::vector<py::bytearray>, std::vector<int64_t>> plan_buckets(
     const std::vector<std::array<int64_t, 3>>& extents,
     int64_t capacity,
     int64_t alignment,
     int64_t header,
-    const std::optional<py::bytes>& kind_of) {
+    const py::bytes& kind_of) {
   std::vector<epload::TensorExtent> tensors;
-  const auto add = [&tensors](const std::array<int64_t, 3>& extent) {
-    tensors.push_back({extent[0], extent[1], extent[2]});
-  };
-  if (kind_of) {
-    for (const auto kind : epload::values_of(*kind_of)) {
-      add(extents.at(static_cast<std::size_t>(kind)));
-    }
-  } else {
-    std::for_each(extents.begin(), extents.end(), add);
+  for (const auto kind : values_of(kind_of)) {
+    const auto& [nbytes, granule, slab] = extents.at(static_cast<std::size_t>(kind));
+    tensors.push_back({nbytes, granule, slab});
   }
   auto plan = epload::plan_buckets(tensors, capacity, alignment, header);
   std::array<std::vector<int64_t>, 5> columns;
@@ -53,7 +65,7 @@ std::pair<std::vector<py::bytearray>, std::vector<int64_t>> plan_buckets(
     columns[4].push_back(slot.nbytes);
   }
   std::vector<py::bytearray> encoded;
-  std::transform(columns.begin(), columns.end(), std::back_inserter(encoded), epload::as_column);
+  std::transform(columns.begin(), columns.end(), std::back_inserter(encoded), as_column);
   return {std::move(encoded), std::move(plan.bucket_nbytes)};
 }
 
@@ -93,12 +105,7 @@ py::object safetensors_entries(const py::bytes& header) {
     kinds.append(py::make_tuple(text(kind.dtype), py::tuple(py::cast(kind.shape))));
   }
   return py::make_tuple(
-      names,
-      kinds,
-      epload::as_column(found->kind),
-      epload::as_column(found->begin),
-      epload::as_column(found->end),
-      found->metadata);
+      names, kinds, as_column(found->kind), as_column(found->begin), as_column(found->end), found->metadata);
 }
 
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
@@ -167,7 +174,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("capacity"),
       py::arg("alignment"),
       py::arg("header"),
-      py::arg("kind_of") = py::none());
+      py::arg("kind_of"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
   m.def("safetensors_entries", &safetensors_entries, py::arg("header"));
