@@ -68,11 +68,7 @@ class HubFolder(LocalFolder):
             )
         hub, model = _library(model), HubModel(model.name, commit[1])
         with _locked(hub, model, progress):
-            paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in shared[1]]
-            if paths and all(isinstance(path, str) for path in paths):
-                return HubFolder(Path(paths[0]).parent, model), ""
-            path = hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(shared[1]))
-        return HubFolder(Path(path), model), ""
+            return HubFolder(_snapshot(hub, model, commit[1], shared[1]), model), ""
 
     def path_of(self, name: str) -> str:
         return f"{self._model}/{name}"
@@ -120,8 +116,16 @@ def _download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
 
         names = [sibling.rfilename for sibling in info.siblings or ()]
         patterns = _required(names, str(HubModel(model.name, commit)), variant, content)
-        path = Path(hub.snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
+        path = _snapshot(hub, model, commit, patterns)
     return HubFolder(path, HubModel(model.name, path.name))
+
+
+def _snapshot(hub: Any, model: HubModel, commit: str, names: Sequence[str]) -> Path:
+    """Downloads files, unless the cache has them for this revision and commit."""
+    paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names]
+    if paths and all(isinstance(path, str) and Path(path).parent.name == commit for path in paths):
+        return Path(paths[0]).parent
+    return Path(hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(names)))
 
 
 def _library(model: HubModel) -> Any:
