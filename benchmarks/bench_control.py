@@ -21,8 +21,8 @@ import torch
 
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample, preload
 from costs import StoreRates, agreement
-from epload.control import tree as trees
-from epload.control.rounds import decide_on_reports, encode_report
+from epload.ranks import tree as trees
+from epload.ranks.rounds import decide_on_reports, encode_report
 from store_replay import replay
 from summary import facts
 from tables import DATA, Table, provenance, seconds, write

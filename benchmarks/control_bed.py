@@ -24,8 +24,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from epload.control.control import Control
 from epload.errors import LoadError, RemoteFailure
+from epload.ranks.control import Control
 
 RELOAD_ROUNDS, FIRST_ROUNDS = 4, 7
 """Agreement rounds of a load of a known checkpoint into a known model, and of a first load."""

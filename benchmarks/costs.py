@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from epload.control.tree import FAN_OUT
+from epload.ranks.tree import FAN_OUT
 
 INFINITE = float("inf")
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from control_bed import CountingStore, Server
-from epload.control.tree import FAN_OUT
+from epload.ranks.tree import FAN_OUT
 
 THREADS = 8
 VIEW = b"=" + 300 * b"v"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from epload.core.copy_table import CopyTable
 from epload.native import ops
-from epload.staging import affinity
-from epload.staging.device_pipe import PINNED_BYTES, DevicePipe
+from epload.transfer import affinity
+from epload.transfer.device_pipe import PINNED_BYTES, DevicePipe
 from gpu_parts.common import Clock, Row, checkpoint_of, device_of, finished
 from workload import FILE
 

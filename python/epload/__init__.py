@@ -3,18 +3,18 @@
 from epload.broadcast import coalesced_bcast
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.topology import Topology
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
 from epload.integrations import patch
 from epload.integrations.engine import EngineModel
-from epload.load_state import load_state
-from epload.loader import HierarchicalLoader, load
+from epload.load import load, load_state
+from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.extension import _C
 from epload.native.info import build_info
+from epload.ranks.topology import Topology
 from epload.report import LoadReport, SaveReport
 from epload.save import PendingSave, save, save_async
 from epload.saving.convert import convert

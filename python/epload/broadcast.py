@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from epload.cluster.single_flight import Call, Refused, exclusive, inside_load
-from epload.cluster.topology import Topology
-from epload.control.control import Control
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops
 from epload.planning.algorithms import ALGORITHMS
+from epload.ranks.control import Control
+from epload.ranks.single_flight import Call, Refused, exclusive, inside_load
+from epload.ranks.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 DEFAULT_BUCKET_BYTES_ON_CPU = 16 << 20

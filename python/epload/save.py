@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epload.cluster.topology import Topology
 from epload.core import threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import Mapping as Rules
+from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import SaveJob, SaveOptions
 

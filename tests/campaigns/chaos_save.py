@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from campaigns import seeds
-from epload.control.control import Control
+from epload.ranks.control import Control
 from epload.saving import plan, writer
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, values, write

@@ -23,9 +23,9 @@ from unittest import mock
 
 import epload
 from campaigns import seeds
-from epload.control.control import Control
+from epload.ranks.control import Control
 from epload.sync.lobby import Attendance, Lobby
-from epload.transport.engine import Engine
+from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.fakedev import build as build_fake

@@ -39,7 +39,7 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run as run_module
 from epload.loading.run import LoadRun
-from epload.transport import direct_read
+from epload.transfer import direct_read
 from epload.verify import digests
 from support import ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
-from epload.staging.device import DeviceStaging
+from epload.transfer.device import DeviceStaging
 from support import fakedev, ranks
 from support.accelerator import (
     DEVICE,

@@ -20,10 +20,9 @@ from epload.checkpoint import object_store
 from epload.cli.main import main
 from epload.cli.output import print_json
 from epload.core.log import logger
-from epload.errors import message_of
+from epload.errors import message_of, redact, redact_url
 from epload.observe.events import Event, Events
 from epload.observe.trace import Trace
-from epload.redact import redact, redact_url
 from support import ranks
 
 SECRET = "hunter2"

@@ -181,7 +181,7 @@ def elsewhere(rank: int, file: Path) -> list[str]:
         patches = [
             mock.patch.object(events_module, "monotonic_ns", ahead),
             mock.patch("epload.observe.phases.monotonic_ns", ahead),
-            mock.patch("epload.control.rounds.monotonic_ns", ahead),
+            mock.patch("epload.ranks.rounds.monotonic_ns", ahead),
             mock.patch.object(events_module, "clock_identity", return_value="another machine"),
         ]
         for patch in patches:

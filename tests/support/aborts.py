@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, HierarchicalLoader, Manifest, Topology
 from epload.core.pieces import Piece
-from epload.transport.engine import Engine
-from epload.transport.movers import Collective
+from epload.transfer.engine import Engine
+from epload.transfer.movers import Collective
 from support.accelerator import NODES
 from support.checks import all_fine
 from support.failures import error_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import epload
 from epload.planning import schedule
-from epload.transport import direct_read
+from epload.transfer import direct_read
 from support.checks import differences, full_values
 from support.layout_cases import Case, cases
 from support.models import device, use_device

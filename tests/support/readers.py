@@ -21,7 +21,7 @@ from epload import HierarchicalLoader, LoadReport, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.core.regions import Regions
 from epload.planning import schedule
-from epload.transport import direct_read
+from epload.transfer import direct_read
 from support.checks import all_fine
 from support.failures import Failing, Failure, Outcome, check, outcome
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import epload
-from epload.cluster.groups import Group
 from epload.planning.waves import Wave
+from epload.ranks.groups import Group
 from epload.sync.device_route import Broadcasts
 from epload.sync.devices import DeviceLink, obstacle
 from epload.sync.transfer import MemorySink

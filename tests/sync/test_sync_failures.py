@@ -16,7 +16,7 @@ import torch
 import epload
 from epload.sync import store
 from epload.sync.device_route import Broadcasts
-from epload.transport.movers import Relay
+from epload.transfer.movers import Relay
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run

@@ -22,7 +22,7 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.loading.run import LoadRun
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.transport.local import Local
+from epload.transfer.local import Local
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong

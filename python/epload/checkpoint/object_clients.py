@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from epload.errors import CheckpointError
-from epload.redact import redact_url
+from epload.errors import CheckpointError, redact_url
 
 _OBSTORE = {
     "s3": "s3",

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from epload.checkpoint.base import Checkpoint
 from epload.cli.output import json_option, print_json, show, variant_option
-from epload.cluster.topology import Topology
 from epload.core import dtypes
 from epload.mapping.mapping import Rename
 from epload.observe.progress import Progress
+from epload.ranks.topology import Topology
 from epload.saving.convert import convert as rewrite
 
 _size = click.FloatRange(min=0, min_open=True)

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from epload.cli.output import json_option, print_json, show, size, table
-from epload.cluster.cards import count_rdma
 from epload.native.info import build_info
 from epload.observe.render import count
 from epload.planning.schedule import SYNC_WAVE_BYTES
+from epload.ranks.cards import count_rdma
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""

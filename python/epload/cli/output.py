@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from epload.errors import LoadError
-from epload.redact import redact
+from epload.errors import LoadError, redact
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from epload.redact import redact
+from epload.errors import redact
 
 logger = logging.getLogger("epload")
 """All of epload's log records. A program that configures logging itself does not need ``EPLOAD_LOG``."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from epload.errors import ModelMismatch
-from epload.loader import HierarchicalLoader
+from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Mapping
 from epload.mapping.wrappers import wrapper_aliases
 from epload.model.state_dict import describe_custom_loading

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.topology import Topology
 from epload.core.attempt import attempt
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
@@ -39,6 +38,7 @@ from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
+from epload.ranks.topology import Topology
 from epload.report import LoadReport
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from epload.broadcast import coalesced_bcast
-from epload.cluster.topology import Topology
-from epload.control.control import Control
 from epload.errors import ManifestMismatch
 from epload.model.targets import Targets
+from epload.ranks.control import Control
+from epload.ranks.topology import Topology
 
 
 def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[str, int]:

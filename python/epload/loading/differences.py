@@ -7,11 +7,11 @@ from collections.abc import Set
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
-from epload.control.control import Control
 from epload.core import dtypes
 from epload.core.log import logger
 from epload.errors import CallOrderError, ManifestMismatch
 from epload.model.targets import Targets
+from epload.ranks.control import Control
 
 _MAX_VIEWS = 4
 """Whole descriptions of models that are compared to tell where they differ."""

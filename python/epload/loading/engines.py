@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from epload.cluster.topology import Topology
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan
 from epload.model.devices import CPU
 from epload.planning.waves import group_buckets, make_waves
+from epload.ranks.topology import Topology
 from epload.report import LoadReport
-from epload.staging.affinity import read_threads
-from epload.staging.device_ring import DeviceRing
-from epload.transport.context import TransferContext
-from epload.transport.direct_read import DEVICE_READ_BYTES, READ_BYTES, DirectRead
-from epload.transport.engine import Engine
-from epload.transport.framing import Framing
-from epload.transport.local import Local
-from epload.transport.movers import Collective, Relay
-from epload.transport.sources import CheckpointSource
-from epload.transport.transfers import through_memory
+from epload.transfer.affinity import read_threads
+from epload.transfer.context import TransferContext
+from epload.transfer.device_ring import DeviceRing
+from epload.transfer.direct_read import DEVICE_READ_BYTES, READ_BYTES, DirectRead
+from epload.transfer.engine import Engine
+from epload.transfer.framing import Framing
+from epload.transfer.local import Local
+from epload.transfer.movers import Collective, Relay
+from epload.transfer.sources import CheckpointSource
+from epload.transfer.transfers import through_memory
 
 
 def make_engine(

@@ -11,7 +11,6 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.topology import Topology
 from epload.errors import CheckpointError
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
@@ -21,6 +20,7 @@ from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
+from epload.ranks.topology import Topology
 
 
 @dataclass

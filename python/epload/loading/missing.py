@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from epload.control.control import Control
 from epload.core.attempt import attempt
 from epload.core.default_device import callers_default_device
 from epload.errors import LoadError
@@ -23,6 +22,7 @@ from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
 from epload.observe.render import list_keys
 from epload.planning.plan import LoadPlan
+from epload.ranks.control import Control
 from epload.report import LoadReport
 
 

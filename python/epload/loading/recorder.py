@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from epload.cluster.topology import Topology
 from epload.observe.events import Events
 from epload.observe.trace import Trace
+from epload.ranks.topology import Topology
 from epload.report import LoadReport
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from epload.cluster.topology import Topology
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
 from epload.planning.algorithms import STRIPE_ALIGNMENT
-from epload.staging.device import DeviceStaging, StagingNeeds
-from epload.staging.device_resources import DeviceResources
-from epload.staging.shared_memory import NodeMemory
+from epload.ranks.topology import Topology
+from epload.transfer.device import DeviceStaging, StagingNeeds
+from epload.transfer.device_resources import DeviceResources
+from epload.transfer.shared_memory import NodeMemory
 
 
 class Resources:

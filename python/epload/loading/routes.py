@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epload.cluster.topology import Route, Topology
 from epload.loading.request import Options
 from epload.model.devices import CPU
 from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
+from epload.ranks.topology import Route, Topology
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from epload.cluster.topology import Topology
 from epload.core.attempt import attempt
 from epload.core.log import logger
 from epload.loading.agreed import AgreedLoad
@@ -21,9 +20,10 @@ from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace, slow_readers
 from epload.planning.waves import wave_bytes
+from epload.ranks.topology import Topology
 from epload.report import LoadReport
-from epload.transport.local import Local
-from epload.transport.transfers import run_transfer
+from epload.transfer.local import Local
+from epload.transfer.transfers import run_transfer
 from epload.verify.digests import digest_shards, verify_digests
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.control.control import Control
 from epload.core import dtypes
 from epload.core.attempt import attempt
 from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
 from epload.planning.selection import Twin
+from epload.ranks.control import Control
 
 _CHUNK = 4 << 20
 """Elements compared at a time."""

@@ -11,9 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from epload.errors import redact
 from epload.files import read_regular
 from epload.observe.events import ROUND, Event, Events
-from epload.redact import redact
 
 _FORMAT = "epload trace"
 _ORDER = {"MainThread": 0, "epload-read": 1, "epload-move": 2}

@@ -18,8 +18,6 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
-from epload.cluster.topology import Topology, as_timedelta
-from epload.control.control import Control
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
@@ -28,6 +26,8 @@ from epload.errors import CheckpointError
 from epload.files import read_regular
 from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.precision import kept_by_config
+from epload.ranks.control import Control
+from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.run import exclusively

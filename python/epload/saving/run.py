@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology, as_timedelta
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.files import read_regular
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary
+from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import write_buckets, write_checkpoint
-from epload.staging.shards import Shards
+from epload.transfer.shards import Shards
 
 StateDict = Mapping[str, Any]
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.cluster.topology import Topology
-from epload.control.activity import working
 from epload.core.attempt import attempt
 from epload.core.copy_table import CopyTable
 from epload.native import ops
+from epload.ranks.activity import working
+from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, check_seen_by_all
 from epload.saving.layout import INDEX, FilesLayout
 from epload.saving.plan import WritePlan
-from epload.staging.shards import Shards
+from epload.transfer.shards import Shards
 
 BUFFERS = 2
 _DEVICE_BUCKETS = 8

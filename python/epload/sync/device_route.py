@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-from epload.cluster.group_cache import GroupCache
-from epload.cluster.topology import Route
-from epload.control.control import Control
 from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
 from epload.planning.streams import ExchangePlan, Members, Stream
 from epload.planning.waves import Wave
-from epload.staging.exchange_ring import ExchangeRing, ExchangeStaging
-from epload.transport.context import TransferContext
-from epload.transport.engine import Engine
-from epload.transport.movers import broadcast, explain
-from epload.transport.sinks import Sink
-from epload.transport.transfers import message_timeout
+from epload.ranks.control import Control
+from epload.ranks.group_cache import GroupCache
+from epload.ranks.topology import Route
+from epload.transfer.context import TransferContext
+from epload.transfer.engine import Engine
+from epload.transfer.exchange_ring import ExchangeRing, ExchangeStaging
+from epload.transfer.movers import broadcast, explain
+from epload.transfer.sinks import Sink
+from epload.transfer.transfers import message_timeout
 
 MOST_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
@@ -157,7 +157,7 @@ class DeviceRoute:
 
 
 class Broadcasts:
-    """See :class:`~epload.transport.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
+    """See :class:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
     the wave before is passed on."""
 
     def __init__(self, context: TransferContext, ring: ExchangeRing, route: DeviceRoute) -> None:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epload.cluster.groups import backends_of, can_connect
-from epload.cluster.membership import local_network
-from epload.control.control import Control
 from epload.native import ops
 from epload.planning.pulls import Reach
 from epload.planning.streams import Members
+from epload.ranks.control import Control
+from epload.ranks.groups import backends_of, can_connect
+from epload.ranks.membership import local_network
 
 
 def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.cluster.topology import as_timedelta
 from epload.core import log
+from epload.ranks.topology import as_timedelta
 from epload.sync.epoch import Epoch
 from epload.sync.formation import form_epoch
 from epload.sync.lobby import Member, Participants

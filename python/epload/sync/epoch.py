@@ -12,23 +12,23 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.control import Control
 from epload.core.attempt import attempt
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members
 from epload.planning.waves import Wave
-from epload.staging.device_pipe import DevicePipe
-from epload.staging.shards import Shards
-from epload.staging.shared_memory import NodeMemory
+from epload.ranks.control import Control
 from epload.sync.device_route import DeviceRoute
 from epload.sync.host_route import HostRoute
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
 from epload.sync.transfer import ExchangeRoles, MemorySink, ShardSink, ShardSource
-from epload.transport.context import TransferContext
-from epload.transport.framing import Framing
-from epload.transport.transfers import run_transfer
+from epload.transfer.context import TransferContext
+from epload.transfer.device_pipe import DevicePipe
+from epload.transfer.framing import Framing
+from epload.transfer.shards import Shards
+from epload.transfer.shared_memory import NodeMemory
+from epload.transfer.transfers import run_transfer
 
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""

@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.membership import group_equal
-from epload.cluster.rendezvous import rendezvous
-from epload.control.control import Control
 from epload.core import garbage_collection
 from epload.core.attempt import attempt
 from epload.core.log import logger
@@ -23,7 +20,9 @@ from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings, HoldingsSummary
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import ExchangePlan, Members
-from epload.staging.shared_memory import BUFFERS, NodeMemory
+from epload.ranks.control import Control
+from epload.ranks.membership import group_equal
+from epload.ranks.rendezvous import rendezvous
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceLink, Probe, find_reach, obstacle
 from epload.sync.epoch import Epoch
@@ -31,6 +30,7 @@ from epload.sync.host_route import HostRoute
 from epload.sync.lobby import Member, Participants, describe_ranks
 from epload.sync.pulling import Puller
 from epload.sync.store import fetch, publish
+from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from epload.cluster.group_cache import GroupCache
-from epload.cluster.topology import Route
-from epload.control.control import Control
 from epload.planning.streams import ExchangePlan, Members
-from epload.staging.host_ring import HostRing
-from epload.staging.shared_memory import NodeMemory
-from epload.transport.context import TransferContext
-from epload.transport.engine import Engine
-from epload.transport.movers import Relay
-from epload.transport.sinks import Sink
-from epload.transport.transfers import through_memory
+from epload.ranks.control import Control
+from epload.ranks.group_cache import GroupCache
+from epload.ranks.topology import Route
+from epload.transfer.context import TransferContext
+from epload.transfer.engine import Engine
+from epload.transfer.host_ring import HostRing
+from epload.transfer.movers import Relay
+from epload.transfer.shared_memory import NodeMemory
+from epload.transfer.sinks import Sink
+from epload.transfer.transfers import through_memory
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each

@@ -19,10 +19,10 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.messages import read_if_set
 from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout, message_of
+from epload.ranks.messages import read_if_set
 from epload.sync.store import answered, fetch, post, publish
 
 LEASE_SECONDS = 10.0

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.activity import working
-from epload.control.control import Control
 from epload.core import dtypes
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
@@ -30,10 +28,12 @@ from epload.native import ops
 from epload.planning.holdings import Holdings, digest_of
 from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
-from epload.staging.device_pipe import DevicePipe
+from epload.ranks.activity import working
+from epload.ranks.control import Control
 from epload.sync.arrival import same_bits
 from epload.sync.devices import first_line, share_memory
 from epload.sync.store import get, put
+from epload.transfer.device_pipe import DevicePipe
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
-from epload.cluster.membership import local_network
-from epload.cluster.topology import Topology
 from epload.core import garbage_collection, log
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.holdings import full_holdings
+from epload.ranks.membership import local_network
+from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceLink, Probe, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice

@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from epload.cluster.membership import local_network
-from epload.cluster.single_flight import Call, Refused, exclusive
-from epload.cluster.topology import Topology
 from epload.core import garbage_collection, threads
 from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
+from epload.ranks.membership import local_network
+from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.topology import Topology
 from epload.sync.devices import accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.formation import JoinMessage

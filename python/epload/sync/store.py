@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from epload.control.messages import read_if_set
 from epload.core import threads
 from epload.core.attempt import attempt
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
+from epload.ranks.messages import read_if_set
 
 T = TypeVar("T")
 PROTOCOL = 6

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
-from epload.staging.shards import Shards
-from epload.transport.sinks import PlainSink
-from epload.transport.sources import HostSource
+from epload.transfer.shards import Shards
+from epload.transfer.sinks import PlainSink
+from epload.transfer.sources import HostSource
 
 _NO_RANK = -1
 
@@ -67,7 +67,7 @@ class ExchangeRoles:
 
 
 class ShardSource(HostSource):
-    """Fills buckets out of the sender's shards. See :class:`~epload.transport.sources.BucketSource`."""
+    """Fills buckets out of the sender's shards. See :class:`~epload.transfer.sources.BucketSource`."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -77,7 +77,7 @@ class ShardSource(HostSource):
 
 
 class ShardSink(PlainSink):
-    """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transport.sinks.Sink`."""
+    """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transfer.sinks.Sink`."""
 
     def __init__(self, shards: Shards | None) -> None:
         """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
@@ -97,7 +97,7 @@ class ShardSink(PlainSink):
 
 
 class MemorySink(PlainSink):
-    """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transport.sinks.Sink`."""
+    """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transfer.sinks.Sink`."""
 
     def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
         """

@@ -23,7 +23,7 @@ from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
-from epload.transport.local import Local
+from epload.transfer.local import Local
 
 _MAX_SHOWN = 10
 

@@ -18,11 +18,11 @@ from unittest import mock
 import torch
 
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.cluster.groups import Group
-from epload.control.control import Control
 from epload.native import ops
-from epload.staging import shared_memory
-from epload.transport.local import Local
+from epload.ranks.control import Control
+from epload.ranks.groups import Group
+from epload.transfer import shared_memory
+from epload.transfer.local import Local
 from netbed import slow_link
 
 WORLD = 4

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from campaigns.chaos.faults import ANEW, WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
-from epload.transport import direct_read
+from epload.transfer import direct_read
 from netbed import INTERFACE, enter
 from support.small_model import NODES, meta_net, state_for, wrong
 

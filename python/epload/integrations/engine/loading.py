@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint
-from epload.cluster.membership import membership
-from epload.cluster.topology import Topology
-from epload.control.control import Control
 from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.engine.model import EngineModel, RecordedEngine, parameter_ids
 from epload.integrations.read_tensor import read_tensor
-from epload.loader import HierarchicalLoader
+from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Placed
+from epload.ranks.control import Control
+from epload.ranks.membership import membership
+from epload.ranks.topology import Topology
 from epload.report import LoadReport
 
 

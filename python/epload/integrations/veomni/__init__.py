@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from epload.integrations.veomni.converted import ConvertedCheckpoint
-from epload.loader import load
+from epload.load import load
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model

@@ -1,0 +1,244 @@
+"""epload.load and epload.load_state: load a checkpoint into a model, or into a nested state dict."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epload.checkpoint.dcp import ROOT
+from epload.checkpoint.opening import read_objects
+from epload.checkpoint.torch_file import check_pickles
+from epload.core.attempt import attempt
+from epload.core.default_device import on_cpu
+from epload.errors import CheckpointError, ModelMismatch, message_of
+from epload.loading.loader import HierarchicalLoader
+from epload.loading.request import LoadOptions
+from epload.mapping.mapping import Mapping as Rules
+from epload.mapping.precision import DTypes
+from epload.model.flat_state import FlatState, assign
+from epload.model.initialization import InitMissing
+from epload.planning.schedule import WAVE_BYTES
+from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.topology import Topology, as_timedelta
+from epload.report import LoadReport
+
+_MOST_SHOWN = 5
+
+
+def load(
+    model: nn.Module,
+    checkpoint: Any,
+    *,
+    mapping: Rules | str = "auto",
+    strict: bool = True,
+    ignore_mismatched_shapes: bool = False,
+    dtype: DTypes = None,
+    init_missing: InitMissing | None = None,
+    variant: str = "",
+    readers: str = "auto",
+    verify: bool = False,
+    timeout: timedelta | float | None = None,
+    topology: Topology | None = None,
+    progress: bool = True,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
+
+    :class:`HierarchicalLoader` loads again and again without making its buffers anew, and explains its arguments, which have the
+    same names, at more length.
+
+    Args:
+        model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
+        mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
+        strict: whether missing and unexpected keys are an error.
+        ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
+        dtype: the dtype of floating-point parameters on meta, or a dict from regular expressions to dtypes.
+        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills.
+        variant: which set of weights of a folder to load, e.g. ``"fp16"``.
+        readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
+        verify: whether ranks prove their shards against the checkpoint afterwards.
+        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
+        topology: discovered over the whole job if None.
+        progress: whether rank ``src`` shows a bar, or logs the progress.
+        options: what is rarely needed.
+
+    Returns:
+        What happened, on every rank.
+
+    Raises:
+        LoadError, ValueError, TypeError: as :meth:`HierarchicalLoader.load`.
+
+    Example::
+
+        report = epload.load(model, "/checkpoints/Qwen3-30B-A3B")
+        if dist.get_rank() == 0:
+            print(report)
+    """
+    options = LoadOptions() if options is None else options
+    if not isinstance(options, LoadOptions):
+        raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
+    loader = HierarchicalLoader(
+        topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
+        verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,
+    )  # fmt: skip
+    with loader:
+        loader._remembers = False
+        return loader.load(
+            model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
+            dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,
+            local_modules=options.local_modules, prefix=options.prefix, variant=variant, trace=options.trace,
+        )  # fmt: skip
+
+
+@on_cpu
+def load_state(
+    state: dict[str, Any],
+    checkpoint: Any,
+    *,
+    strict: bool = True,
+    variant: str = "",
+    topology: Topology | None = None,
+    src: int = 0,
+    readers: str = "auto",
+    algorithm: str = "auto",
+    bucket_bytes: int = WAVE_BYTES,
+    verify: bool = False,
+    timeout: timedelta | float | None = None,
+    progress: bool = True,
+) -> LoadReport:
+    """Fills a state dict from a checkpoint, in place. Collective over the topology's ranks.
+
+    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are those
+    under which torch.distributed.checkpoint (DCP) saves a state dict: keys and list indices joined by dots.
+
+    Args:
+        state: dicts and lists, of any depth, of tensors with storage, DTensors and other values, with the same names on all
+            ranks; what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns for a model and its optimizer.
+        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which has no values but tensors; or
+            a nested dict like ``state`` with full tensors, on the ranks that read.
+        strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
+            False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
+        variant: as for :func:`epload.load`.
+
+    The other arguments are those of :class:`epload.HierarchicalLoader`.
+
+    Returns:
+        What happened, on every rank.
+
+    Raises:
+        LoadError: as :func:`epload.load`. CheckpointError besides for a value that could execute code when it is loaded: none but
+            those that ``torch.load(weights_only=True)`` allows are.
+        ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
+
+    Example::
+
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        epload.load_state(state, "/checkpoints/step-1000")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    """
+    topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
+    flat, failure = attempt(lambda: FlatState(state))
+    source, others = checkpoint, dict[str, Any]()
+    if isinstance(checkpoint, Mapping) and failure is None:
+        given, failure = attempt(lambda: FlatState(checkpoint))
+        if given is not None:
+            source, others = dict(given._buffers), given.others
+    values, missing = _agree_on_values(topology, flat, source, others, src, strict, failure, as_timedelta(timeout))
+    assert flat is not None
+    report = load(
+        flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
+        verify=verify, timeout=timeout, progress=progress,
+        options=LoadOptions(
+            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix="" if isinstance(source, dict) else ROOT
+        ),
+    )  # fmt: skip
+    for name, value in values.items():
+        assign(state, flat.paths[name], value)
+    report.missing_keys += missing
+    return report
+
+
+def _agree_on_values(
+    topology: Topology,
+    flat: FlatState | None,
+    source: Any,
+    others: Mapping[str, Any],
+    src: int,
+    strict: bool,
+    failure: Exception | None,
+    timeout: timedelta | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of the entries that are no tensors, which rank ``src`` reads; and the names of those that there are none for."""
+    control = topology.control
+
+    def read() -> dict[str, str]:
+        assert flat is not None
+        raw = read_objects(source, list(flat.others)) | {
+            name: _saved(others[name]) for name in flat.others if name in others
+        }
+        return {name: base64.b85encode(content).decode() for name, content in raw.items()}
+
+    found: dict[str, str] | None = {}
+    if failure is None and control.rank == src:
+        found, failure = attempt(read)
+
+    def choose(views: dict[int, Any]) -> dict[str, str]:
+        for rank, (names, _) in views.items():
+            if names != views[src][0]:
+                differing = sorted(set(names) ^ set(views[src][0]))
+                raise ValueError(
+                    f"ranks {src} and {rank} pass state dicts with different values besides tensors: {_listed(differing)}"
+                )
+        chosen: dict[str, str] = views[src][1]
+        return chosen
+
+    topology.check_source(src)
+    try:
+        with exclusive(Call("load_state()", topology), timeout), control.guard():
+            names = sorted(flat.others) if flat is not None else []
+            said = control.settle("reading values", failure, [names, found], choose)
+            missing = [name for name in names if name not in said]
+            if missing and strict:
+                failure = ModelMismatch(
+                    f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what is "
+                    "there",
+                    missing_keys=missing,
+                )
+            values, unreadable = attempt(lambda: {name: _value(name, content) for name, content in said.items()})
+            control.settle("reading values", failure or unreadable, last=True)
+    except Refused as refused:
+        raise refused.failure.error() from None
+    assert values is not None
+    return values, missing
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _value(name: str, content: str) -> Any:
+    try:
+        stream = io.BytesIO(base64.b85decode(content))
+        check_pickles(stream)
+        value = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the value of {name} cannot be loaded without executing what it names, or is damaged: {message_of(error)[:500]}"
+        ) from error
+    if isinstance(value, Tensor):
+        raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the state dict")
+    return value
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _MOST_SHOWN else "")

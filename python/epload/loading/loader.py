@@ -1,0 +1,316 @@
+"""HierarchicalLoader: one load after another, each agreed on before data moves. Owns the staging buffers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count as count_from
+from pathlib import Path
+from time import perf_counter, strftime
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from epload.core import garbage_collection, log
+from epload.core.default_device import on_cpu
+from epload.core.log import logger
+from epload.errors import redact, redact_url
+from epload.loading.agreement import Agreement
+from epload.loading.recorder import record_events
+from epload.loading.request import Options, Request
+from epload.loading.resources import Resources
+from epload.loading.routes import Router
+from epload.loading.run import LoadRun
+from epload.mapping.mapping import Mapping
+from epload.mapping.precision import DTypes, below_fp32_warning
+from epload.model.devices import check_stream
+from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
+from epload.model.initialization import InitMissing
+from epload.observe.render import count, list_keys
+from epload.planning.schedule import WAVE_BYTES
+from epload.ranks.membership import uninitialized_warning
+from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.topology import Topology, as_timedelta
+from epload.report import LoadReport
+
+
+class HierarchicalLoader:
+    """Loads checkpoints into models whose parameters are sharded over the ranks of a topology.
+
+    Keeps its staging buffers between loads, so that a second load does not pay for them. As a context manager, or with
+    :meth:`close`, it frees them. Process groups belong to the topology, which other loaders may use.
+
+    Not thread-safe: two threads of a process must not load at once, with whatever loaders. The second load is refused on
+    every rank.
+
+    Example::
+
+        with epload.HierarchicalLoader(readers="one", timeout=300) as loader:
+            for step in range(steps):
+                loader.load(model, checkpoint_of(step))
+    """
+
+    @on_cpu
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        *,
+        src: int = 0,
+        readers: str = "auto",
+        algorithm: str = "auto",
+        bucket_bytes: int = WAVE_BYTES,
+        verify: bool = False,
+        timeout: timedelta | float | None = None,
+        stream: torch.Stream | None = None,
+        direct_io: bool = True,
+        progress: bool = True,
+    ) -> None:
+        """Collective over the topology's ranks; arguments equal on all of them.
+
+        Args:
+            topology: discovered over the whole job if None.
+            src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
+            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
+                ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+                ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
+                from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
+                every rank can read it, it is ``"one"``.
+            algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
+                as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device, unless node sizes differ, else
+                ``"two_level"``; and buckets that do not cross nodes go through memory that a node's ranks share, out of which
+                each copies what it keeps.
+            bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
+                A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
+                ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
+                (each rank, if they cannot share memory).
+            verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
+                have it together.
+            timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
+                moves bytes has what they take at 10 MB/s on top.
+            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
+                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
+            direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
+                takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
+                as far as there is memory, where the next load finds them. Not where bytes are read again: with
+                ``verify=True``, and with ``"every"`` if ranks of a node keep the same ones.
+            progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
+                every 5 s.
+
+        Raises:
+            ValueError, TypeError: an argument is out of range, or of another type.
+        """
+        log.configure()
+        self._timeout = as_timedelta(timeout)
+        self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
+        check_stream(stream)
+        self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
+        self.number = self.topology.number_loader()
+        """Among the loaders of its topology, equal on all ranks."""
+        self._made_by = threading.current_thread()
+        self._as_pretrained = True
+        """See :class:`Request`."""
+        self._remembers = True
+        """True if there will be another load."""
+        self.topology.check_source(src)
+        self.stream = stream
+        self._streams = [stream] if stream is not None else []
+        self.progress = progress
+        self._control = self.topology.control
+        self._router = Router(self.topology, self.options)
+        self._resources = Resources(self.topology, self.options, self._router, stream)
+        self._agreement = Agreement(self.topology, self.options, self._router, self.number)
+
+    def close(self) -> None:
+        """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
+        self._resources.close()
+        self._agreement.close()
+
+    def __enter__(self) -> HierarchicalLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @on_cpu
+    def load(
+        self,
+        model: nn.Module,
+        checkpoint: Any,
+        *,
+        mapping: Mapping | str = "auto",
+        strict: bool = True,
+        ignore_mismatched_shapes: bool = False,
+        dtype: DTypes = None,
+        init_missing: InitMissing | None = None,
+        outer_shards: Sequence[OuterShard] = (),
+        local_modules: Sequence[LocalModules] = (),
+        prefix: str = "",
+        variant: str = "",
+        trace: bool = False,
+    ) -> LoadReport:
+        """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
+
+        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
+        after it.
+
+        Args:
+            model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+            checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
+            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
+                :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
+            strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
+                lists them, and missing parameters keep their values or are initialized.
+            ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
+                lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
+                whatever ``strict`` is.
+            dtype: the dtype of floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by
+                default the model's. For a transformers model it means what ``from_pretrained(dtype=)`` makes of it, which keeps
+                some tensors in float32, also by default; the report lists them. What a dict names gets that dtype exactly.
+                fp8 weights and the scales of quantized weights keep the model's dtype.
+            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
+                the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
+                as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
+                unfilled. What nobody fills is an error.
+            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
+            local_modules: modules that hold what other ranks need not have.
+            prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
+                ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
+            variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
+                ``model.fp16.safetensors``; by default the one without a variant.
+            trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
+                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
+                the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
+                and the first rank writes the trace to a file in the folder that it names.
+
+        Returns:
+            What happened, on every rank; keys are the same on all.
+
+        Raises:
+            LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
+                header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
+                during the load: tensors may be materialized and partly written.
+            ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
+        """
+        try:
+            with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
+                guard = self._control.guard()
+                try:
+                    with guard:
+                        parts = None
+                        if outer_shards or local_modules:
+                            parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
+                        request = Request(
+                            model,
+                            checkpoint,
+                            mapping,
+                            strict,
+                            ignore_mismatched_shapes,
+                            dtype,
+                            parts,
+                            init_missing,
+                            prefix,
+                            variant,
+                            trace or bool(os.environ.get("EPLOAD_TRACE")),
+                            self._as_pretrained,
+                        )
+                        return self._load(request)
+                finally:
+                    if guard.failure is not None and not guard.failure.clean:
+                        self._resources.forget_staging()
+                        self.topology.retire()
+        except Refused as refused:
+            error = refused.failure.error()
+        raise error
+
+    def _load(self, request: Request) -> LoadReport:
+        options = self.options
+        report = LoadReport(
+            readers=options.readers,
+            verify=options.verify,
+            topology=repr(self.topology),
+        )
+        if warning := uninitialized_warning():
+            warnings.warn(warning, stacklevel=3)
+            report.warnings.append(warning)
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_start(request.model, request.checkpoint, self.topology)
+        began = perf_counter()
+        if request.trace:
+            record_events(self.topology, report)
+        self._resources.clear_board()
+        try:
+            with report.timed("plan"), garbage_collection.paused():
+                load = self._agreement.run(request, self._streams, report)
+            run = LoadRun(self.topology, options, self._router, self._resources, request, load, report)
+            run.run(show_progress=self.progress and self.topology.rank == options.src)
+            if self._remembers:
+                with report.timed("plan"), garbage_collection.paused():
+                    self._agreement.inputs.remember(request, load.inputs)
+        finally:
+            if self._control.rounds is not None:
+                self._control.rounds.events = None
+            self._agreement.inputs.close_checkpoint()
+        plan, ignored = load.plan, set(load.ignored_keys)
+        report.missing_keys = [key for key in load.missing_keys if key not in ignored]
+        report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
+        report.mismatched_keys = load.mismatched_keys
+        report.ignored_keys = [*load.ignored_keys, *load.manifest.ignored]
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
+        report.nbytes = plan.slots.payload
+        report.buckets = len(plan.buckets)
+        report.source = redact(load.manifest.source)
+        report.kept_in_fp32 = list(load.inputs.targets.kept_in_fp32)
+        if warning := below_fp32_warning(load.inputs.targets):
+            report.warnings.append(warning)
+        report.seconds = perf_counter() - began
+        if self.topology.rank == self.topology.ranks[0]:
+            _log_result(report)
+            if folder := os.environ.get("EPLOAD_TRACE"):
+                _write_trace(report, Path(folder))
+        return report
+
+
+def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
+    nodes, ranks = len(topology.nodes), len(topology.ranks)
+    source = (
+        redact_url(str(checkpoint)) if isinstance(checkpoint, str | os.PathLike) else f"a {type(checkpoint).__name__}"
+    )
+    logger.info(
+        "loading %s into %s, on %s of %s",
+        source, type(model).__name__, count(ranks, "rank"), count(nodes, "node"),
+    )  # fmt: skip
+
+
+def _log_result(report: LoadReport) -> None:
+    """The summary, and what the checkpoint did not fill."""
+    logger.info("%s", report.summary)
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    unfilled = sorted({*report.missing_keys, *report.mismatched_keys} - {*report.initialized})
+    if unfilled:
+        logger.warning("not filled, keep their values: %s", list_keys(unfilled))
+    if report.unexpected_keys:
+        logger.warning("not loaded, as the model lacks them: %s", list_keys(report.unexpected_keys))
+    if report.initialized:
+        logger.info("initialized: %s", list_keys(report.initialized))
+
+
+def _write_trace(report: LoadReport, folder: Path) -> None:
+    """A load that has succeeded does not fail because its trace cannot be written."""
+    path = folder / f"load-{strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_traces)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.trace(path)
+        logger.info("wrote %s; open it with https://ui.perfetto.dev, or run `epload trace %s`", path, path)
+    except OSError as error:
+        logger.warning("cannot write the trace of the load to %s: %s", folder, error)
+
+
+_traces = count_from(1)

@@ -1,0 +1,186 @@
+"""The process groups of one topology: made when first needed, by all ranks in the same order, and reused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from epload.core import threads
+from epload.errors import LoadError, RemoteFailure, message_of
+from epload.ranks.control import Control
+from epload.ranks.groups import FIRST_POLL, LAST_POLL, Backends, Group, abort, dispose
+from epload.ranks.watch import Stop
+
+_GRACE_SECONDS = 0.5
+"""Seconds that a canceled group has to end by itself."""
+
+
+class GroupCache:
+    """The groups of a topology that this rank is in."""
+
+    def __init__(
+        self, backends: Backends | None, rank: int, control: Control, device: torch.device | None = None
+    ) -> None:
+        """
+        Args:
+            backends: of the groups; None if there are none, as without ``torch.distributed``.
+            rank: this process's.
+            control: of all ranks of the topology.
+            device: on which groups have their communicators as soon as they are made, for ranks that outlive each other.
+        """
+        self._backends = backends
+        self._rank = rank
+        self._control = control
+        self._device = device
+        self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
+        """Groups that this rank is in, by timeout, which a group is given when it is made, and ranks."""
+        self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
+        """Timeouts and families of groups that all ranks of the topology have made."""
+        self.count = 0
+        """Number of groups that this rank has begun to make; part of the name of the next."""
+        self._agreed: tuple[int, int] | None = None
+        """The attempt of a load for which all ranks have the same count."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all groups that this rank is in."""
+        return [group.name for group in self._groups.values()]
+
+    def name(self, ranks: tuple[int, ...]) -> str:
+        """Returns the name of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
+        group = self._groups.get((self._control.timeout, ranks))
+        return group.name if group is not None else ""
+
+    def agree(self, count: int) -> None:
+        """All ranks have agreed on a count, the largest of theirs, in a round of the present load. Until it ends, groups need no
+        rounds of their own: if a rank cannot make one, the load fails on all, which clears the groups."""
+        self.count = count
+        self._agreed = self._control.position[:2]
+
+    def end_load(self) -> None:
+        """Groups that are made outside of a load need rounds."""
+        self._agreed = None
+
+    def make(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
+        """Makes the groups of each family in turn, unless they exist. The groups of one family share no rank. Collective.
+
+        ``what``: name of the round, for error messages.
+        """
+        control, timeout = self._control, self._control.timeout
+        families = tuple(family for family in families if (timeout, family) not in self._made)
+        if self._backends is None or not families:
+            return
+        with control.guard():
+            alone = self._agreed != control.position[:2]
+            if alone:  # a rank that failed to make its last ones may have a lower count
+                self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
+            number = self.count
+            self.count += len(families)
+            made: list[Group] = []
+            try:
+                for family in families:
+                    ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
+                    # Two families may have a group in common. A second one of the same ranks would end the first.
+                    if ranks is not None and (timeout, ranks) not in self._groups:
+                        made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
+                        self._groups[timeout, ranks] = made[-1]
+                    number += 1
+                if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
+                    control.settle(what, None)
+            except BaseException:
+                self._groups = {key: group for key, group in self._groups.items() if group not in made}
+                dispose(made)
+                raise
+        self._made.update((timeout, family) for family in families)
+
+    def fail(self) -> None:
+        """Ends what the groups do on devices, as another rank has failed. Thread-safe."""
+        abort(list(self._groups.values()))
+
+    def clear(self) -> None:
+        """Disposes of all groups. On all ranks alike."""
+        dispose(list(self._groups.values()))
+        self._groups.clear()
+        self._made.clear()
+
+    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, backends: Backends) -> Group:
+        """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
+        control = self._control
+        assert control.store is not None
+        control.doing = f"makes the process group of ranks {ranks}"
+        group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
+        prefix = f"group/{name}/{ranks[0]}"
+        stop = Stop()
+        with control.watch.guards(stop):
+            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, backends, self._device)
+            ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
+        control.delete_later(f"{prefix}/{key}" for key in group.keys)
+        if not ended or creation.error is not None:
+            dispose([group] if ended else [])
+            if stop.requested():
+                raise RemoteFailure("another rank failed")
+            cause = message_of(creation.error) if creation.error is not None else f"not done within {timeout}"
+            raise LoadError(
+                f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"
+            ) from creation.error
+        group.register()
+        return group
+
+
+class _Creation:
+    """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
+
+    def __init__(
+        self,
+        group: Group,
+        store: Store,
+        rank: int,
+        timeout: timedelta,
+        backends: Backends,
+        device: torch.device | None,
+    ) -> None:
+        """Arguments are those of :meth:`Group.make`, and ``device`` that of :meth:`Group.connect` if not None."""
+        self.error: BaseException | None = None
+        self._group = group
+        self._ended = threading.Event()
+        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, backends, device)
+        group.device = device.index if device is not None else _current_device(backends)
+        threads.start("epload-group", self._run)
+
+    def _run(self) -> None:
+        try:
+            self._group.enter_thread()
+            self._make()
+        except BaseException as error:
+            self.error = error
+        self._ended.set()
+
+    def wait(self, stopped: Callable[[], bool], seconds: float) -> bool:
+        """Waits until the group is made, or ``error`` is set.
+
+        Returns:
+            False if it was ``stopped`` or has taken longer than ``seconds``: the thread is then left alone with the group.
+        """
+        until = time.monotonic() + seconds
+        pause = FIRST_POLL
+        while not self._ended.wait(pause):
+            if stopped() or time.monotonic() >= until:
+                self._group.cancel()
+                return self._ended.wait(_GRACE_SECONDS)
+            pause = min(2 * pause, LAST_POLL)
+        return True
+
+
+def _current_device(backends: Backends) -> int | None:
+    """Index of the calling thread's device if there is a backend for it, else None."""
+    if set(backends) == {"cpu"} or not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in backends or set(backends.values()) == {"gloo"}:
+        return None
+    return int(torch.accelerator.current_device_index())

@@ -1,0 +1,107 @@
+"""Lets the ranks of a topology find one another, under a number that the store gives out.
+
+A number counted by each process would not do: a process that replaces a rank would start counting anew, and wait for the others
+under a number that they never use again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from epload.errors import LoadError, message_of
+from epload.ranks.control import Control
+from epload.ranks.membership import group_equal, local_network
+
+_CLOSED = "!"
+"""Follows the number of a rendezvous that no rank can join any more."""
+_locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
+"""One rendezvous of a rank with the same others at a time."""
+
+
+def rendezvous(
+    store: Store,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout: timedelta,
+    failure: BaseException | None,
+    view: Any,
+    decide: Callable[[dict[int, Any]], Any],
+    within: str = "",
+) -> tuple[Control, Any]:
+    """Makes a control for ``ranks``, all of which call this.
+
+    Args:
+        store: the job's.
+        ranks: global ranks.
+        rank: this process's.
+        timeout: within which all ranks have to come.
+        failure, view, decide: those of :meth:`Control.settle`.
+        within: ranks of one machine with different texts are in different nodes of the control.
+
+    Returns:
+        The control, and the first rank's decision.
+
+    Raises:
+        LoadError: a rank did not come within ``timeout``, ended, or had a ``failure``; the same on every rank that came.
+    """
+    lock = _locks[ranks, rank]
+    if not lock.acquire(timeout=timeout.total_seconds()):
+        raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
+    try:
+        name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        shared = PrefixStore(f"epload/{name}", store)
+        try:
+            number = _join(shared)
+            control = Control(PrefixStore(number, shared), ranks, rank, f"{name}/{number}")
+        except DistNetworkError as error:
+            raise LoadError(f"topology: the store is lost: {message_of(error)} (seen by rank {rank})") from error
+
+        def close_and_decide(views: dict[int, Any]) -> Any:
+            _close(shared, number)
+            decision = decide({rank: view for rank, (_, view) in views.items()})
+            return [decision, group_equal({rank: place for rank, (place, _) in views.items()}), secrets.token_hex(16)]
+
+        try:
+            with control.guard():
+                control.timeout = timeout
+                control.doing = "topology"
+                control.open_registry()
+                place = f"{local_network()} {within}"
+                decision, nodes, token = control.settle("topology", failure, [place, view], close_and_decide)
+                control.close_registry()
+                # Another group of the same ranks has a store of its own, which gives out the same numbers.
+                control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"
+                control.join_nodes(nodes, token)
+                control.settle("topology", None)  # all have joined their nodes, or all fail
+        except BaseException:
+            _close(shared, number)
+            raise
+        control.end()
+        return control, decision
+    finally:
+        lock.release()
+
+
+def _join(store: Store) -> str:
+    """The number of the open rendezvous; opens one if there is none."""
+    state = store.compare_set("rendezvous", "", "1").decode()
+    while state.endswith(_CLOSED):
+        state = store.compare_set("rendezvous", state, str(int(state[: -len(_CLOSED)]) + 1)).decode()
+    return state
+
+
+def _close(store: Store, number: str) -> None:
+    """No rank joins this rendezvous any more: the next one opens another, also after a failure."""
+    try:
+        store.compare_set("rendezvous", number, number + _CLOSED)
+    except RuntimeError:  # the store is lost
+        return

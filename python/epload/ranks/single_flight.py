@@ -1,0 +1,100 @@
+"""One load or broadcast at a time in a process. A second one, from another thread, is refused on every rank.
+
+Ranks that entered two loads in different orders would wait for one another, or exchange bytes of two checkpoints. So a thread
+that finds another in a load refuses its own, and publishes that for the ranks that are, or will be, in the same load.
+
+Two loads are told apart by their numbers on their topology's control, which every rank takes in the order in which its threads
+enter them, and by the numbers of their loaders, which ranks compare in the first round. These do not tell apart two loads of one
+loader, or two loads whose loaders or topologies were made in different threads: ranks may have paired the wrong loads already, so
+that the load under way fails too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from epload.core.log import logger
+from epload.errors import CallOrderError
+from epload.ranks.failure import Failure
+from epload.ranks.topology import Topology
+
+_lock = threading.Lock()
+_current: Call | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of load or broadcast, in the thread that makes this object."""
+
+    what: str
+    """The public name of what is called."""
+    topology: Topology
+    loader: object = None
+    """None for a broadcast."""
+    loader_made_by: threading.Thread | None = None
+    """The thread that made the loader."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+
+    def distinguishable_from(self, other: Call) -> bool:
+        """Returns True if all ranks can tell the two calls apart, in whatever order they enter them."""
+        if self.topology is not other.topology:
+            ours, theirs = self.topology, other.topology
+            return ours.ranks != theirs.ranks or ours.made_by is theirs.made_by
+        if self.loader is None or other.loader is None:  # rounds of a load and of a broadcast have different names
+            return self.loader is not other.loader
+        return self.loader is not other.loader and self.loader_made_by is other.loader_made_by
+
+
+class Refused(Exception):
+    """This rank takes no part in a load. Users never see it: they get the failure's error."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@contextmanager
+def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
+    """The context of a call, in which its control has begun a load with ``timeout``.
+
+    Raises:
+        Refused: a thread of this process is in such a context already. All ranks that enter this load raise the same.
+    """
+    global _current
+    control = call.topology.control
+    with _lock:
+        number = control.next_load()
+        if _current is not None:
+            raise _refuse(call, number, _current)
+        call.topology.dispose_stale_groups()
+        control.begin(timeout, number)  # before another thread can find this load, and fail it
+        _current = call
+    try:
+        yield
+    finally:
+        control.end()
+        call.topology.groups.end_load()
+        with _lock:
+            _current = None
+
+
+def _refuse(call: Call, number: int, other: Call) -> Refused:
+    control = call.topology.control
+    by = "the same thread" if other.thread is call.thread else f"thread {other.thread.name}"
+    logger.info("rank %d refuses %s, as %s is in %s", control.rank, call.what, by, other.what)
+    if not call.distinguishable_from(other):
+        other.topology.control.abort(CallOrderError())
+    failure = control.refuse(number, CallOrderError())
+    if not failure.clean:
+        call.topology.stale = True
+    return Refused(failure)
+
+
+def inside_load(topology: Topology) -> bool:
+    """Returns True if the calling thread is in a load of this topology, so that its present call is a part of that load."""
+    call = _current
+    return call is not None and call.topology is topology and call.thread is threading.current_thread()

@@ -1,0 +1,199 @@
+"""The topology of a job: its nodes, the rank that leads each node, and the routes of a broadcast."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from epload.errors import ManifestMismatch
+from epload.native.extension import _C
+from epload.planning.algorithms import ALGORITHMS
+from epload.ranks.control import DEFAULT_TIMEOUT, Control
+from epload.ranks.group_cache import GroupCache
+from epload.ranks.groups import backends_of
+from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
+from epload.ranks.rendezvous import rendezvous
+
+
+@dataclass(frozen=True)
+class Route:
+    """This rank's part in a broadcast from ``src``: arguments of the native op."""
+
+    src: int
+    leader: int
+    """Global rank of this node's leader."""
+    inter_group: str
+    """Name of the leaders' group; ``""`` if this rank leads no node or there is only one node."""
+    intra_group: str
+    """Name of this node's group; ``""`` if the node has one rank."""
+
+
+class Topology:
+    """The nodes of a job, or of a part of it: for each node, the global ranks that run on it.
+
+    Rail k has local rank ``k mod size`` of each node, so that on equal nodes every rank is in one rail and one node. Process
+    groups are made when first needed, by all ranks of the topology in the same order.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, control: Control
+    ) -> None:
+        """Use :meth:`discover` or :meth:`from_nodes`."""
+        self.nodes = tuple(tuple(node) for node in nodes)
+        self.rank = rank
+        self.group = group
+        self.ranks = tuple(sorted(r for node in self.nodes for r in node))
+        self.node = next(node for node in self.nodes if rank in node)
+        self.control = control
+        self.made_by = threading.current_thread()
+        """The thread that made this topology."""
+        self.groups = GroupCache(backends_of(group) if group is not None else None, rank, control)
+        self._loaders = 0
+        self.stale = False
+        """True if a load has failed of which this rank learned while another load may have used the groups."""
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None) -> Topology:
+        """Groups ranks by the machine they run on (its boot id). Collective over the group.
+
+        Args:
+            group: by default the whole job; without ``torch.distributed`` one node of one rank.
+            timeout: seconds (or timedelta) within which all ranks have to call this; 30 minutes if None.
+
+        Raises:
+            LoadError: a rank did not come in time, or ended; the same on every rank that came.
+        """
+        group, rank, ranks = membership(group)
+        if group is None:
+            return cls([[rank]], None, rank, Control(None, ranks, rank))
+
+        store, limit = group.get_group_store(), as_timedelta(timeout)
+        control, nodes = rendezvous(store, ranks, rank, limit, None, machine_identity(), group_equal)
+        return cls(nodes, group, rank, control)
+
+    @classmethod
+    def default(cls, timeout: timedelta | float | None = None) -> Topology:
+        """The topology of the whole job, discovered once per ``init_process_group`` so that its groups are reused.
+
+        ``timeout``: as for :meth:`discover`.
+        """
+        global _default
+        with _default_lock:
+            group, _, _ = membership(None)
+            if _default is None or _default.group is not group:
+                _default = cls.discover(timeout=timeout)
+            return _default
+
+    @classmethod
+    def from_nodes(
+        cls,
+        nodes: Sequence[Sequence[int]],
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> Topology:
+        """An explicit topology. Collective over the group.
+
+        Args:
+            nodes: global ranks of each node, which together are those of the group.
+            group: by default the whole job.
+            timeout: as for :meth:`discover`.
+
+        Raises:
+            ValueError: a rank is in no node, in two nodes, or not in the group; the same on every rank.
+            ManifestMismatch: the ranks' nodes differ.
+            LoadError: as for :meth:`discover`.
+        """
+        group, rank, ranks = membership(group)
+        nodes = [list(node) for node in nodes]
+        failure: ValueError | None = None
+        try:
+            check_partition(nodes, ranks)
+        except ValueError as error:
+            failure = error
+        if group is None:
+            if failure is not None:
+                raise failure
+            return cls(nodes, None, rank, Control(None, ranks, rank))
+
+        def check_equal(views: Mapping[int, list[list[int]]]) -> None:
+            for other, theirs in views.items():
+                if theirs != views[ranks[0]]:
+                    raise ManifestMismatch(
+                        f"the ranks' topologies differ, nothing was moved: rank {ranks[0]} has nodes {views[ranks[0]]}, "
+                        f"rank {other} has {theirs}"
+                    )
+
+        store, limit = group.get_group_store(), as_timedelta(timeout)
+        # Emulated nodes of one machine are nodes for their control as well.
+        within = str(next((number for number, node in enumerate(nodes) if rank in node), ""))
+        control, _ = rendezvous(store, ranks, rank, limit, failure, nodes, check_equal, within)
+        return cls(nodes, group, rank, control)
+
+    def __repr__(self) -> str:
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        return f"Topology({'+'.join(str(len(node)) for node in self.nodes)} {noun}, rank {self.rank})"
+
+    @property
+    def even(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
+    def check_source(self, src: int) -> None:
+        """Raises ValueError if ``src`` is not a rank of this topology."""
+        if src not in self.ranks:
+            raise ValueError(f"expected src among the topology's ranks {list(self.ranks)}, got {src}")
+
+    def leaders(self, src: int) -> tuple[int, ...]:
+        """One rank per node: those on the rail of ``src``, in the order of the nodes."""
+        self.check_source(src)
+        return tuple(_C.leaders(self.nodes, src))
+
+    def route(self, src: int, algorithm: str = "two_level") -> Route:
+        """The route of a broadcast from ``src``. Collective: makes its groups if they do not exist.
+
+        Raises:
+            ValueError: ``src`` is in no node, or node sizes differ, so that there are no stripes.
+        """
+        self.check_source(src)
+        chosen = ALGORITHMS[algorithm]
+        if chosen.striped and not self.even:
+            raise ValueError(
+                f"algorithm '{algorithm}' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
+            )
+        between = chosen.groups(self.nodes, src)
+        self.groups.make("route", between, self.nodes)
+        mine = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
+        leader = chosen.leader(self.nodes, src, self.rank)
+        return Route(src, leader, self.groups.name(mine), self.groups.name(self.node))
+
+    def retire(self) -> None:
+        """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
+        self.groups.clear()
+
+    def dispose_stale_groups(self) -> None:
+        """Before each load."""
+        if self.stale:
+            self.stale = False
+            self.retire()
+
+    def number_loader(self) -> int:
+        """The number of a new loader. All ranks make their loaders in the same order."""
+        self._loaders += 1
+        return self._loaders
+
+
+_default: Topology | None = None
+_default_lock = threading.Lock()
+
+
+def as_timedelta(timeout: timedelta | float | None) -> timedelta:
+    """A timeout as callers pass it; 30 minutes for None. Raises TypeError if it is of another type."""
+    if timeout is None:
+        return DEFAULT_TIMEOUT
+    if not isinstance(timeout, int | float | timedelta):
+        raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

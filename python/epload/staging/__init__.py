@@ -1,1 +1,0 @@
-"""Memory that a load's bytes pass through."""

@@ -1,0 +1,191 @@
+"""The engine: moves the buckets of a plan from the ranks that read them to the ranks that keep them.
+
+A ring of staging buffers, a mover and a sink make a transfer. Reading, moving and unpacking overlap. Filling buckets, checking
+their headers and ending early are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from epload.errors import LoadError
+from epload.observe.progress import Progress
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.waves import Wave
+from epload.transfer import pipeline
+from epload.transfer.context import TransferContext
+from epload.transfer.framing import list_numbers
+from epload.transfer.movers import Mover
+from epload.transfer.ring import Ring
+from epload.transfer.sinks import Sink
+
+Step = Callable[[Wave], bool]
+"""Takes the next wave; False if it was the last."""
+
+
+class Engine:
+    """Moves some of a plan's buckets. Single use: make it, run it."""
+
+    def __init__(
+        self, context: TransferContext, waves: Sequence[Wave], ring: Ring, mover: Mover | None, sink: Sink
+    ) -> None:
+        """``mover``: None on a rank that passes nothing on and receives nothing but from its own node's buffers."""
+        self._context = context
+        self._report = context.report
+        self._waves = waves
+        self._ring = ring
+        self._mover = mover
+        self._sink = sink
+        self._read_outcomes: dict[int, LoadError | None] = {}
+        """Error that aborts the transfer, or None, for each bucket that this rank has read."""
+        self._checked: set[int] = set()
+        """Waves whose headers were checked."""
+        self._aborted = math.inf
+        """The first wave with a bucket that aborts the transfer."""
+        self._failure: LoadError | None = None
+        """Error of this rank, or the one in the bucket that aborted the transfer."""
+        self._over = threading.Event()
+        """Set when this rank has met such a bucket."""
+
+    def run(self, bar: Progress) -> None:
+        """``bar`` counts bytes.
+
+        Raises:
+            LoadError: a reader aborted the transfer, or what went wrong on this rank.
+        """
+        self._bar = bar
+        try:
+            if self._waves:
+                with self._sink.entered():
+                    pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
+                    if self._mover is not None:
+                        self._ring.wait("end", self._waves[-1])
+        except BaseException:
+            self._ring.abandon()
+            self._sink.abandon()
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self) -> None:
+        """Wakes all waits: another rank cannot go on. Thread-safe."""
+        self._ring.stop()
+
+    def _stop(self, error: BaseException) -> None:
+        """This rank cannot go on: the others hear why first, then its own waits are woken."""
+        self._context.control.fail(error)
+        self._ring.stop()
+
+    # ---- lanes ----
+
+    def _lanes(self) -> list[pipeline.Stage]:
+        steps: dict[str, Step] = {"unpack": self._unpack}
+        if self._mover is not None:
+            steps["move"] = self._move
+        if self._context.source is not None:
+            steps["read"] = self._read
+        lanes = [[name for name in lane if name in steps] for lane in self._ring.lanes]
+        return [(lane[0], partial(self._run_lane, [steps[name] for name in lane])) for lane in lanes if lane]
+
+    def _run_lane(self, steps: Sequence[Step]) -> None:
+        for wave in self._waves:
+            if not all(step(wave) for step in steps):
+                if steps[-1] == self._unpack:
+                    self._over.set()
+                    self._ring.stop(failed=False)
+                break
+
+    # ---- steps ----
+
+    def _read(self, wave: Wave) -> bool:
+        mine = self._context.read_here(wave.numbers)
+        if not mine:
+            return True
+        self._ring.wait("read", wave)
+        if self._over.is_set():
+            return False
+        with self._report.timed("read", list_numbers("bucket", [wave.numbers[i] for i in mine])) as span:
+            for i in mine:
+                span.nbytes += self._fill(wave, i)
+        self._ring.done("read", wave)
+        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
+
+    def _fill(self, wave: Wave, i: int) -> int:
+        """Returns the bytes read."""
+        number = wave.numbers[i]
+        buffer = self._ring.bucket(wave, i)
+        assert self._context.source is not None
+        with self._context.activity.doing(f"reads bucket {number}"):
+            failure = self._context.framing.fill(number, buffer, self._context.source)
+        self._read_outcomes[number] = failure
+        if failure is not None:
+            self._failure = self._failure or failure
+        self._context.control.progress += buffer.nbytes
+        return buffer.nbytes - HEADER_BYTES
+
+    def _move(self, wave: Wave) -> bool:
+        assert self._mover is not None
+        self._ring.wait("move", wave)
+        self._mover.move(wave)
+        self._ring.done("move", wave)
+        if not self._ring.checks_moved:
+            return True
+        self._check(wave)
+        last = wave.index >= self._aborted
+        self._ring.done("check", wave, last)
+        return not last
+
+    def _unpack(self, wave: Wave) -> bool:
+        self._ring.wait("unpack", wave)
+        self._check(wave)
+        if wave.index >= self._aborted:
+            return False
+        if self._context.framing.checked:
+            self._verify(wave)
+        with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
+            for i, number in enumerate(wave.numbers):
+                span.nbytes += self._take(wave, i, number)
+        self._ring.done("unpack", wave)
+        return True
+
+    def _check(self, wave: Wave) -> None:
+        """Checks the headers of a wave that has arrived: a reader may have aborted the transfer."""
+        if wave.index in self._checked:
+            return
+        for i, number in enumerate(wave.numbers):
+            failure = self._abort_of(wave, i, number)
+            if failure is not None:
+                self._failure = self._failure or failure
+                self._aborted = min(self._aborted, wave.index)
+        self._checked.add(wave.index)
+
+    def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
+        if number in self._read_outcomes:
+            return self._read_outcomes[number]
+        body = self._ring.bucket(wave, i)[HEADER_BYTES:]
+        return self._context.framing.check(number, self._ring.header(wave, i), body)
+
+    def _verify(self, wave: Wave) -> None:
+        with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
+
+            def check(i: int) -> None:
+                number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
+                self._context.framing.verify(number, self._context.flow.reader(number), bucket.cpu())
+                span.nbytes += bucket.nbytes - HEADER_BYTES
+
+            self._ring.verify(wave, check)
+
+    def _take(self, wave: Wave, i: int, number: int) -> int:
+        """Returns the bytes of the bucket."""
+        bucket = self._ring.bucket(wave, i)
+        if self._failure is None:
+            try:
+                self._sink.unpack(number, bucket)
+            except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
+                self._failure = self._context.framing.publish_failure("unpack", [number], error)
+        self._context.control.progress += bucket.nbytes
+        self._bar.update(bucket.nbytes)
+        return bucket.nbytes - HEADER_BYTES

@@ -1,0 +1,88 @@
+"""This rank's tensors of a load, on CPU, on a device, or on both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint
+from epload.core.regions import Regions
+from epload.native import ops
+from epload.planning.plan import LoadPlan
+from epload.transfer.affinity import near
+from epload.transfer.device import DeviceStaging
+
+
+class Local:
+    """The local tensors of a plan's targets, for one load. See :class:`~epload.transfer.sinks.Sink`.
+
+    What goes to a device is on the staging's stream. Bytes of the host get there through the staging's pipe, and no more than
+    what this rank keeps.
+    """
+
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None) -> None:
+        """``staging``: of the device that tensors are on; None if all are on CPU."""
+        self.tensors = tensors
+        self._plan = plan
+        self._staging = staging
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self._staging is None:
+            yield
+            return
+        with near(self._staging.device), self._staging.entered():
+            yield
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        for regions in self.regions(range(number, number + 1)):
+            on_cpu = regions.targets[0].is_cpu
+            regions.unpack(bucket.cpu() if on_cpu else bucket)
+
+    def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
+        """Reads what this rank keeps of some buckets; returns the bytes read, None if the checkpoint gives whole buckets only.
+
+        Raises:
+            CheckpointError: a file is gone, cannot be read or ends too early.
+        """
+        total = 0
+        for regions in self.regions(numbers):
+            nbytes = checkpoint.read_regions(regions)
+            if nbytes is None:
+                return None
+            total += nbytes
+        return total
+
+    def abandon(self) -> None:
+        if self._staging is not None and not self._staging.drained():
+            self._staging.abandon()
+
+    def regions(self, numbers: range) -> list[Regions]:
+        """Returns what this rank takes out of some buckets: the regions on CPU and those on the device, where there are any."""
+        targets, copies, origins = self._plan.taken(numbers)
+        pipe = self._staging.pipe if self._staging is not None else None
+        native = pipe.native if pipe is not None else None
+        tensors = [self.tensors[target] for target in targets]
+        on_cpu = [tensor.is_cpu for tensor in tensors]
+        if all(on_cpu) or not any(on_cpu):
+            return [Regions(tensors, copies, origins, None if on_cpu[0] else native)] if tensors else []
+        mask = torch.tensor(on_cpu, dtype=torch.bool, device="cpu")[copies.target]
+        found = []
+        for rows, of_part in ((mask, None), (~mask, native)):
+            part = copies.select(rows)
+            some = [tensors[i] for i in part.renumber_targets()]
+            found.append(Regions(some, part, origins[rows], of_part))
+        return found
+
+    def digests(self, which: Sequence[int], table: Tensor) -> Tensor:
+        """Returns the digests of regions of these tensors; see ``ops.digest_tensors``.
+
+        Args:
+            which: numbers of tensors.
+            table: a copy table; column 0 counts in ``which``.
+        """
+        some = [self.tensors[i] for i in which]
+        return ops.digest_tensors([tensor if tensor.is_cpu else tensor.cpu() for tensor in some], table)

@@ -1,0 +1,168 @@
+"""The local tensors that a sync packs or fills, or a save packs, on CPU and on a device.
+
+Between host memory and a device, regions cross through the device's pipe, on a stream of the shards' own; the host waits for
+it in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.core.copy_table import CopyTable
+from epload.errors import LoadError
+from epload.native import ops
+from epload.planning.buckets import BucketCopies
+from epload.transfer.device_pipe import DevicePipe
+
+
+class PackPlan(Protocol):
+    """An ``ExchangePlan``, or what a save writes."""
+
+    @property
+    def buckets(self) -> Sequence[BucketCopies]: ...
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        ...
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """Describes the content of some consecutive buckets, for messages."""
+        ...
+
+
+class Shards:
+    """The local tensors of one rank, for one sync."""
+
+    def __init__(
+        self,
+        plan: PackPlan,
+        tensors: list[Tensor],
+        prove: bool,
+        who: str,
+        ranks: int,
+        direct: bool = False,
+    ) -> None:
+        """
+        Args:
+            plan: whose buckets' targets count in ``tensors``.
+            tensors: on CPU, on one accelerator, or on both.
+            prove: whether each copy is followed by a comparison of digests.
+            who: whose they are, for messages.
+            ranks: of this node, which share its processors.
+            direct: whether buckets are on the device, too. What is queued on them is on the current stream.
+        """
+        self._plan = plan
+        self._tensors = tensors
+        self._prove = prove
+        self._who = who
+        self.pipe: DevicePipe | None = None
+        """Pipe of the device, kept for the next sync; None if there is no device or ``direct`` is set."""
+        self._stream: torch.Stream | None = None
+        """Stream of the device; None if there is no device or ``direct`` is set."""
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+        if device is not None and not direct:
+            self.pipe = DevicePipe.of(device, ranks)
+            self._stream = torch.Stream(device)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def pack(self, number: int, bucket: Tensor) -> None:
+        """Copies this rank's boxes of a bucket into it, behind its header."""
+        self._copy(number, bucket, _PACK)
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        """Copies what this rank keeps out of a bucket."""
+        self._copy(number, bucket, _UNPACK)
+
+    def on_device(self, targets: Sequence[int]) -> bool:
+        """Returns whether all of these tensors cross to the host through the pipe."""
+        return self._stream is not None and not any(self._tensors[target].is_cpu for target in targets)
+
+    def write(self, copies: CopyTable, write: Callable[[list[Tensor], Tensor, ops.Pipe], int]) -> int:
+        """Calls ``write`` on the shards' stream with tensors on the device, a copy table of them, and the pipe.
+
+        Args:
+            copies: whose targets are numbers of tensors.
+        """
+        assert self._stream is not None
+        assert self.pipe is not None
+        table = copies.clone()
+        which = table.renumber_targets()
+        with self._stream:
+            return write([self._tensors[target] for target in which], table.rows, self.pipe.native)
+
+    def finish(self) -> None:
+        """Waits until what was unpacked is in the tensors."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, number: int, bucket: Tensor, direction: _Direction) -> None:
+        planned = self._plan.buckets[number]
+        if not planned.targets:
+            return
+        if not bucket.is_cpu or self._stream is None:
+            direction.plain(bucket, [self._tensors[target] for target in planned.targets], planned.copies.rows)
+        else:
+            on_cpu, on_device = self._divide(planned)
+            if on_device is not None:
+                assert self.pipe is not None
+                with self._stream:
+                    direction.through_pipe(bucket, *on_device, self.pipe.native)
+            if on_cpu is not None:
+                direction.plain(bucket, on_cpu[0], on_cpu[1].rows)
+        if self._prove:
+            self.finish()
+            self._compare(number, bucket.cpu(), direction.done)
+
+    def _divide(self, planned: BucketCopies) -> list[tuple[list[Tensor], CopyTable] | None]:
+        """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
+        there = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
+        found: list[tuple[list[Tensor], CopyTable] | None] = []
+        for mask in (~there, there):
+            table = planned.copies.select(mask[planned.copies.target]).clone()
+            which = table.renumber_targets()
+            tensors = [self._tensors[planned.targets[i]] for i in which]
+            found.append((tensors, table) if tensors else None)
+        return found
+
+    def _compare(self, number: int, bucket: Tensor, what: str) -> None:
+        """Raises LoadError if the tensors do not hold what the bucket does, or the bucket not what the tensors do."""
+        planned = self._plan.buckets[number]
+        rows = planned.copies
+        wire = dict(zip(rows.target.tolist(), map(dtypes.from_code, rows.dtype.tolist()), strict=True))
+        tensors = [self._tensors[target].cpu() for target in planned.targets]
+        if what == "packed":  # a narrower bucket holds what the tensors become
+            tensors = [tensor.to(wire[i]).to(tensor.dtype) for i, tensor in enumerate(tensors)]
+        codes = torch.tensor([dtypes.code(tensor.dtype) for tensor in tensors], dtype=torch.int64)
+        table = rows.clone()
+        table.target[:] = codes[rows.target]
+        if not torch.equal(ops.digest_bucket(bucket, table.rows), ops.digest_tensors(tensors, rows.rows)):
+            raise LoadError(
+                f"{self._who} {what} {self._plan.describe([number])}, but the bucket and the tensors differ: the memory of this "
+                "machine changes bits, or the tensors were changed meanwhile"
+            )
+
+
+class _Direction(NamedTuple):
+    through_pipe: Callable[[Tensor, list[Tensor], CopyTable, ops.Pipe], None]
+    plain: Callable[[Tensor, list[Tensor], Tensor], None]
+    """Called if the bucket is on the device of the tensors."""
+    done: str
+    """Past participle for messages."""
+
+
+def _download(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
+    ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), pipe)
+
+
+def _upload(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
+    ops.upload([bucket], copies.in_bucket(), tensors, copies.rows, pipe)
+
+
+_PACK = _Direction(_download, ops.pack, "packed")
+_UNPACK = _Direction(_upload, ops.unpack, "unpacked")

@@ -1,0 +1,180 @@
+"""Agreement rounds, and the headers of buckets."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.planning.buckets import HEADER_BYTES
+from epload.ranks.control import Control
+from epload.ranks.rendezvous import rendezvous
+from epload.transfer.framing import STATUS_ABORT, STATUS_OK, BucketHeader
+from support import ranks
+from support.failures import raised
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U32, st.sampled_from([STATUS_OK, STATUS_ABORT]), U64, U64, st.binary(min_size=16, max_size=16))
+def test_header_round_trip(index: int, status: int, nbytes: int, checksum: int, fingerprint: bytes) -> None:
+    header = BucketHeader(index, status, nbytes, checksum, fingerprint)
+    raw = header.pack()
+    assert len(raw) == HEADER_BYTES
+    assert BucketHeader.unpack(raw) == header
+    assert BucketHeader.unpack(memoryview(bytearray(raw))) == header
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_garbage_is_no_header(raw: bytes) -> None:
+    with pytest.raises(LoadError, match="out of step"):
+        BucketHeader.unpack(raw)
+
+
+def test_one_rank_needs_no_store() -> None:
+    control = Control(None, (0,), 0)
+    assert control.settle("alone", None, [1], lambda views: views[0]) == [1]
+    with pytest.raises(CheckpointError, match="broken"):
+        control.settle("alone", CheckpointError("broken"))
+    with pytest.raises(ValueError, match="init_process_group"):
+        Control(None, (0, 1), 0)
+
+
+def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control:
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    control, _ = rendezvous(store, members, rank, timedelta(minutes=1), None, None, lambda views: None, node)
+    return control
+
+
+def settle_errors(rank: int) -> list[tuple[str, str]]:
+    control = make_control(rank, (0, 1, 2))
+    assert control.settle("first", None, rank, lambda views: sum(views.values())) == 3
+    cases: list[dict[int, Exception]] = [
+        {1: CheckpointError("file x is short")},
+        {0: ValueError("bad src")},
+        {2: TypeError("a DTensor")},
+        {0: ModelMismatch("no such key"), 2: ModelMismatch("no such key")},
+        {1: ManifestMismatch("one"), 2: ManifestMismatch("two")},
+        {1: MemoryError("no room")},
+        {2: OSError(2, "gone", "model.bin")},
+        {1: KeyError("lost")},
+        {0: LoadError("a"), 1: LoadError("b"), 2: LoadError("a")},
+        {2: CheckpointError('text with "quotes", \n a line break and ünïcode')},
+    ]
+    seen = [raised(lambda case=case: control.settle("check", case.get(rank))) for case in cases]  # type: ignore[misc]
+
+    def broken(views: dict[int, object]) -> object:
+        raise ManifestMismatch(f"ranks {sorted(views)} differ")
+
+    seen.append(raised(lambda: control.settle("decide", None, rank, broken)))
+    assert control.settle("after", None, {"rank": rank}, lambda views: views[2]["rank"]) == 2
+    return seen
+
+
+def test_errors_of_some_reach_all() -> None:
+    views = ranks.run(3, settle_errors)
+    assert views[0] == views[1] == views[2]
+    assert [kind for kind, _ in views[0]] == [
+        "CheckpointError",
+        "ValueError",
+        "TypeError",
+        "ModelMismatch",
+        "ManifestMismatch",
+        "MemoryError",
+        "LoadError",
+        "LoadError",
+        "LoadError",
+        "CheckpointError",
+        "ManifestMismatch",
+    ]
+    texts = [text for _, text in views[0]]
+    assert texts[0] == "file x is short [rank 1]"
+    assert texts[1] == "bad src [rank 0]"
+    assert texts[3] == "no such key [ranks 0, 2]"
+    assert texts[4] == "one [rank 1]\ntwo [rank 2]"
+    assert "no room" in texts[5]
+    assert "FileNotFoundError" in texts[6]
+    assert "model.bin" in texts[6]
+    assert "KeyError" in texts[7]
+    assert texts[8] == "a [ranks 0, 2]\nb [rank 1]"
+    assert "ünïcode" in texts[9]
+    assert texts[10] == "ranks [0, 1, 2] differ"
+
+
+def absent_rank(rank: int, absent: int) -> tuple[str, str]:
+    """The absent rank looks on until the others have finished, then arrives late."""
+    assert dist.group.WORLD is not None
+    control = make_control(rank, (0, 1, 2))
+    control.timeout = timedelta(seconds=2)
+    control.settle("all here", None)
+    store = dist.group.WORLD.get_group_store()
+    if rank == absent:
+        store.wait([f"test/done/{other}" for other in range(3) if other != absent], timedelta(seconds=60))
+        return raised(lambda: control.settle("the manifest", None)) if absent != control.coordinator else ("", "")
+    result = raised(lambda: control.settle("the manifest", None))
+    store.set(f"test/done/{rank}", "")
+    return result
+
+
+def test_absent_rank_is_named_on_all_others() -> None:
+    results = ranks.run(3, absent_rank, 2)
+    assert results[0] == results[1] == results[2], "the late one hears it too"
+    kind, text = results[0]
+    assert kind == "LoadError"
+    assert text.startswith("the manifest: rank 2 did not arrive within 2 s\n")
+
+
+def test_absent_coordinator_is_named_on_all_others() -> None:
+    _, (kind, text), other = ranks.run(3, absent_rank, 0)
+    assert (kind, text) == other, "one text, of whoever noticed first"
+    assert kind == "LoadError"
+    assert text.startswith("the manifest: rank 0, the coordinator, made no decision within ")
+    assert "seen by rank 1" in text or "seen by rank 2" in text
+
+
+def controls_do_not_meet(rank: int) -> list[int]:
+    """Two controls over the same ranks, and one over some of them, on one store."""
+    first, second = make_control(rank, (0, 1, 2)), make_control(rank, (0, 1, 2))
+    seen = [second.settle("b", None, rank, lambda views: 10 * sum(views.values()))]
+    if rank != 1:
+        part = make_control(rank, (0, 2))
+        seen.append(part.settle("c", None, rank, lambda views: 100 * sum(views.values())))
+    seen.append(first.settle("a", None, rank, lambda views: sum(views.values())))
+    return seen
+
+
+def test_controls_share_a_store() -> None:
+    assert ranks.run(3, controls_do_not_meet) == [[30, 200, 3], [30, 3], [30, 200, 3]]
+
+
+def late_to_refused_loads(rank: int) -> list[str]:
+    """Each rank is a node. Rank 2 comes to a load that rank 1 has refused when the others have failed in two loads after it."""
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    control = make_control(rank, (0, 1, 2), node=str(rank))
+    control.settle("all here", None)
+    refusing = (1, 0, 0)
+    if rank == 2:
+        store.wait(["test/others-failed"], timedelta(seconds=60))
+    texts = []
+    for load, refuses in enumerate(refusing):
+        if rank == refuses:
+            texts.append(control.refuse(control.next_load(), LoadError(f"refused {load}")).text)
+        else:
+            control.begin(timedelta(minutes=1))
+            texts.append(raised(lambda: control.settle("turn", None))[1])
+    if rank == 1:
+        store.set("test/others-failed", "")
+    control.begin(timedelta(minutes=1))
+    control.settle("turn", None)
+    return texts
+
+
+def test_a_late_rank_hears_why_a_load_was_refused() -> None:
+    assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3

@@ -1,0 +1,243 @@
+"""A failure on one rank, whatever it is, reaches every rank in time, with one text, and the next load is right."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epload import HierarchicalLoader, Topology
+from epload.native import ops
+from epload.transfer.shared_memory import NodeMemory
+from support import ranks
+from support.failures import Raised, Slow, check_raised, raised_by
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+
+WAYS = (
+    ("one", "two_level"),
+    ("one", "striped"),
+    ("per_node", "two_level"),
+    ("partitioned", "two_level"),
+    ("partitioned", "striped"),
+    ("every", "two_level"),
+)
+
+
+@contextmanager
+def at_unpack(number: int, action: Callable[[], None]) -> Iterator[None]:
+    """``action`` is called in place of the unpacking of one bucket."""
+    calls = 0
+    unpack = ops.unpack
+
+    def one(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action()
+        else:
+            unpack(*args)
+
+    with mock.patch.object(ops, "unpack", side_effect=one):
+        yield
+
+
+def failing_load(
+    rank: int, culprit: int, action: Callable[[], None], way: tuple[str, str], timeout: float
+) -> tuple[Raised, list[str]]:
+    """One load in which ``culprit`` does something in place of unpacking its third bucket; then, if it lives, a good one."""
+    readers, algorithm = way
+    loader = HierarchicalLoader(
+        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=timeout
+    )
+    model = meta_net()
+    loader.load(model, only_readers(state_for(1), readers))
+    with at_unpack(3 if rank == culprit else -1, action):
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(2), readers)))
+    if action in (kill, stop):
+        return first, []
+    loader.load(model, only_readers(state_for(3), readers))
+    return first, wrong(model, state_for(3))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError("no room for 7 bytes")
+
+
+def complain_at_length() -> None:
+    raise MemoryError("no room, " * 50_000 + "at all")
+
+
+@pytest.mark.parametrize("way", [WAYS[2]], ids="-".join)
+def test_a_failure_too_long_for_a_message_between_ranks(way: tuple[str, str]) -> None:
+    results = ranks.run(4, failing_load, 1, complain_at_length, way, 60.0)
+    check_raised([first for first, _ in results], "no room, at all", seconds=15)
+    assert [bad for _, bad in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
+def test_a_killed_rank_is_noticed_by_all(way: tuple[str, str]) -> None:
+    """Within seconds, though the timeout is a minute: its neighbors see the process end or the connection close."""
+    results = ranks.run(4, failing_load, 2, kill, way, 60.0, dying=(2,))
+    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
+
+
+def test_a_killed_rank_of_a_job_with_a_tcp_store() -> None:
+    results = ranks.run(4, failing_load, 2, kill, WAYS[0], 60.0, dying=(2,), tcp=True)
+    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
+
+
+def test_an_interrupt_in_a_job_with_a_tcp_store() -> None:
+    results = ranks.run(4, failing_load, 3, interrupt, WAYS[3], 60.0, tcp=True)
+    check_raised([first for first, _ in results[:3]], "rank 3 was interrupted (KeyboardInterrupt)", seconds=15)
+    assert results[3][0][0] == "KeyboardInterrupt"
+    assert [bad for _, bad in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[5]], ids="-".join)
+def test_a_killed_source_is_noticed_by_all(way: tuple[str, str]) -> None:
+    results = ranks.run(4, failing_load, 0, kill, way, 60.0, dying=(0,))
+    check_raised([s[0] for s in results if s], "rank 0", seconds=15)
+
+
+def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Raised, list[str]]]:
+    return [failing_load(rank, culprit, action, way, 60.0) for way in WAYS]
+
+
+@pytest.mark.parametrize(("culprit", "action", "kind"), [(0, interrupt, "KeyboardInterrupt"), (3, leave, "SystemExit")])
+def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None], kind: str) -> None:
+    """The interrupted rank raises the interrupt itself, and can load again with the rest."""
+    results = ranks.run(4, all_ways, culprit, action)
+    for at, way in enumerate(WAYS):
+        here = [texts[at] for texts in results]
+        check_raised(
+            [first for rank, (first, _) in enumerate(here) if rank != culprit],
+            f"rank {culprit} was interrupted ({kind})",
+            "raise" if action is leave else "signal",
+            seconds=30,
+        )
+        assert here[culprit][0][0] == kind, way
+        assert [bad for _, bad in here] == [[]] * 4, way
+
+
+def test_out_of_memory_in_unpack_reaches_all() -> None:
+    """With the rank, the phase, the bucket, the tensors, the source and the stack."""
+    results = ranks.run(4, all_ways, 3, run_out_of_memory)
+    for at, way in enumerate(WAYS):
+        here = [texts[at] for texts in results]
+        parts = ("rank 3 could not", "bucket", "no room for 7 bytes", "of state dict", "run_out_of_memory")
+        check_raised([first for first, _ in here], *parts, seconds=25)
+        assert [bad for _, bad in here] == [[]] * 4, way
+
+
+def stopped_rank(rank: int, culprit: int, way: tuple[str, str]) -> Raised:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"test/pid/{rank}", str(os.getpid()))
+    first, _ = failing_load(rank, culprit, stop, way, 3.0)
+    if rank == (culprit + 1) % 4:
+        time.sleep(1)
+        os.kill(int(store.get(f"test/pid/{culprit}")), signal.SIGCONT)
+    return first
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[5]], ids="-".join)
+def test_a_stopped_rank_is_named_when_the_timeout_has_passed(way: tuple[str, str]) -> None:
+    """And when it wakes, it raises what the others have raised."""
+    results = ranks.run(4, stopped_rank, 2, way)
+    check_raised(results[:2] + results[3:], "rank 2", seconds=3 * 2.5 + 10)
+    if way[0] != "every":
+        assert "rank 2" in results[0][1].split("silent")[0].splitlines()[-1], results[0][1]
+    check_raised(results, seconds=60)
+
+
+def slow_load(rank: int) -> list[str]:
+    """The whole takes several timeouts, each bucket half of one."""
+    problems = []
+    for readers, slow in (("one", 0), ("every", 3)):
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.6)
+        model = meta_net()
+        state = state_for(1)
+        source = Slow(state, 0.8) if rank == slow else only_readers(state, readers)
+        first = raised_by(lambda loader=loader, model=model, source=source: loader.load(model, source))
+        problems += [f"{readers}: {first}"] if first[0] else [f"{readers}: {text}" for text in wrong(model, state)]
+        if rank == slow and first[2] < 3.3:
+            problems.append(f"{readers}: took only {first[2]:.1f} s")
+    return problems
+
+
+def test_a_slow_load_is_not_a_failed_one() -> None:
+    assert ranks.run(4, slow_load) == [[]] * 4
+
+
+def given_up(rank: int) -> str:
+    """A relay that is given up lets go of its bucket: what arrives later is not written to it."""
+    group = dist.new_group([0, 1])
+    bucket = torch.full((1 << 20,), 7, dtype=torch.uint8)
+    steps = torch.tensor([[0, 1 << 20, 1 - rank if rank == 0 else -1, -1, -1 if rank == 0 else 0, -1]])
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        board = NodeMemory.private(0, 1).board
+        threading.Timer(0.5, board.fail).start()
+        kind, text, seconds = raised_by(
+            lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, board.words, 60.0)
+        )
+        store.set("test/given-up", "")
+        time.sleep(1.0)
+        untouched = bool((bucket == 7).all())
+        return f"{kind} {'given up' in text} {seconds < 10} {untouched}"
+    store.get("test/given-up")
+    bucket.fill_(9)
+    raised_by(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, None, 2.0))
+    return ""
+
+
+def test_a_relay_that_is_given_up_lets_go_of_its_bucket() -> None:
+    assert ranks.run(2, given_up, dying=())[0] == "RuntimeError True True True"
+
+
+def waiting_load(rank: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("epload")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with mock.patch("epload.ranks.heartbeat.INTERVAL", 0.1):
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+        source = Slow(state_for(1), 0.0)
+        source.first = 2.0
+        loader.load(meta_net(), source if rank == 0 else None)
+    return lines
+
+
+def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
+    """A load hung for hours without a word: with EPLOAD_LOG=info each rank says whom it waits for, and for how long."""
+    results = ranks.run(4, waiting_load)
+    assert "rank 0 reads bucket 0" in " ".join(results[0])
+    assert "rank 1 waits until rank 0 has relayed wave 0" in " ".join(results[1])
+    assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(results[2])

@@ -1,0 +1,129 @@
+"""What one load leaves to the next call on its topology, reports that are larger than a value of the store, and ranks that load
+alone because nobody joined them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import epload
+from epload import HierarchicalLoader, ManifestMismatch, Topology
+from support import ranks
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+
+
+def failing_larger_load(rank: int) -> list[str]:
+    """One rank cannot plan a load that needs more memory than the one before; the next load needs as much as the first."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", timeout=10, progress=False)
+    model, problems = meta_net(), []
+    loader.load(model, state_for(1))
+    large = nn.Linear(300, 200)
+    state = {"weight": torch.ones(200, 300), "bias": torch.ones(200)}
+    if rank == 1:
+        state["weight"] = torch.ones(200, 301)
+    try:
+        loader.load(large, state)
+        problems.append("the load did not fail")
+    except epload.LoadError as error:
+        if "weight" not in str(error):
+            problems.append(str(error))
+    for number in (2, 3):
+        loader.load(model, state_for(number))
+        problems += wrong(model, state_for(number))
+    return problems
+
+
+def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
+    assert ranks.run(4, failing_larger_load, limit=80) == [[]] * 4
+
+
+def failing_group(rank: int) -> list[str]:
+    """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
+    model, problems = meta_net(), []
+    with (
+        mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port")) if rank == 3 else nullcontext()
+    ):
+        began = time.monotonic()
+        try:
+            loader.load(model, only_readers(state_for(1), "one"))
+            problems.append("the load did not fail")
+        except epload.LoadError as error:
+            if "rank 3 could not make the process group of ranks [2, 3]: " not in str(error) or "no port" not in str(
+                error
+            ):
+                problems.append(str(error))
+        if time.monotonic() - began > 20:
+            problems.append("the other ranks have waited for the timeout")
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        problems.append("the model left meta")
+    loader.load(model, only_readers(state_for(2), "one"))
+    return problems + wrong(model, state_for(2))
+
+
+def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
+    assert ranks.run(4, failing_group, limit=60) == [[]] * 4
+
+
+NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]
+"""9 MB of them; the store takes values of 8 MiB."""
+
+
+def large_mismatch(rank: int) -> str:
+    model = nn.Module()
+    for number, name in enumerate(NAMES):
+        odd = rank == 1 and number == 1234
+        model.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)))
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", progress=False, timeout=60)
+    try:
+        loader.load(model, {name: torch.ones(3) for name in NAMES} if rank == 0 else None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_a_mismatch_of_models_larger_than_a_value_of_the_store() -> None:
+    results = ranks.run(2, large_mismatch, tcp=True, limit=100)
+    assert results[0] == results[1]
+    assert results[0].startswith(ManifestMismatch.__name__)
+    assert re.search("rank 0 has 'model x+1234: float32 .* where rank 1 has 'model x+1234: float64", results[0])
+
+
+@contextmanager
+def launched(size: str) -> Iterator[None]:
+    with (
+        mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size}),
+        mock.patch("epload.ranks.topology._default", None),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False)])
+def test_a_launched_rank_that_loads_alone_is_warned(
+    size: str, warned: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Under torchrun without init_process_group, every rank would load the whole model by itself without a word."""
+    assert not dist.is_initialized()
+    model = nn.Linear(3, 2)
+    state = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.arange(2.0)}
+    with launched(size):
+        report = epload.load(model, state, progress=False)
+    assert torch.equal(model.weight, state["weight"])
+    texts = [str(each.message) for each in recwarn if "torch.distributed is not initialized" in str(each.message)]
+    assert len(texts) == len(report.warnings) == warned
+    if warned:
+        assert report.warnings == texts
+        assert "rank 1 loads alone" in texts[0]
+        assert "init_process_group()" in texts[0]
+        assert f"warning: {texts[0]}" in str(report)
+        assert report.to_dict()["warnings"] == texts

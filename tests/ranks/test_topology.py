@@ -1,0 +1,251 @@
+"""Who shares a machine, who leads, and parts of a job that work side by side."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from epload import HierarchicalLoader, Topology, coalesced_bcast
+from epload.ranks import topology
+from support import ranks
+from support.failures import raised
+
+Nodes = list[list[int]]
+
+
+def discover(rank: int, machines: list[str] | None) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], str]:
+    if machines is not None:
+        topology.machine_identity = lambda: machines[rank]  # this process is this rank's own
+    topo = Topology.discover()
+    assert topo.rank == rank
+    assert rank in topo.node
+    tensors = [torch.full((5,), float(rank))]
+    coalesced_bcast(tensors, src=1, topology=topo)
+    assert tensors[0].tolist() == [1] * 5
+    return topo.nodes, topo.node, repr(topo)
+
+
+def test_ranks_of_one_machine_are_one_node() -> None:
+    for rank, (nodes, node, text) in enumerate(ranks.run(3, discover, None)):
+        assert nodes == ((0, 1, 2),)
+        assert node == (0, 1, 2)
+        assert f"rank {rank}" in text
+
+
+@pytest.mark.parametrize(
+    ("machines", "nodes"),
+    [
+        (["a", "a", "b", "b"], ((0, 1), (2, 3))),
+        (["b", "a", "b", "a"], ((0, 2), (1, 3))),
+        (["a", "b", "c", "a", "c"], ((0, 3), (1,), (2, 4))),
+    ],
+)
+def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...], ...]) -> None:
+    for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
+        assert seen == nodes, "nodes are in the order of their first ranks"
+        assert node == next(own for own in nodes if rank in own)
+
+
+WRONG: dict[str, tuple[Nodes, str]] = {
+    "rank in no node": ([[0, 1]], "[2]"),
+    "own rank in no node": ([[1, 2]], "[0]"),
+    "rank in two nodes": ([[0, 1], [1, 2]], "share no rank"),
+    "rank twice in a node": ([[0, 1, 1], [2]], "share no rank"),
+    "unknown rank": ([[0, 1], [2, 3]], "[3]"),
+    "negative rank": ([[0, 1], [2, -1]], "[-1]"),
+    "empty node": ([[0, 1], [], [2]], "not empty"),
+    "no node": ([], "[0, 1, 2]"),
+}
+
+
+def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
+    seen: dict[str, tuple[str, str]] = {}
+    for name, (nodes, _) in WRONG.items():
+        seen[name] = raised(lambda nodes=nodes: Topology.from_nodes(nodes))  # type: ignore[misc]
+    topo = Topology.from_nodes([[0, 2], [1]])  # a refused topology leaves no trace
+    for src in (-1, 3, 10**12):
+        seen[f"leaders {src}"] = raised(lambda src=src: topo.leaders(src))  # type: ignore[misc]
+        seen[f"route {src}"] = raised(lambda src=src: topo.route(src))  # type: ignore[misc]
+    tensors = [torch.full((3,), float(rank))]
+    coalesced_bcast(tensors, src=2, topology=topo)
+    seen["after"] = ("", str(tensors[0].tolist()))
+    return seen
+
+
+def test_wrong_nodes_are_refused_on_every_rank() -> None:
+    views = ranks.run(3, wrong_nodes)
+    assert views[0] == views[1] == views[2]
+    seen = views[0]
+    assert seen.pop("after") == ("", "[2.0, 2.0, 2.0]")
+    for name, (kind, text) in seen.items():
+        assert kind == "ValueError", (name, text)
+        if name in WRONG:
+            assert WRONG[name][1] in text, (name, text)
+        else:
+            assert "[0, 1, 2]" in text, (name, text)
+            assert name.split()[1] in text, (name, text)
+
+
+UNEVEN: Nodes = [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def test_leaders_are_on_the_rail_of_the_source() -> None:
+    """Pure arithmetic, so for each rank's view without processes."""
+    cases: list[tuple[Nodes, dict[int, tuple[int, ...]]]] = [
+        (
+            UNEVEN,
+            {0: (0, 3, 5), 1: (1, 4, 6), 2: (2, 3, 5), 3: (0, 3, 5), 4: (1, 4, 6), 5: (0, 3, 5), 6: (1, 4, 6)},
+        ),
+        ([[0, 1, 2], [3]], {0: (0, 3), 1: (1, 3), 2: (2, 3), 3: (0, 3)}),
+        ([[0, 2], [1, 3]], {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}),
+        ([[3, 1], [0, 2]], {0: (3, 0), 1: (1, 2), 2: (1, 2), 3: (3, 0)}),
+        ([[0], [1], [2]], {0: (0, 1, 2), 1: (0, 1, 2), 2: (0, 1, 2)}),
+        ([[0, 1, 2]], {0: (0,), 1: (1,), 2: (2,)}),
+    ]
+    for nodes, leaders in cases:
+        for rank in leaders:
+            topo = object.__new__(Topology)
+            topo.nodes = tuple(map(tuple, nodes))
+            topo.rank = rank
+            topo.ranks = tuple(sorted(leaders))
+            for src, expected in leaders.items():
+                assert topo.leaders(src) == expected
+                assert src in topo.leaders(src)
+
+
+def routes(rank: int, nodes: Nodes) -> list[str]:
+    wrong = []
+    topo = Topology.from_nodes(nodes)
+    for src in sorted(r for node in nodes for r in node):
+        route = topo.route(src)
+        leaders = topo.leaders(src)
+        if (route.src, route.leader) != (src, next(r for r in topo.node if r in leaders)):
+            wrong.append(f"{src}: {route}")
+        for name, members in ((route.inter_group, leaders), (route.intra_group, topo.node)):
+            expected = rank in members and len(members) > 1
+            if bool(name) != expected:
+                wrong.append(f"{src}: {members} named {name!r}")
+            elif name:
+                group = dist.distributed_c10d._resolve_process_group(name)
+                found = group._get_backend(torch.device("cpu")).options.global_ranks_in_group
+                if (found, group.size()) != (sorted(members), len(members)):
+                    wrong.append(f"{src}: {name} is {found}, expected {members}")
+        if topo.route(src) != route:
+            wrong.append(f"{src}: groups were made twice")
+    first, usual = topo.route(0), topo.control.timeout
+    topo.control.timeout = timedelta(seconds=77)
+    other = topo.route(0)
+    for name in {other.inter_group, other.intra_group} - {""}:
+        timeout = dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
+        if timeout != timedelta(seconds=77):
+            wrong.append(f"a group with a timeout of {timeout}")
+    topo.control.timeout = usual
+    if topo.route(0) != first:
+        wrong.append("loads whose timeouts alternate make groups again and again")
+    names = {first.inter_group, first.intra_group, other.inter_group, other.intra_group} - {""}
+    topo.retire()
+    if names & {topo.route(0).inter_group, topo.route(0).intra_group}:
+        wrong.append("a retired group came back")
+    return wrong
+
+
+@pytest.mark.parametrize("nodes", [UNEVEN, [[2, 0], [1]]], ids=["3+2+2", "2+1 out of order"])
+def test_routes_name_the_right_groups(nodes: Nodes) -> None:
+    world = sum(map(len, nodes))
+    assert ranks.run(world, routes, nodes) == [[]] * world
+
+
+def halves(rank: int, nodes: Nodes | None) -> list[str]:
+    """Two halves work at the same time and never call anything together. ``nodes`` are those of the second half."""
+    members = [[0, 1], [2, 3, 4]]
+    made = [dist.new_group(ranks) for ranks in members]
+    half = int(rank > 1)
+    wrong = []
+    topo = (
+        Topology.from_nodes(nodes, group=made[1]) if half and nodes is not None else Topology.discover(group=made[half])
+    )
+    if topo.ranks != tuple(members[half]):
+        wrong.append(f"ranks {topo.ranks}")
+    for turn, src in enumerate(members[half] * 2):
+        tensors = [torch.full((40,), float(100 * turn + rank)), torch.tensor(rank)]
+        # The halves differ in the number of their calls, so that a hidden common step would hang.
+        for _ in range(1 + half):
+            coalesced_bcast(
+                tensors, src=src, topology=topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2]
+            )
+        if tensors[0].tolist() != [100 * turn + src] * 40 or int(tensors[1]) != src:
+            wrong.append(f"src {src}: {tensors}")
+    if (stranger := raised(lambda: coalesced_bcast([torch.zeros(1)], src=4 - 4 * half, topology=topo)))[
+        0
+    ] != "ValueError":
+        wrong.append(f"a source of the other half: {stranger}")
+    src = members[half][-1]
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    state = {k: torch.arange(v.numel(), dtype=v.dtype).view_as(v) + 1000 * half for k, v in model.state_dict().items()}
+    loader = HierarchicalLoader(topology=topo, src=src, progress=False)
+    report = loader.load(model, state if rank == src else None)
+    if report.missing_keys or report.unexpected_keys:
+        wrong.append(str(report))
+    wrong.extend(f"{k} is wrong" for k, v in model.state_dict().items() if not torch.equal(v, state[k]))
+    return wrong
+
+
+def test_parts_of_a_job_work_side_by_side() -> None:
+    assert ranks.run(5, halves, [[2, 4], [3]]) == [[]] * 5
+
+
+def not_a_member(rank: int) -> list[str]:
+    group = dist.new_group([0, 1])
+    wrong = []
+    if rank == 2:
+        other = raised(lambda: Topology.from_nodes([[0, 1]], group=group))
+        if other[0] not in ("ValueError", "TypeError"):
+            wrong.append(str(other))
+    else:
+        for nodes, part in (([[0, 1], [2]], "[2]"), ([[0]], "[1]")):
+            kind, text = raised(lambda nodes=nodes: Topology.from_nodes(nodes, group=group))  # type: ignore[misc]
+            if kind != "ValueError" or part not in text:
+                wrong.append(f"{nodes}: {kind} {text}")
+    return wrong
+
+
+def test_nodes_must_be_those_of_the_group() -> None:
+    assert ranks.run(3, not_a_member) == [[]] * 3
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    for topo in (Topology.discover(), Topology.from_nodes([[0]])):
+        assert topo.nodes == ((0,),)
+        assert (topo.rank, topo.ranks, topo.node) == (0, (0,), (0,))
+        assert topo.leaders(0) == (0,)
+        route = topo.route(0)
+        assert (route.leader, route.inter_group, route.intra_group) == (0, "", "")
+        tensor = torch.arange(4)
+        coalesced_bcast([tensor], topology=topo)
+        assert tensor.tolist() == [0, 1, 2, 3]
+    for nodes in ([[0, 1]], [[1]], [], [[]]):
+        with pytest.raises(ValueError, match="node"):
+            Topology.from_nodes(nodes)
+    with pytest.raises(ValueError, match="expected src among"):
+        coalesced_bcast([torch.zeros(1)], src=1)
+
+
+def two_groups(rank: int) -> list[float]:
+    """Of the same ranks, each with a store of its own."""
+    seen = []
+    for number in range(2):
+        topology = Topology.from_nodes([[0, 1], [2]], dist.new_group([0, 1, 2]))
+        for src in (0, 2):
+            tensor = torch.tensor([10.0 * number + rank])
+            coalesced_bcast([tensor], src, topology)
+            seen.append(tensor.item())
+    return seen
+
+
+def test_topologies_of_two_groups_of_the_same_ranks() -> None:
+    assert ranks.run(3, two_groups) == [[0.0, 2.0, 10.0, 12.0]] * 3

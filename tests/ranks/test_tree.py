@@ -1,0 +1,154 @@
+"""The tree of nodes, what travels along it, and the rounds of several nodes, in threads over one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_bed import CountingStore
+from epload.errors import LoadError
+from epload.ranks import tree as trees
+from epload.ranks.control import Control
+from epload.ranks.tree import FAN_OUT, Tree
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=80))
+def test_every_node_but_the_first_has_one_parent(sizes: list[int]) -> None:
+    nodes, first = [], 0
+    for size in sizes:
+        nodes.append(tuple(range(first, first + size)))
+        first += size
+    places = [Tree.of(reversed(nodes), rank) for rank in range(first)]
+    handed = [child for place in places for child in place.children]
+    assert sorted(handed) == nodes[1:]
+    assert all(len(place.children) <= FAN_OUT for place in places)
+    assert sorted(rank for place in places if place.leads for rank in (place.rank, *place.members)) == list(
+        range(first)
+    )
+
+
+@given(st.dictionaries(st.integers(0, 50), st.sampled_from(["a", "b", 'c "quoted"']), min_size=1))
+def test_views_survive_the_tree(views: dict[int, str]) -> None:
+    bundles = [trees.decode(trees.encode({view: [rank]})) for rank, view in views.items()]
+    merged = trees.decode(trees.encode(trees.merge(bundles)))
+    assert dict(trees.by_rank(merged, sorted(views))) == views
+    assert len(merged) == len(set(views.values())), "equal views travel once"
+
+
+def run(nodes: list[list[int]], action: Callable[[Control], Any]) -> tuple[dict[int, Any], dict[int, Counter[str]]]:
+    """``action`` on every rank, a thread each; its results or errors, and what each rank asked of the store meanwhile."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = tuple(rank for node in nodes for rank in node)
+    results: dict[int, Any] = {}
+    counts: dict[int, Counter[str]] = {}
+
+    def one(rank: int) -> None:
+        try:
+            counts[rank] = Counter()
+            store: Any = CountingStore(dist.TCPStore("127.0.0.1", server.port, is_master=False), counts[rank])
+            control = Control(store, ranks, rank)
+            control.timeout = timedelta(minutes=1)
+            control.join_nodes(nodes, f"test-{server.port}")
+            control.settle("all are here", None)
+            counts[rank].clear()
+            results[rank] = action(control)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results, counts
+
+
+THREE = [[0, 3], [1], [2, 4, 5]]
+
+
+def sum_of_ranks(control: Control) -> list[int]:
+    found = []
+    for number in range(3):
+        control.begin(timedelta(minutes=1))
+        with control.guard():
+            for turn in range(2):
+                found.append(
+                    control.settle("turn", None, control.rank, lambda views: sum(views.values()), last=turn == 1)
+                )
+        assert number < 3
+    return found
+
+
+def test_rounds_of_several_nodes() -> None:
+    results, counts = run(THREE, sum_of_ranks)
+    assert results == dict.fromkeys(range(6), [15] * 6)
+    members = [sum(counts[rank].values()) for rank in (3, 4, 5)]
+    assert members == [0, 0, 0], "only leaders use the store"
+
+
+def test_more_nodes_than_one_leader_has_children() -> None:
+    nodes = [[rank] for rank in range(FAN_OUT + 3)]
+    results, counts = run(nodes, sum_of_ranks)
+    expected = sum(range(FAN_OUT + 3))
+    assert results == dict.fromkeys(range(FAN_OUT + 3), [expected] * 6)
+    most = {rank: sum(count for kind, count in counts[rank].items() if kind != "bytes") for rank in counts}
+    assert max(most.values()) < 3 * 24, most
+
+
+def absent(control: Control, ranks: tuple[int, ...], ended: threading.Barrier) -> tuple[str, float]:
+    """``ended``: where the absent ranks wait for the others, their links open."""
+    control.begin(timedelta(seconds=2))
+    began = time.monotonic()
+    result = "", 0.0
+    if control.rank not in ranks:
+        with pytest.raises(LoadError) as raised, control.guard():
+            control.settle("the step", None)
+        result = str(raised.value), time.monotonic() - began
+    ended.wait(30)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [((5,), "rank 5 did"), ((2,), "rank 2 did"), ((1,), "rank 1 did"), ((2, 4, 5), "ranks 2, 4, 5 did")],
+    ids=["member", "leader", "alone", "node"],
+)
+def test_ranks_that_do_not_come_are_named(ranks: tuple[int, ...], named: str) -> None:
+    ended = threading.Barrier(6)
+    results, _ = run(THREE, lambda control: absent(control, ranks, ended))
+    texts = {text for rank, (text, _) in results.items() if rank not in ranks}
+    assert len(texts) == 1, results
+    assert f"the step: {named} not arrive within 2 s" in texts.pop()
+    assert max(seconds for rank, (_, seconds) in results.items() if rank not in ranks) < 10
+
+
+def failing(control: Control) -> tuple[str, float]:
+    """Rank 5 fails while the others wait for it, in a round and beside one."""
+    control.begin(timedelta(minutes=1))
+    began = time.monotonic()
+    try:
+        with control.guard():
+            control.settle("the first step", None)
+            if control.rank == 5:
+                time.sleep(0.5)
+                raise LoadError("rank 5 is broken")
+            control.settle("the second step", None)
+    except LoadError as error:
+        return str(error).splitlines()[0], time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_failure_wakes_all_nodes() -> None:
+    results, _ = run(THREE, failing)
+    assert {text for text, _ in results.values()} == {"rank 5 is broken"}, results
+    assert max(seconds for _, seconds in results.values()) < 10

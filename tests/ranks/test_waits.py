@@ -1,0 +1,302 @@
+"""Every wait ends: from the first call on, a rank that is killed is named at once, and one that never came when the timeout has
+passed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epload import HierarchicalLoader, Topology, coalesced_bcast
+from epload.ranks.control import Control
+from support import ranks
+from support.failures import Raised, check_raised, raised_by
+from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
+
+SOON = 25.0
+"""Seconds for what takes one or two on a machine with nothing else to do, and 60 or more where a timeout has to pass."""
+
+
+check = partial(check_raised, seconds=SOON)
+
+
+def kill(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_soon(seconds: float = 0.7) -> None:
+    threading.Timer(seconds, kill).start()
+
+
+# ---- discovery ----
+
+
+def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == missing:
+        for other in range(3):
+            if other != missing:
+                store.wait([f"test/{other}"])
+        return None
+    make = (lambda **options: Topology.from_nodes([[0, 1], [2]], **options)) if explicit else Topology.discover
+    result = raised_by(lambda: make(timeout=2.0))
+    store.set(f"test/{rank}", "")
+    return result
+
+
+@pytest.mark.parametrize(("missing", "explicit"), [(2, False), (1, True), (0, False)])
+def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None:
+    results = ranks.run(3, absent, missing, explicit, limit=50)
+    parts = (
+        ("rank 0, the coordinator, made no decision",)
+        if missing == 0
+        else (f"rank {missing} did not arrive within 2 s",)
+    )
+    check(results, "topology", *parts)
+
+
+def default_waits_as_long_as_the_loader_may(rank: int) -> Raised | None:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["test/0"])
+        return None
+    result = raised_by(lambda: HierarchicalLoader(timeout=2.0))
+    store.set("test/0", "")
+    return result
+
+
+def test_the_loaders_timeout_covers_discovery() -> None:
+    check(ranks.run(2, default_waits_as_long_as_the_loader_may, limit=50), "rank 1 did not arrive within 2 s")
+
+
+def killed_in_discovery(rank: int, victim: int) -> Raised | None:
+    """One rank never comes, so that the others still wait when the victim is killed."""
+    missing = 3 if victim != 3 else 1
+    store = dist.distributed_c10d._get_default_store()
+    if rank == missing:
+        for other in range(4):
+            if other not in (missing, victim):
+                store.wait([f"test/{other}"])
+        return None
+    if rank == victim:
+        kill_soon()
+    result = raised_by(Topology.discover)
+    store.set(f"test/{rank}", "")
+    return result
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_in_discovery_is_named(victim: int) -> None:
+    results = ranks.run(4, killed_in_discovery, victim, dying=(victim,), limit=60)
+    check(results, f"rank {victim} has exited (process ")
+
+
+def again_after_a_failure(rank: int) -> list[str]:
+    """Ranks do not join a rendezvous that failed, on whichever rank."""
+    failed = raised_by(lambda: Topology.from_nodes([[0, 1]] if rank == 0 else [[0], [1]]))
+    tensor = torch.tensor([rank])
+    coalesced_bcast([tensor], 1, Topology.from_nodes([[0, 1]]))
+    return [failed[0], str(tensor.item())]
+
+
+def test_ranks_meet_again_after_a_failure() -> None:
+    assert ranks.run(2, again_after_a_failure, limit=50) == [["ManifestMismatch", "1"]] * 2
+
+
+def replaced(rank: int) -> list[int]:
+    """A process that takes the place of a rank has made no topology yet, while the others have made some."""
+    others = dist.new_group([0, 2])
+    if rank != 1:
+        for _ in range(2):
+            Topology.from_nodes([[0], [2]], others)
+    seen = []
+    for turn in range(2):
+        tensor = torch.tensor([10 * turn + rank])
+        coalesced_bcast([tensor], 2, Topology.from_nodes([[0, 1], [2]]))
+        seen.append(int(tensor))
+    return seen
+
+
+def test_a_replaced_rank_meets_the_others() -> None:
+    assert ranks.run(3, replaced, limit=40) == [[2, 12]] * 3
+
+
+# ---- killed in a load ----
+
+
+def fork_a_child() -> None:
+    """It sleeps, and holds all of this rank's connections to other ranks and to the store; not that to the test."""
+    if os.fork() != 0:
+        return
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = socket.socket(fileno=int(entry))
+            if link.family != socket.AF_UNIX:
+                link.detach()
+            link.close()
+    time.sleep(60)
+    os._exit(0)
+
+
+@contextmanager
+def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
+    """``action`` is called when this rank comes to a step of a load."""
+    settle = Control.settle
+
+    def settle_or_act(self: Control, what: str, *args: Any, **options: Any) -> Any:
+        if what == step:
+            action()
+        return settle(self, what, *args, **options)
+
+    with ExitStack() as stack:
+        if step == "making groups":
+            for place in (dist, dist.distributed_c10d):
+                stack.enter_context(mock.patch.object(place, "ProcessGroupGloo", action))
+        stack.enter_context(mock.patch.object(Control, "settle", settle_or_act))
+        yield
+
+
+STEPS = (
+    "opening the checkpoint", "making groups", "planning", "sharing memory", "materializing the model",
+    "the digests", "verification", "the transfer",
+)  # fmt: skip
+
+
+def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: bool = False) -> Raised | None:
+    loader = HierarchicalLoader(
+        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify=True, timeout=60.0
+    )
+    if rank == victim and forks:
+        fork_a_child()
+    with at(step, kill) if rank == victim else nullcontext():
+        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_killed_at_a_step_is_named(step: str) -> None:
+    results = ranks.run(4, killed_at, 2, step, NODES, dying=(2,), limit=80)
+    check(results, "rank 2")
+
+
+@pytest.mark.parametrize("step", ["making groups", "planning", "the transfer"])
+def test_a_coordinator_killed_at_a_step_is_named(step: str) -> None:
+    check(ranks.run(4, killed_at, 0, step, NODES, dying=(0,), limit=80), "rank 0")
+
+
+@pytest.mark.parametrize("step", ["making groups"])
+def test_a_killed_rank_that_is_alone_in_its_node_is_named(step: str) -> None:
+    """Nobody shares buffers with it, but others of its machine watch its process."""
+    check(ranks.run(3, killed_at, 1, step, [[0], [1], [2]], dying=(1,), limit=80), "rank 1")
+
+
+@pytest.mark.parametrize("step", ["planning", "making groups"])
+def test_a_killed_rank_whose_child_keeps_its_connections_is_named(step: str) -> None:
+    check(ranks.run(4, killed_at, 3, step, NODES, True, dying=(3,), limit=80), "rank 3")
+
+
+def killed_in_a_relay(rank: int) -> Raised | None:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    if rank == 2:
+        fork_a_child()
+    with mock.patch("epload.native.ops.relay", kill) if rank == 2 else nullcontext():
+        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
+
+
+def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_named() -> None:
+    check(ranks.run(4, killed_in_a_relay, dying=(2,), limit=80), "rank 2")
+
+
+def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
+    topology = Topology.from_nodes(NODES)
+    with at("making groups", kill) if rank == 1 else nullcontext():
+        return raised_by(lambda: coalesced_bcast([torch.zeros(3)], 0, topology))
+
+
+def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
+    check(ranks.run(4, killed_making_groups_of_a_broadcast, dying=(1,), limit=80), "rank 1 has exited")
+
+
+# ---- the store ----
+
+
+def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
+    """Rank 0 hosts the store, as without a launcher."""
+    dist.barrier()  # else a rank may close its connections while others still make theirs
+    dist.destroy_process_group()
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    model = meta_net()
+    loader.load(model, only_readers(state_for(1), "one"))
+    with at(step, kill) if rank == 0 else nullcontext():
+        return raised_by(lambda: loader.load(model, only_readers(state_for(2), "one")))
+
+
+@pytest.mark.parametrize("step", ["opening the checkpoint", "the transfer"])
+def test_a_store_whose_host_dies_is_lost_for_all(step: str, tmp_path: Path) -> None:
+    results = ranks.run(4, store_dies, tmp_path, step, dying=(0,), limit=80)[1:]
+    for kind, text, seconds in results:
+        assert kind == "LoadError", text
+        assert "store is lost" in text or "rank 0 has exited" in text, text
+        assert seconds < SOON
+
+
+# ---- ranks that cannot watch ----
+
+
+@contextmanager
+def no_more(what: str) -> Iterator[None]:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_file(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    patches = {
+        "threads": mock.patch.object(threading.Thread, "start", no_thread),
+        "files": mock.patch.object(os, "eventfd", no_file),
+        "processes' files": mock.patch.object(os, "pidfd_open", no_file),
+    }
+    with patches[what]:
+        yield
+
+
+def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    model = meta_net()
+    loader.topology.control.processes.close()  # else they have been opened since the ranks found one another
+    with no_more(what) if rank == culprit else nullcontext():
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
+    loader.load(model, only_readers(state_for(2), "one"))
+    return first, wrong(model, state_for(2))
+
+
+@pytest.mark.parametrize(
+    ("culprit", "what", "hint"),
+    [(0, "threads", "ulimit -u"), (3, "files", "ulimit -n"), (3, "processes' files", "ulimit -n")],
+)
+def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str, hint: str) -> None:
+    results = ranks.run(4, cannot_watch, culprit, what, limit=80)
+    check([first for first, _ in results], f"rank {culprit} cannot watch over the other ranks", hint)
+    assert [bad for _, bad in results] == [[]] * 4, "the next load is right"
