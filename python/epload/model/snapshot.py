@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from epload.model import dtensor
 from epload.model.devices import Devices
@@ -47,12 +48,14 @@ class Snapshot:
         self._parents = [*map(weakref.ref, parents)]
         self._children = [weakref.ref(child) for child in _children(parents)]
         collections: list[Any] = [module._modules for module in unique if not module._modules]
+        self._hooks: list[Any] = []
         for m in unique:
             collections += m._parameters, m._buffers, *([m._non_persistent_buffers_set] if m._buffers else ())
-            collections += m._state_dict_hooks, m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks
+            self._hooks += m._state_dict_hooks, m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks
         self._empty = [each for each in collections if not each]
         self._filled = [each for each in collections if each]
         self._keys = _keys(self._filled, parents)
+        self._hook_keys, self._next_hook_id = [*map(tuple, self._hooks)], RemovableHandle.next_id
         self._ids = [*map(id, tensors)]
         position = {number: i for i, number in enumerate(self._ids)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
@@ -62,7 +65,7 @@ class Snapshot:
         names = targets.unsaved_buffers | targets.unsaved_meta.keys()
         self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
         self._devices, self._options = devices._replace(has_meta=False), options
-        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled)))
+        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled, self._hooks)))
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
         """Returns the targets that collecting from the model would give, and their devices.
@@ -82,12 +85,21 @@ class Snapshot:
             or [*map(id, tensors)] != self._ids
             or _children(parents) != [child() for child in self._children]
             or _keys(self._filled, parents) != self._keys
+            or self._has_new_hooks()
         ):
             return None
         tensors = [tensors[i] for i in self._positions]
         if dtensor.metadata(tensors) != self._metadata:
             return None
         return replace(self._targets, tensors=tensors), self._devices
+
+    def _has_new_hooks(self) -> bool:
+        """Looks only if a hook of any kind was registered in this process since it last did, as in a training step."""
+        next_id = RemovableHandle.next_id
+        if next_id == self._next_hook_id:
+            return False
+        self._next_hook_id = next_id if [*map(tuple, self._hooks)] == self._hook_keys else -1
+        return self._next_hook_id == -1
 
 
 def _clear(lists: tuple[list[Any], ...], _: object) -> None:
