@@ -12,6 +12,7 @@ from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
 from epload.planning.plan import LoadPlan
+from epload.planning.waves import wave_bytes
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,11 @@ class AgreedLoad:
     ignored_keys: list[str]
     """Missing and unexpected keys that the mapping says to ignore."""
     missing: Missing
+
+    @property
+    def wave_bytes(self) -> int:
+        """Bytes of the largest wave."""
+        return wave_bytes(self.plan, self.per_wave)
 
     @property
     def device(self) -> torch.device:

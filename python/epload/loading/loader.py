@@ -28,7 +28,6 @@ from epload.loading.routes import Router
 from epload.loading.run import LoadRun
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes, below_fp32_warning
-from epload.model.devices import check_stream
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.observe.render import count, list_keys
@@ -107,7 +106,6 @@ class HierarchicalLoader:
         log.configure()
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
-        check_stream(stream)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self.number = self.topology.number_loader()
         """Among the loaders of its topology, equal on all ranks."""

@@ -7,6 +7,7 @@ import torch
 from epload.loading.agreed import AgreedLoad
 from epload.loading.request import Options
 from epload.loading.routes import Router
+from epload.model.devices import check_stream
 from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.ranks.topology import Topology
 from epload.transfer.device import DeviceStaging, StagingNeeds
@@ -24,7 +25,8 @@ class Resources:
         router: Router,
         stream: torch.Stream | None,
     ) -> None:
-        """``stream``: of the models' device, if the caller gave it."""
+        """``stream``: of the models' device, if the caller gave it. Raises as :func:`check_stream`."""
+        check_stream(stream)
         self._topology = topology
         self._options = options
         self._router = router

@@ -19,7 +19,6 @@ from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace, slow_readers
-from epload.planning.waves import wave_bytes
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
 from epload.transfer.local import Local
@@ -55,7 +54,7 @@ class LoadRun:
         load, plan, report, resources = self._load, self._plan, self._report, self._resources
         shared = False
         if self._router.stages_on_host(load.device, load.readers):
-            memory = resources.reserve_memory(wave_bytes(plan, load.per_wave))
+            memory = resources.reserve_memory(load.wave_bytes)
             report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
             shared = memory.shared
         local, failure = attempt(lambda: self._materialize(shared))
@@ -123,7 +122,7 @@ class LoadRun:
         load, control = self._load, self._control
         with self._report.timed("verify"):
             verifiers = self._topology.ranks if load.all_read else readers
-            messages = control.exchange("the digests", digest_shards(load.plan, verifiers, self._local))
+            messages = control.exchange("the digests", digest_shards(load.plan, verifiers, self._local.tensors))
 
             def check() -> None:
                 if messages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.regions import Regions
-from epload.native import ops
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
 from epload.transfer.device import DeviceStaging
@@ -76,13 +75,3 @@ class Local:
             some = [tensors[i] for i in part.renumber_targets()]
             found.append(Regions(some, part, origins[rows], of_part))
         return found
-
-    def digests(self, which: Sequence[int], table: Tensor) -> Tensor:
-        """Returns the digests of regions of these tensors; see ``ops.digest_tensors``.
-
-        Args:
-            which: numbers of tensors.
-            table: a copy table; column 0 counts in ``which``.
-        """
-        some = [self.tensors[i] for i in which]
-        return ops.digest_tensors([tensor if tensor.is_cpu else tensor.cpu() for tensor in some], table)

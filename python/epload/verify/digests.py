@@ -23,7 +23,6 @@ from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
-from epload.transfer.local import Local
 
 _MAX_SHOWN = 10
 
@@ -37,11 +36,12 @@ def check_verify(verify: object) -> None:
         )
 
 
-def digest_shards(plan: LoadPlan, verifiers: Sequence[int], local: Local) -> dict[int, bytes]:
+def digest_shards(plan: LoadPlan, verifiers: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, bytes]:
     """Returns the digests of the regions that this rank holds, with their copy tables, by the rank that verifies them.
 
     Args:
         verifiers: ranks that can read the checkpoint; they take buckets in turn.
+        tensors: this rank's, of the plan's targets.
     """
     tables: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
     digests: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
@@ -50,9 +50,10 @@ def digest_shards(plan: LoadPlan, verifiers: Sequence[int], local: Local) -> dic
         if len(copies):
             verifier = verifiers[number % len(verifiers)]
             targets = [bucket.targets[t] for t in copies.renumber_targets()]
-            digests[verifier].append(local.digests(targets, copies.rows))
+            shards = [tensors[t] if tensors[t].is_cpu else tensors[t].cpu() for t in targets]
+            digests[verifier].append(ops.digest_tensors(shards, copies.rows))
             # The verifier needs the dtype of the shard instead of its number, and not the position in it.
-            copies.target[:] = column([dtypes.code(local.tensors[t].dtype) for t in targets])[copies.target]
+            copies.target[:] = column([dtypes.code(tensors[t].dtype) for t in targets])[copies.target]
             copies.start[:] = 0
             # Column by column: most values in a column are equal, and are compressed.
             tables[verifier] += [column([number, *copies.rows.shape]), copies.rows.T.reshape(-1)]
