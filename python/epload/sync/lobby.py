@@ -123,7 +123,8 @@ class Attendance:
         number = self._store.add("members", 1)
         post(self._store, f"member/{number}", asdict(self.member))
         posted = self._store.add("offers", 0)
-        return number, posted if posted and read_if_set(self._store, f"go/{posted}") is None else posted + 1
+        # Not the key that others wait for: looking at it would wake them.
+        return number, posted if posted and read_if_set(self._store, f"closed/{posted}") is None else posted + 1
 
     def _beat(self) -> None:
         count = 0
@@ -223,7 +224,7 @@ class Lobby:
     def offer(self, version: int) -> Offer:
         self._offers += 1
         if (old := self._offers - _KEPT_OFFERS) > 0:
-            for key in ("offer", "go", "confirmed"):
+            for key in ("offer", "go", "closed", "confirmed"):
                 self._store.delete_key(f"{key}/{old}")
         post(self._store, f"offer/{self._offers}", {"version": version})
         self._store.add("offers", 1)
@@ -267,6 +268,7 @@ class Lobby:
 
     def close(self, offer: Offer, participants: Participants) -> None:
         """Tells receivers which of them take part in an offer, or why none does."""
+        post(self._store, f"closed/{offer.number}", True)
         post(self._store, f"go/{offer.number}", asdict(participants))
 
     def _read_new(self) -> None:
