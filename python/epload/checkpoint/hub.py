@@ -103,10 +103,10 @@ def _download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
         info = hub.HfApi().model_info(model.name, revision=model.revision)
     except Exception as error:
         refused = isinstance(error, hub.errors.HfHubHTTPError) and error.response.status_code < 500
-        if not refused:
-            with suppress(hub.errors.LocalEntryNotFoundError):
-                path = Path(hub.snapshot_download(model.name, revision=model.revision, local_files_only=True))
-                return HubFolder(path, HubModel(model.name, path.name))
+        names = [] if refused else [*file_sets.standard_names(variant), file_sets.CONFIG]
+        cached = (hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names)
+        if (file := next((path for path in cached if isinstance(path, str)), None)) is not None:
+            return HubFolder(Path(file).parent, HubModel(model.name, Path(file).parent.name))
         raise _describe(hub, model, error) from None
     commit: str = info.sha
     with _locked(hub, HubModel(model.name, commit), progress):

@@ -167,6 +167,6 @@ def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:
         boxes = [tensor.view(-1)[begin:end]]
     else:
         boxes = [tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
-    parts = [box.resolve_conj().resolve_neg().cpu().contiguous().view(-1) for box in boxes]
-    copied = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(torch.uint8)
+    parts = [box.resolve_conj().resolve_neg().cpu().reshape(-1) for box in boxes]
+    copied = (torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()).view(torch.uint8)
     return copied, piece.tensor_offset - begin * item
