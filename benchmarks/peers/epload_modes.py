@@ -19,7 +19,6 @@ MODES = {
     }.items()
     for algorithm in algorithms
 } | {"auto, a dict on rank 0": {"readers": "auto", "algorithm": "auto", "as_dict": True}}
-
 # Loads from meta differ only in the transfer, which reloads measure.
 _ONLY_RELOAD = ("one/striped", "partitioned/two_level", "partitioned/striped", "per_node/auto")
 MODE_CASES = dict.fromkeys(_ONLY_RELOAD, ("reload",))
@@ -36,5 +35,5 @@ def load(job: Job, readers: str, algorithm: str, as_dict: bool = False, verify: 
         loader = job.keep.get("loader") or epload.HierarchicalLoader(job.topology, algorithm=algorithm, **options)
         job.keep["loader"], job.keep["report"] = loader, loader.load(job.model, checkpoint)
     else:
-        rare = epload.LoadOptions(algorithm=algorithm)
-        job.keep["report"] = epload.load(job.model, checkpoint, topology=job.topology, options=rare, **options)
+        options |= {"topology": job.topology, "options": epload.LoadOptions(algorithm=algorithm)}
+        job.keep["report"] = epload.load(job.model, checkpoint, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from epload import _C, Topology, coalesced_bcast
+from epload.core.columns import to_raw
 from support import ranks
 from support.broadcasts import SHAPES
 
@@ -31,7 +32,8 @@ def count_steps(rank: int) -> list[str]:
             options: dict[str, Any] = {"topology": topo, "bucket_bytes": bucket_bytes}
             coalesced_bcast(tensors, **options)
             extents = [_C.extent_of(list(t.shape), 4, bucket_bytes) for t in tensors]
-            buckets = len(_C.plan_buckets(extents, bucket_bytes, _C.OP_ALIGNMENT, 0)[1])
+            kind_of = to_raw(torch.arange(len(extents)))
+            buckets = len(_C.plan_buckets(extents, bucket_bytes, _C.OP_ALIGNMENT, 0, kind_of)[1])
             messages = _messages(topo, rank)
             text = _unexpected(messages * buckets, tensors, **options)
             wrong += [f"{nodes} {bucket_bytes}, {buckets} buckets: {text}"] if text else []

@@ -41,7 +41,9 @@ def _traced(rank: int, semantics: str) -> list[str]:
     topology = Topology.from_nodes(NODES[4])
     streams = (None, torch.Stream(DEVICE), torch.accelerator.current_stream(DEVICE))
     for stream, readers in zip(streams, ("one", "partitioned", "one"), strict=True):
-        loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, stream=stream)
+        loader = HierarchicalLoader(
+            topology, readers=readers, algorithm="two_level", bucket_bytes=BUCKET, stream=stream
+        )
         model = meta_net()
         loader.load(model, for_readers(state_for(1), readers))
         with fakedev.traced() as seen:

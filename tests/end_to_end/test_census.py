@@ -11,7 +11,7 @@ from campaigns.census.classes import ALWAYS, LIST, auto_classes, listed, sample
 from campaigns.census.pool import Worker, verdict_of
 from epload.mapping.transformers import SUPPORTED
 
-COUNT = 12
+COUNT = 16
 
 
 @pytest.fixture(scope="module")

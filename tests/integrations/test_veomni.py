@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from epload import LoadOptions
 from epload.integrations import veomni
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
@@ -152,7 +153,9 @@ def _fused(rank: int, folder: Path, options: dict[str, Any], renames: dict[str, 
     return differ(full_state(model), expected(torch.load(folder / "stored.tensors")))
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True}, {"readers": "partitioned"}, {"bucket_bytes": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": True}, {"readers": "partitioned"}, {"options": LoadOptions(bucket_bytes=4096)}], ids=str
+)
 def test_a_models_converter_makes_what_is_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.save(store(tmp_path), tmp_path / "stored.tensors")
     all_fine(ranks.run(3, _fused, tmp_path, options, {}))

@@ -107,7 +107,7 @@ ASSEMBLED: dict[str, Case] = {
     "concatenation of unequal parts": (EXPERTS, QKV, {"l.qkv.weight": torch.cat([Q, K, V])}),
     "concatenation along an inner dim": (
         one_of(Convert(("q", "k", "v"), ("qkv",), (Concatenate(1),))),
-        {"v": V.T, "q": Q.T, "k": K.T}, {"qkv": torch.cat([Q.T, K.T, V.T], 1)},
+        {"v": V.T.contiguous(), "q": Q.T.contiguous(), "k": K.T.contiguous()}, {"qkv": torch.cat([Q.T, K.T, V.T], 1)},
     ),
     "stack and concatenation": (
         EXPERTS,

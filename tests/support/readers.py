@@ -114,7 +114,9 @@ def misreported(
         if "auto -> every: per-rank data is small" not in report.reason:
             yield f"does not say why every: {report.reason!r}"
     uneven = len(set(map(len, nodes))) > 1 and way != "every"  # where no bucket moves, no algorithm is in the way
-    expected = "two_level" if algorithm == "auto" or (algorithm == "striped" and uneven) else algorithm
+    stripes = device != "cpu" and len(nodes) > 1 and len(set(map(len, nodes))) == 1 and len(nodes[0]) > 1
+    chosen = "striped" if stripes and way in ("one", "partitioned") else "two_level"
+    expected = chosen if algorithm == "auto" else "two_level" if algorithm == "striped" and uneven else algorithm
     if algorithm == "striped" and uneven and "two_level in place of striped, as node sizes differ" not in report.reason:
         yield f"does not say why not striped: {report.reason!r}"
     if way == readers and algorithm != "striped" and report.reason:

@@ -128,7 +128,7 @@ def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
 def local_target(load: Any, weights: dict[str, Tensor], strict: bool = True, **shapes: tuple[int, ...]) -> EngineTarget:
     """One that has received a version."""
     target = epload.EngineModel(Loader(load, **shapes)).sync_target(strict)
-    target.share(manifest_of(weights))
+    target.holdings(manifest_of(weights))
     target.tensors()
     return target
 
@@ -177,7 +177,7 @@ def test_tied_parameters_are_written_under_one_of_their_names() -> None:
     model = Loader(read_values, a=(1,), b=(1,))
     model.b = model.a
     target = epload.EngineModel(model).sync_target(strict=True)
-    target.share(manifest_of(unique({"b": (1,)})))
+    target.holdings(manifest_of(unique({"b": (1,)})))
     target.tensors()
     target.finish()
 

@@ -73,8 +73,8 @@ def flips_in_shard(active: bool, is_victim: Callable[[Tensor], bool]) -> Abstrac
     """A shard changes after it was unpacked or read."""
 
     def victim(local: Local, of: int | range, *_: Any) -> Tensor | None:
-        numbers = [of] if isinstance(of, int) else of
-        targets = (target for number in numbers for target in local.regions(number).targets)
+        parts = local.regions(range(of, of + 1) if isinstance(of, int) else of)
+        targets = (target for regions in parts for target in regions.targets)
         return next((t.detach() for t in targets if t.numel() and t.is_contiguous() and is_victim(t)), None)
 
     return flips(active, victim, (Local, "unpack"), (Local, "read"))

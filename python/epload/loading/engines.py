@@ -12,10 +12,10 @@ from epload.model.devices import CPU
 from epload.planning.waves import group_buckets, make_waves
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
+from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.direct_read import DEVICE_READ_BYTES, READ_BYTES, DirectRead
 from epload.transfer.engine import Engine
 from epload.transfer.framing import Framing
 from epload.transfer.local import Local
@@ -32,7 +32,7 @@ def make_engine(
     options: Options,
     resources: Resources,
     report: LoadReport,
-) -> Engine | DirectRead:
+) -> Engine | direct_read.DirectRead:
     """Returns what fills this rank's tensors, and passes on what other ranks need."""
     plan, flow, staging = load.plan, route.flow, resources.device.staging
     checkpoint = load.inputs.checkpoint if flow.reads else None
@@ -49,9 +49,9 @@ def make_engine(
     context = TransferContext(plan, flow, source, framing, topology.control, report)
     if flow.readers == "every":
         assert checkpoint is not None
-        limit = READ_BYTES if load.device == CPU else DEVICE_READ_BYTES
+        limit = direct_read.READ_BYTES if load.device == CPU else direct_read.DEVICE_READ_BYTES
         groups = group_buckets(range(len(plan.buckets)), plan.owned_by_bucket, limit)
-        return DirectRead(context, checkpoint, groups, local)
+        return direct_read.DirectRead(context, checkpoint, groups, local)
     if not route.on_host:
         assert staging is not None
         ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")

@@ -57,6 +57,7 @@ class LoadRun:
             memory = resources.reserve_memory(load.wave_bytes)
             report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
             shared = memory.shared
+        route = self._router.resolve(load.device, load.readers, shared)
         local, failure = attempt(lambda: self._materialize(shared))
         self._control.settle("materializing the model", failure)
         assert local is not None
@@ -68,7 +69,6 @@ class LoadRun:
                 steps = share(self._request.model, load.missing.holders, self._topology, stream)
             report.transport_steps += steps
         with Progress(plan.nbytes, show_progress) as bar:
-            route = self._router.resolve(load.device, load.readers, shared)
             report.readers, report.algorithm = load.readers, route.flow.algorithm if route.sends else ""
             report.reason = "; ".join(filter(None, (load.reason, route.note)))
             if self._topology.rank == self._topology.ranks[0]:

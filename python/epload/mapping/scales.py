@@ -90,12 +90,13 @@ def with_scales(
         if not wide:
             continue
         scale = _scale_of(manifest, targets, number, i, wide[0][0])
-        blocks, shape = _block_shape(manifest, i, scale), manifest.shapes[i]
-        for target, view in wide:
+        for target, _ in wide:
             if not dtypes.is_wide(targets.dtypes[target]):
                 raise ModelMismatch(
                     f"cannot dequantize {name} to {dtypes.name(targets.dtypes[target])}, its dtype in the model"
                 )
+        blocks, shape = _block_shape(manifest, i, scale), manifest.shapes[i]
+        for target, view in wide:
             if prod(blocks) != prod(shape) and not _runs_within_rows(view, shape):
                 raise ModelMismatch(
                     f"cannot dequantize {name} into {targets.names[target]}: the mapping reshapes it across its rows, so that "

@@ -48,14 +48,13 @@ class Snapshot:
         self._parents = [*map(weakref.ref, parents)]
         self._children = [weakref.ref(child) for child in _children(parents)]
         collections: list[Any] = [module._modules for module in unique if not module._modules]
-        self._hooks: list[Any] = []
         for m in unique:
             collections += m._parameters, m._buffers, *([m._non_persistent_buffers_set] if m._buffers else ())
-            self._hooks += m._state_dict_hooks, m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks
         self._empty = [each for each in collections if not each]
         self._filled = [each for each in collections if each]
         self._keys = _keys(self._filled, parents)
-        self._hook_keys, self._next_hook_id = [*map(tuple, self._hooks)], RemovableHandle.next_id
+        self._modules = [*map(weakref.ref, unique)]
+        self._hook_keys, self._next_hook_id = self._read_hook_keys(), RemovableHandle.next_id
         self._ids = [*map(id, tensors)]
         position = {number: i for i, number in enumerate(self._ids)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
@@ -65,7 +64,7 @@ class Snapshot:
         names = targets.unsaved_buffers | targets.unsaved_meta.keys()
         self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
         self._devices, self._options = devices._replace(has_meta=False), options
-        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled, self._hooks)))
+        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled)))
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
         """Returns the targets that collecting from the model would give, and their devices.
@@ -98,8 +97,20 @@ class Snapshot:
         next_id = RemovableHandle.next_id
         if next_id == self._next_hook_id:
             return False
-        self._next_hook_id = next_id if [*map(tuple, self._hooks)] == self._hook_keys else -1
+        self._next_hook_id = next_id if self._read_hook_keys() == self._hook_keys else -1
         return self._next_hook_id == -1
+
+    def _read_hook_keys(self) -> list[tuple[object, ...]]:
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        return [
+            tuple(hooks)
+            for module in modules
+            for hooks in (
+                module._state_dict_hooks,
+                module._load_state_dict_pre_hooks,
+                module._load_state_dict_post_hooks,
+            )
+        ]
 
 
 def _clear(lists: tuple[list[Any], ...], _: object) -> None:

@@ -143,8 +143,8 @@ class Moments:
 
 def _flip_in(local: Local, of: int | range, *_: Any) -> bool:
     """In what was taken out of a bucket, or some buckets."""
-    for number in [of] if isinstance(of, int) else of:
-        for tensor in local.regions(number).targets:
+    for regions in local.regions(range(of, of + 1) if isinstance(of, int) else of):
+        for tensor in regions.targets:
             if tensor.numel() and tensor.is_contiguous():
                 tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
                 return True

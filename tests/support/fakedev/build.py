@@ -162,19 +162,17 @@ def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Pat
 
 
 def compile_all(sources: list[Path], output: Path, libraries: list[str], archives: Sequence[Path] = ()) -> None:
-    """Compiles as many sources together as there are cores for, since to parse torch's headers takes longer than to compile
-    most of them. ``output`` is a shared library if it is a ``.so``, else a program, which is linked with ``archives`` too."""
-    workers = min(len(os.sched_getaffinity(0)), 2)
+    """Compiles one object a source, as many at a time as there are cores, kept beside ``output``. It is a shared library if it is
+    a ``.so``, else a program, which is linked with ``archives`` too."""
     includes = [flag for path in INCLUDES for flag in ("-isystem", str(path))]
 
-    def compile_group(number: int) -> Path:
-        unit, target = output.parent / f"unit{number}.cpp", output.parent / f"unit{number}.o"
-        unit.write_text("".join(f'#include "{path}"\n' for path in sources[number::workers]))
-        command([COMPILER, *FLAGS, *includes, "-c", str(unit), "-o", str(target)])
+    def compile_one(source: Path) -> Path:
+        target = output.parent / f"{source.stem}.o"
+        command([COMPILER, *FLAGS, *includes, "-c", str(source), "-o", str(target)])
         return target
 
-    with ThreadPoolExecutor(workers) as pool:
-        linked = [str(path) for path in (*pool.map(compile_group, range(workers)), *archives)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        linked = [str(path) for path in (*pool.map(compile_one, sources), *archives)]
     kind = ["-shared"] if output.suffix == ".so" else [f"-Wl,-rpath,{TORCH / 'lib'}"]
     links = [f"-L{TORCH / 'lib'}", *(f"-l{name}" for name in libraries), "-lpthread", "-ldl"]
     command([COMPILER, *kind, *linked, "-o", str(output), *links])

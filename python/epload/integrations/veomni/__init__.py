@@ -67,7 +67,8 @@ def rank0_load_and_broadcast_weights(
         )
     options: dict[str, Any] = {"readers": "one", "progress": False, "strict": False}
     options |= {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LOAD}
-    options.setdefault("options", LoadOptions(outer_shards=_planned_shards(model)))
+    rare: LoadOptions = options.get("options") or LoadOptions()
+    options["options"] = replace(rare, outer_shards=rare.outer_shards or _planned_shards(model))
     tied = _find_tied_embeddings(model)
     converted = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), converted is not None, tied))
