@@ -162,15 +162,17 @@ class Converter:
             count = stacked
         optional = bool(convert.operations) and convert.operations[0].optional_inputs
         required = [
-            (number, index)
-            for number, pattern in enumerate(convert.sources[:1] if optional else convert.sources)
-            for index in (range(count) if _INDEX in pattern else [-1])
+            range(count) if _INDEX in pattern else range(-1, 0)
+            for pattern in (convert.sources[:1] if optional else convert.sources)
         ]
-        if missing := [key for key in required if key not in sources]:
-            number, index = missing[0]
+        # Counted, not listed: an index in a malformed checkpoint may have any number of digits.
+        total = sum(indices.stop - indices.start for indices in required)
+        if missing := total - sum(number < len(required) for number, _ in sources):
+            keys = ((number, index) for number, indices in enumerate(required) for index in indices)
+            number, index = next(key for key in keys if key not in sources)
             first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
             first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-            text = f"the checkpoint lacks {len(missing)} of {len(required)}, the first is {first}, as renamed"
+            text = f"the checkpoint lacks {missing} of {total}, the first is {first}, as renamed"
             raise self.error(group, target, text)
 
     def error(self, group: ConversionGroup, target: str, problem: str) -> ModelMismatch:
