@@ -94,17 +94,23 @@ class _Check:
         self._limit = _FREE_NODES + _NODES_PER_BYTE * len(raw)
 
     def run(self, begin: int) -> int:
-        raw, stack, memo = self._raw, self._stack, self._memo
+        raw, stack, memo, opcodes = self._raw, self._stack, self._memo, _OPCODES
+        push, number_of = stack.append, int.from_bytes
         at = begin
         while (code := raw[at]) != _STOP:
-            kind, nbytes = _OPCODES[code]
-            at += 1 + nbytes
             if code == _MEMOIZE:
+                at += 1
                 memo[len(memo)] = stack[-1]
+                continue
+            kind, nbytes = opcodes[code]
+            at += 1 + nbytes
+            if kind == _GET:
+                value = memo[raw[at - 1] if nbytes == 1 else number_of(raw[at - nbytes : at], "little")]
+                push(value)
+                if value.__class__ is list or value.__class__ is bytes:
+                    self._share(value)
             elif kind == _NUMBER:
-                stack.append(None)
-            elif kind == _GET:
-                self._share(memo[int.from_bytes(raw[at - nbytes : at], "little")])
+                push(None)
             elif kind == _STRING:
                 end = at + int.from_bytes(raw[at - nbytes : at], "little")
                 if end > len(raw):
@@ -134,11 +140,11 @@ class _Check:
             raise Suspicious(f"the pickle has {len(self._raw)} bytes, and builds values that are many times as large")
 
     def _share(self, value: Value) -> None:
-        self._stack.append(value)
+        """Counts a value that occurs once more."""
         if value.__class__ is list:
             value[_IS_SHARED] = True
             self._count(value[_NODES], self._limit)
-        elif value.__class__ is bytes:
+        else:
             self._count(1 + len(value) // 16, self._limit)
 
     def _pop(self, count: int) -> list[Value]:
@@ -218,6 +224,8 @@ def _measured(values: list[Value]) -> tuple[int, int]:
     """Returns how much values count, and the depth of the deepest. Checks that none is a function that is only to be called
     directly, where its arguments are seen."""
     nodes, depth = len(values), 0
+    if values.count(None) == nodes:
+        return nodes, 0
     for value in values:
         if value is None:
             continue
