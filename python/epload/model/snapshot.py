@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from epload.model import dtensor
 from epload.model.devices import Devices
 from epload.model.modules import Modules
+from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
 
 
@@ -54,7 +55,7 @@ class Snapshot:
         self._filled = [each for each in collections if each]
         self._keys = _keys(self._filled, parents)
         self._modules = [*map(weakref.ref, unique)]
-        self._hook_keys, self._next_hook_id = self._read_hook_keys(), RemovableHandle.next_id
+        self._next_hook_id = RemovableHandle.next_id
         self._ids = [*map(id, tensors)]
         position = {number: i for i, number in enumerate(self._ids)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
@@ -93,24 +94,17 @@ class Snapshot:
         return replace(self._targets, tensors=tensors), self._devices
 
     def _has_new_hooks(self) -> bool:
-        """Looks only if a hook of any kind was registered in this process since it last did, as in a training step."""
-        next_id = RemovableHandle.next_id
-        if next_id == self._next_hook_id:
-            return False
-        self._next_hook_id = next_id if self._read_hook_keys() == self._hook_keys else -1
-        return self._next_hook_id == -1
+        """Returns True if a module has got a hook that may rename its tensors or change values when it is loaded.
 
-    def _read_hook_keys(self) -> list[tuple[object, ...]]:
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        return [
-            tuple(hooks)
-            for module in modules
-            for hooks in (
-                module._state_dict_hooks,
-                module._load_state_dict_pre_hooks,
-                module._load_state_dict_post_hooks,
-            )
-        ]
+        Looks only if a hook of any kind was registered in this process since it last did, as in a training step.
+        """
+        next_id = RemovableHandle.next_id
+        if next_id != self._next_hook_id:
+            modules = [module for reference in self._modules if (module := reference()) is not None]
+            if any(module._state_dict_hooks or describe_custom_loading("", module) for module in modules):
+                return True
+            self._next_hook_id = next_id
+        return False
 
 
 def _clear(lists: tuple[list[Any], ...], _: object) -> None:
