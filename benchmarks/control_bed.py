@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore
 from epload.errors import LoadError, RemoteFailure
 from epload.ranks.control import Control
 
-RELOAD_ROUNDS, FIRST_ROUNDS = 4, 7
+RELOAD_ROUNDS, FIRST_ROUNDS = 4, 8
 """Agreement rounds of a load of a known checkpoint into a known model, and of a first load."""
 PATIENCE = timedelta(minutes=5)
 COMMANDS = {"get": 2, "multi_get": 2}

@@ -65,6 +65,8 @@ def failing_group(rank: int) -> list[str]:
                 problems.append(str(error))
         if time.monotonic() - began > 20:
             problems.append("the other ranks have waited for the timeout")
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        problems.append("the model left meta")
     loader.load(model, only_readers(state_for(2), "one"))
     return problems + wrong(model, state_for(2))
 

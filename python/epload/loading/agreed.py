@@ -118,6 +118,8 @@ class AgreedLoad:
     ignored_keys: list[str]
     """Missing and unexpected keys that the mapping says to ignore."""
     missing: Missing
+    meta: bool
+    """True if any rank has tensors on meta."""
 
     @property
     def wave_bytes(self) -> int:

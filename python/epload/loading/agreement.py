@@ -81,7 +81,7 @@ class Agreement:
         readers, reason = self._choose_readers(draft.manifest, plan, decision)
         return AgreedLoad(
             inputs, draft.manifest, plan, draft.per_wave, readers, reason, decision.all_read, decision.nbytes, missing_keys,
-            mismatched_keys, ignored, missing,
+            mismatched_keys, ignored, missing, opening.meta,
         )  # fmt: skip
 
     def close(self) -> None:

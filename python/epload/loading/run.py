@@ -58,6 +58,8 @@ class LoadRun:
             report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
             shared = memory.shared
         route = self._router.resolve(load.device, load.readers, shared)
+        if load.meta:  # if a rank cannot make its groups, no model has left meta
+            self._control.settle("making groups", None)
         local, failure = attempt(lambda: self._materialize(shared))
         self._control.settle("materializing the model", failure)
         assert local is not None
