@@ -328,3 +328,17 @@ def test_all_ranks_load_the_same_variant_or_none_does(tmp_path: Path) -> None:
         assert first == second
         assert first[0] == kind
         assert re.search(message, first[1]), first[1]
+
+
+def _in_turn(rank: int, folder: Path, expected: dict[str, State]) -> None:
+    model = nn.Linear(3, 4)
+    with epload.HierarchicalLoader(readers="every", progress=False) as loader:
+        for variant in ("", "fp16", "fp16", ""):
+            loader.load(model, folder, variant=variant)
+            assert_same(model.state_dict(), expected[variant])
+
+
+def test_a_loader_loads_variants_in_turn(tmp_path: Path) -> None:
+    """Their layout is the same, so that it knows them from the load before."""
+    folder = _small(tmp_path / "model", "model.safetensors", "model.fp16.safetensors")
+    ranks.run(2, _in_turn, folder, {each: read_all(Checkpoint.open(folder, variant=each)) for each in ("", "fp16")})

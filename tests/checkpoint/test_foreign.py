@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,31 @@ def test_a_rule_that_matches_nothing_is_shown() -> None:
     epload.load(
         _linear(), state, mapping=Mapping(renames=(Rename(r"^a\.", ""), Rename(r"^never\.", "c."))), progress=False
     )
+
+
+def test_arguments_that_look_odd_and_are_not() -> None:
+    epload.load(
+        _linear(),
+        _state(),
+        dtype={"weight": torch.float32},
+        timeout=timedelta(seconds=5),
+        progress=False,
+        options=LoadOptions(bucket_bytes=500),
+    )
+
+
+def _argument(rank: int, argument: str) -> tuple[str, str]:
+    make, options, _ = ARGUMENTS[argument]
+    try:
+        # What is wrong on one rank only is heard of by the others.
+        epload.load(make() if rank else _linear(), _state(), progress=False, **(options if rank else {}))
+    except TypeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("argument", ["dtype", "model", "hook"])
+def test_every_rank_hears_of_an_argument(argument: str) -> None:
+    first, second = ranks.run(2, _argument, argument)
+    assert first == second
+    assert "expected" in first[1]

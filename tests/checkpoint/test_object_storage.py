@@ -21,8 +21,8 @@ from epload.checkpoint import object_clients, object_store
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
-from support.checks import all_fine
-from support.dcp_checkpoints import FORMATS, folder_of, save_all
+from support.checks import all_fine, differences
+from support.dcp_checkpoints import FORMATS, folder_of, save_all, sharded
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
 from support.tls_server import untrusted
@@ -369,3 +369,60 @@ def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Pa
         save_file(state_for(number), tmp_path / str(number) / "model.safetensors")
     url = put(s3[0], tmp_path / "1", "meanwhile")
     all_fine(ranks.run(4, _replaced_meanwhile, s3[1].address, url, s3[0].port, str(tmp_path / "2")))
+
+
+def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
+    folder_with_index(tmp_path, small_state())
+    checkpoint = Checkpoint.open(f"file://{tmp_path}")
+    assert_same(read_all(checkpoint), small_state())
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 100)
+    assert "was replaced" in checkpoint.changed()
+
+
+def _load_in_every_mode(rank: int, url: str) -> list[str]:
+    object_store.FIRST_PAUSE = 0.02
+    problems = []
+    for readers in READERS:
+        model = meta_net()
+        with HierarchicalLoader(
+            Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False
+        ) as loader:
+            for turn in ("from meta", "again"):
+                loader.load(model, url)
+                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+    return problems
+
+
+def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    put(s3[0], tmp_path, "web/ranks")
+    s3[1].fault = now_and_then(1)
+    all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
+
+
+def test_a_scheme_of_fsspec_on_ranks(tmp_path: Path) -> None:
+    save_file(state_for(1), tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, _load_in_every_mode, f"file://{tmp_path}"))
+
+
+def _load_dcp(rank: int, address: str, url: str) -> list[str]:
+    os.environ.update(s3_server.environment(address))
+    problems, topology = [], Topology.from_nodes(NODES)
+    for readers in READERS:
+        model = sharded("moe", values=False, on="meta")
+        with HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False) as loader:
+            for turn in ("from meta", "again"):
+                loader.load(model, url)
+                problems += [f"{readers}, {turn}: {text}" for text in differences(sharded("moe", values=True), model)]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+    return problems
+
+
+def test_a_dcp_folder_into_a_sharded_model(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
+    url = put(s3[0], folder_of(dcp_folders, "moe", "torch"), "dcp/moe")
+    all_fine(ranks.run(4, _load_dcp, s3[1].address, url))

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,10 @@ import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology
 from epload.native import ops
+from epload.ranks.failure import Outcomes
+from epload.ranks.heartbeat import Heartbeats
+from epload.ranks.rounds import Round
+from epload.ranks.tree import Tree
 from epload.transfer.shared_memory import NodeMemory
 from support import ranks
 from support.failures import Raised, Slow, check_raised, raised_by
@@ -241,3 +245,88 @@ def test_torchtitan_3065_a_rank_that_waits_says_for_what() -> None:
     assert "rank 0 reads bucket 0" in " ".join(results[0])
     assert "rank 1 waits until rank 0 has relayed wave 0" in " ".join(results[1])
     assert "passes on buckets 0 to 0, from ranks [0]" in " ".join(results[2])
+
+
+def interrupted_after(call: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        if when(*args, **options):
+            interrupt()
+        return result
+
+    return wrapped
+
+
+def late_interrupt(rank: int, culprit: int, place: str, way: tuple[str, str]) -> tuple[Raised, list[str]]:
+    """``culprit`` is interrupted when the load has succeeded: a leader before it passes that on, another rank after that."""
+    readers, algorithm = way
+    loader = HierarchicalLoader(
+        Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=60.0
+    )
+    model = meta_net()
+    control = loader.topology.control
+    assert control.rounds is not None
+    deliver, delivering = control.rounds.deliver, 0
+
+    def interrupted_deliver(round_: Round, outcome: bytes) -> str:
+        nonlocal delivering
+        delivering += round_.last
+        if round_.last and delivering == 1:
+            interrupt()
+        return deliver(round_, outcome)
+
+    patches = {
+        "ended": mock.patch.object(Outcomes, "decide", interrupted_after(Outcomes.decide, lambda *args: args[-1])),
+        "undelivered": mock.patch.object(control.rounds, "deliver", interrupted_deliver),
+        "heard": mock.patch.object(
+            control, "settle", interrupted_after(control.settle, lambda *_, last=False, **__: last)
+        ),
+    }
+    with patches[place] if rank == culprit else nullcontext():
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), readers)))
+    bad = wrong(model, state_for(1))
+    loader.load(model, only_readers(state_for(2), readers))
+    return first, bad + wrong(model, state_for(2))
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids="-".join)
+@pytest.mark.parametrize(("culprit", "place"), [(0, "ended"), (0, "undelivered"), (2, "undelivered"), (3, "heard")])
+def test_an_interrupt_after_the_load_is_that_ranks_alone(culprit: int, place: str, way: tuple[str, str]) -> None:
+    """The others have loaded, and all can load again, with the groups and memory that they have."""
+    results = ranks.run(4, late_interrupt, culprit, place, way)
+    kinds = [kind for (kind, *_), _ in results]
+    assert kinds == ["KeyboardInterrupt" if rank == culprit else "" for rank in range(4)], results
+    assert max(took for (*_, took), _ in results) < 30, results
+    assert [bad for _, bad in results] == [[]] * 4
+
+
+def early_stop(rank: int) -> tuple[Raised, int]:
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+    source = Slow(state_for(1), 0.1)
+    with at_unpack(1 if rank == 3 else -1, run_out_of_memory):
+        return raised_by(lambda: loader.load(meta_net(), source if rank == 0 else None)), source.calls
+
+
+def test_a_failing_receiver_stops_the_reader() -> None:
+    """It reads the buckets that were under way, and no more of the dozen."""
+    results = ranks.run(4, early_stop)
+    check_raised([first for first, _ in results], "rank 3 could not unpack bucket 0", seconds=15)
+    assert 1 <= results[0][1] <= 5
+
+
+def test_heartbeats_show_which_ranks_are_silent() -> None:
+    """Of this rank's node, which leads it, and of another's, whose leader has posted once."""
+    store = dist.HashStore()
+    nodes = [[0, 1], [2, 3], [4]]
+    heartbeats = [Heartbeats(lambda: store, Tree.of(nodes, rank)) for rank in range(5)]
+    for _ in range(2):
+        for each in (0, 2):
+            heartbeats[each].hear(each + 1, heartbeats[each + 1].beat((1, 0, 1), 0, "reads bucket 4"))
+            heartbeats[each].beat((1, 0, 1), 0, "reads bucket 4")
+            heartbeats[each].post((1, 0, 1))
+    text = heartbeats[0].describe([0, 1, 2, 3, 4], {1: 4711}, "reads bucket 5", find_silent=True)
+    assert "rank 0: reads bucket 5\n" in text
+    assert "rank 1: reads bucket 4, process ended" in text
+    assert "rank 2: reads bucket 4, silent" in text
+    assert "rank 3: reads bucket 4, silent" in text
+    assert "rank 4: no heartbeat received, silent" in text

@@ -8,7 +8,9 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import epload
-from epload import HierarchicalLoader, ManifestMismatch, Topology
+from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
+from epload.ranks.control import DEFAULT_TIMEOUT, Control
 from support import ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
@@ -127,3 +130,89 @@ def test_a_launched_rank_that_loads_alone_is_warned(
         assert "init_process_group()" in texts[0]
         assert f"warning: {texts[0]}" in str(report)
         assert report.to_dict()["warnings"] == texts
+
+
+def timeouts_of_groups(topology: Topology) -> list[timedelta]:
+    found = []
+    for name in {*vars(topology.route(0)).values()} if topology.ranks else ():
+        if isinstance(name, str) and name:
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+            found.append(group._get_backend(torch.device("cpu")).options._timeout)
+    return found
+
+
+def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
+    topology = Topology.from_nodes(NODES)
+    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=7.0)
+    model = meta_net()
+    state = state_for(1)
+    if fails:
+        state.popitem()
+    with pytest.raises(epload.LoadError, match="missing") if fails else nullcontext():
+        loader.load(model, only_readers(state, "one"))
+    tensor = torch.tensor([rank])
+    coalesced_bcast([tensor], 1, topology)
+    timeouts = timeouts_of_groups(topology)
+    problems = [] if int(tensor) == 1 else ["the broadcast is wrong"]
+    if topology.control.timeout != DEFAULT_TIMEOUT or set(timeouts) - {DEFAULT_TIMEOUT} or not timeouts:
+        problems.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
+    return problems
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
+    assert ranks.run(4, broadcast_after_a_load, fails, limit=60) == [[]] * 4
+
+
+def memfds() -> int:
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found += "memfd:epload" in os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+    return found
+
+
+def failing_offer(rank: int, round_: str) -> list[str]:
+    """A round fails between a leader's offer of memory and the end of it: another rank was interrupted in it."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
+    before = memfds()
+    settle = Control.settle
+
+    def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
+        if what == round_:
+            raise MemoryError("no room for a round")
+        return settle(self, what, *args, **options)
+
+    model = meta_net()
+    with mock.patch.object(Control, "settle", interrupted) if rank == 3 else nullcontext():
+        try:
+            loader.load(model, only_readers(state_for(1), "one"))
+            return ["the load did not fail"]
+        except epload.LoadError as error:
+            problems = [] if "no room for a round" in str(error) else [str(error)]
+    if memfds() != before:
+        problems.append(f"{memfds() - before} descriptors of shared memory are left")
+    loader.load(model, only_readers(state_for(2), "one"))
+    return problems + wrong(model, state_for(2))
+
+
+@pytest.mark.parametrize("round_", ["planning", "sharing memory"])
+def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
+    assert ranks.run(4, failing_offer, round_, limit=60) == [[]] * 4
+
+
+def large_lists(rank: int) -> str:
+    tensors = [torch.zeros((1,) * 60) for _ in range(50_000 + (rank == 1))]
+    try:
+        coalesced_bcast(tensors, 0, Topology.from_nodes([[0], [1]]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
+    results = ranks.run(2, large_lists, tcp=True, limit=100)
+    assert results[0] == results[1]
+    assert "rank 0 has 50000 tensors and rank 1 has 50001" in results[0]

@@ -300,3 +300,27 @@ def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str
     results = ranks.run(4, cannot_watch, culprit, what, limit=80)
     check([first for first, _ in results], f"rank {culprit} cannot watch over the other ranks", hint)
     assert [bad for _, bad in results] == [[]] * 4, "the next load is right"
+
+
+def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
+    """The watch has its thread; those of the transfer cannot be had."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    model = meta_net()
+    start = threading.Thread.start
+
+    def some(self: threading.Thread) -> None:
+        if self.name == "epload-move":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with mock.patch.object(threading.Thread, "start", some) if rank == 2 else nullcontext():
+        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
+    loader.load(model, only_readers(state_for(2), "one"))
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
+    return first, wrong(model, state_for(2)) + left
+
+
+def test_a_rank_without_threads_for_the_transfer_fails_the_load_for_all() -> None:
+    results = ranks.run(4, cannot_start_the_transfer, limit=80)
+    check([first for first, _ in results], "cannot start thread epload-move", "ulimit -u")
+    assert [bad for _, bad in results] == [[]] * 4

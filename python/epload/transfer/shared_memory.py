@@ -63,20 +63,24 @@ class NodeMemory:
         if all(len(node) == 1 for node in nodes):
             return cls.private(rank, nbytes, True, count)
         total = _total(len(node), nbytes, count)
-        offer: list[Any] | None = None
         mapped: mmap.mmap | None = None
-        with ExitStack() as stack:
+        with ExitStack() as unless_done, ExitStack() as stack:
+            offer: list[Any] | None = None
             if rank == node[0] and len(node) > 1:
                 with suppress(OSError):  # the others find no offer
                     fd, mapped, token = _make(total)
                     stack.callback(os.close, fd)
+                    unless_done.callback(mapped.close)
                     offer = [os.getpid(), fd, token.hex()]
             offers = control.settle("sharing memory", None, offer, _made)
             if mapped is None and len(node) > 1 and (theirs := offers.get(str(node[0]))) is not None:
                 pid, fd, token = theirs
-                mapped = _open(pid, fd, token, total)
+                if (mapped := _open(pid, fd, token, total)) is not None:
+                    unless_done.callback(mapped.close)
             usable = len(node) == 1 or mapped is not None
             shared = control.settle("sharing memory", None, usable, lambda views: all(views.values()))
+            if shared:
+                unless_done.pop_all()
         if not shared or mapped is None:
             return cls.private(rank, nbytes, shared, count)
         return cls(torch.frombuffer(mapped, dtype=torch.uint8), nbytes, node, rank, True, count)

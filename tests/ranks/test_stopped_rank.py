@@ -1,0 +1,150 @@
+"""A rank that is stopped for a while in the middle of a load: the others wait in bounded memory, and the load is right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from epload import HierarchicalLoader, Topology
+from epload.planning import schedule
+from epload.planning.waves import Wave
+from epload.transfer.engine import Engine
+from epload.transfer.shared_memory import BUFFERS
+from support import ranks
+from support.checks import all_fine
+from support.memory import anonymous_and_shared
+
+NODES = [[0, 1], [2, 3]]
+BUCKET = 4 << 20
+LAYERS, WIDTH = 88, 768  # 208 MB of float32
+STOP_AT = 12
+"""Waves that the rank has unpacked when it stops."""
+SECONDS = 3.0
+"""For which it is stopped once all others have come to a halt or the load is over."""
+SLACK = 100 << 20
+"""As in test_memory: sockets, threads, the manifest."""
+
+
+def state_of_process(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+class Progress:
+    """How many waves each rank has unpacked, where all ranks can see it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def note(self, waves: int) -> None:
+        path = self._folder / f"waves-{self._rank}"
+        path.with_suffix(".new").write_text(str(waves))
+        path.with_suffix(".new").rename(path)
+
+    def all(self) -> list[int]:
+        paths = [self._folder / f"waves-{rank}" for rank in range(4)]
+        return [int(path.read_text()) if path.exists() else 0 for path in paths]
+
+
+@contextmanager
+def stopping(rank: int, victim: int, progress: Progress) -> Iterator[None]:
+    """The victim stops itself when it comes to wave STOP_AT; every rank notes how far it is."""
+    check = Engine._check
+
+    def noted(self: Engine, wave: Wave) -> bool:
+        if threading.current_thread() is threading.main_thread():  # unpacking, not relaying
+            progress.note(wave.index)
+            if rank == victim and wave.index == STOP_AT:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return check(self, wave)
+
+    Engine._check = noted  # type: ignore[method-assign]
+    yield
+
+
+def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) -> None:
+    """Runs next to another rank's load: lets the victim go on when the others have not moved for a while."""
+    pid = int((folder / f"pid-{victim}").read_text())
+    until = time.monotonic() + 60
+    while state_of_process(pid) != "T" and time.monotonic() < until:
+        time.sleep(0.01)
+    seen["state"] = state_of_process(pid)
+    before: list[int] = []
+    while before != progress.all():
+        before = progress.all()
+        time.sleep(SECONDS)
+    seen["waves"] = before
+    os.kill(pid, signal.SIGCONT)
+
+
+def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
+    schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    loader = HierarchicalLoader(
+        Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False
+    )
+    progress = Progress(folder, rank)
+    seen: dict[str, Any] = {}
+    waker = threading.Thread(target=wake, args=(victim, folder, progress, seen))
+    if rank == (victim + 1) % 4:
+        waker.start()
+    start = peak = anonymous_and_shared()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous_and_shared())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with stopping(rank, victim, progress):
+            loader.load(model, folder / "model.safetensors")
+    finally:
+        done.set()
+        watcher.join()
+    problems = []
+    if waker.ident is not None:
+        waker.join()
+        if seen["state"] != "T":
+            problems.append(f"rank {victim} was not stopped")
+        if seen["waves"][victim] != STOP_AT:
+            problems.append(f"rank {victim} was stopped at {seen['waves']}")
+        its_node = next(node for node in NODES if victim in node)
+        if not all(waves < STOP_AT + BUFFERS for waves in (seen["waves"][other] for other in its_node)):
+            problems.append(f"the other rank of its node did not wait: {seen['waves']}")
+        if not all(STOP_AT <= waves <= STOP_AT + 3 * BUFFERS for waves in seen["waves"]):
+            problems.append(f"other nodes did not wait: {seen['waves']}")
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    if peak - start > shards + BUFFERS * BUCKET + SLACK:
+        problems.append(f"took {peak - start} bytes, with shards of {shards}")
+    for i, parameter in enumerate(model.parameters()):
+        if not bool((parameter.to_local() == i + 1).all()):
+            problems.append(f"layer {i} is wrong")
+    return problems
+
+
+@pytest.mark.parametrize(("readers", "victim"), [("one", 3), ("one", 0), ("partitioned", 1)])
+def test_others_wait_for_a_stopped_rank(readers: str, victim: int, tmp_path: Path) -> None:
+    state = {f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}
+    save_file(state, tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, load_beside_a_stopped_rank, tmp_path, readers, victim))
