@@ -1,7 +1,6 @@
 // The Python module epload._C: functions of integers and Python objects, which need no tensors. It links no torch, so
 // that it can be imported before the native library is loaded, to find out for which torch that was built.
 #include "bucket_plan.h"
-#include "safetensors_header.h"
 #include "schedule.h"
 
 #include <pybind11/pybind11.h>
@@ -87,27 +86,6 @@ int64_t broadcast_count(
   return static_cast<int64_t>(epload::broadcast_steps(position, nbytes, epload::kOpAlignment).size());
 }
 
-// A header in the form that writers give it, else None: names; distinct kinds, each a dtype's name and a shape; columns
-// of each name's index of its kind, and where its bytes begin and end; where the value of __metadata__ begins and ends,
-// or None.
-py::object safetensors_entries(const py::bytes& header) {
-  const auto found = epload::parse_safetensors(static_cast<std::string_view>(header));
-  if (!found) {
-    return py::none();
-  }
-  const auto text = [](std::string_view value) { return py::str(value.data(), value.size()); };
-  py::list names(found->names.size());
-  for (size_t i = 0; i < found->names.size(); ++i) {
-    names[i] = text(found->names[i]);
-  }
-  py::list kinds;
-  for (const auto& kind : found->kinds) {
-    kinds.append(py::make_tuple(text(kind.dtype), py::tuple(py::cast(kind.shape))));
-  }
-  return py::make_tuple(
-      names, kinds, as_column(found->kind), as_column(found->begin), as_column(found->end), found->metadata);
-}
-
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 // `buckets`: node that reads it, begin, end.
@@ -177,5 +155,4 @@ PYBIND11_MODULE(_C, m) {
       py::arg("kind_of"));
   m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
   define_schedule(m);
-  m.def("safetensors_entries", &safetensors_entries, py::arg("header"));
 }

@@ -101,7 +101,7 @@ def label(x: float, y: float, width: float, title: str, *lines: str, color: str 
 
 
 def architecture() -> list[str]:
-    """From a checkpoint and a model to filled shards."""
+    """Draws the way from a checkpoint and a model to filled shards."""
     read, move, unpack, color = 8, 151, 294, SHARDS[0]
     return [
         *label(8, 4, 118, "checkpoint", "names and shapes"),

@@ -27,8 +27,3 @@ def wave_steps(
     buckets: Sequence[tuple[int, int, int]],
     alignment: int,
 ) -> list[tuple[int, int, int, int, int, int]]: ...
-def safetensors_entries(
-    header: bytes,
-) -> (
-    tuple[list[str], list[tuple[str, tuple[int, ...]]], bytearray, bytearray, bytearray, tuple[int, int] | None] | None
-): ...

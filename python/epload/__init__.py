@@ -12,8 +12,7 @@ from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping import Mapping
 from epload.model.expert_parallel import LocalModules, OuterShard
-from epload.native.extension import _C
-from epload.native.info import build_info
+from epload.native.info import VERSION, build_info
 from epload.ranks.topology import Topology
 from epload.report import LoadReport, SaveReport
 from epload.save import PendingSave, save, save_async
@@ -22,7 +21,7 @@ from epload.sync.receiver import EngineRank, WeightReceiver
 from epload.sync.report import SyncReport
 from epload.sync.sender import WeightSender
 
-__version__: str = _C.version
+__version__ = VERSION
 
 __all__ = [
     "Checkpoint",

@@ -118,7 +118,7 @@ def test_variants(tmp_path: Path) -> None:
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
-    """In two formats: of equal checkpoints, and of those that differ in every way."""
+    """Compares two formats: equal checkpoints, and those that differ in every way."""
     assert run("diff", checkpoint, checkpoint / "torch/model.pt") == "8 tensors with equal values\n"
     assert run_json("diff", checkpoint, checkpoint / "torch/model.pt")["values"] == []
     state = torch.load(checkpoint / "torch/model.pt")

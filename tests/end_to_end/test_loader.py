@@ -228,7 +228,7 @@ def _steps(rank: int) -> list[str]:
 
 
 def _messages(rank: int, readers: str, algorithm: str, buckets: int) -> Counter[str]:
-    """What a rank of 2 nodes x 2 sends and receives: every bucket once between the nodes, through one rank of each or, in
+    """Returns the messages of a rank of 2 nodes x 2: every bucket once between the nodes, through one rank of each or, in
     stripes, through all; nothing inside a node, which shares memory. The manifest comes with the agreement."""
     if readers in ("every", "per_node"):
         return Counter()

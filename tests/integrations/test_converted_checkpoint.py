@@ -39,7 +39,7 @@ def converted(folder: Path, kind: type[FuseExperts] = FuseExperts) -> tuple[Conv
 
 
 def read(source: Checkpoint, name: str) -> Tensor:
-    """In two pieces, of which the second starts within an element."""
+    """Reads two pieces, of which the second starts within an element."""
     manifest = source.manifest
     number = manifest.names.index(name)
     nbytes = manifest.nbytes_of()[number]

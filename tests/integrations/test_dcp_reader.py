@@ -27,7 +27,7 @@ def local_of(value: Any) -> Any:
 
 
 def differ(ours: Any, theirs: Any, name: str = "") -> list[str]:
-    """What two nested state dicts have that is not bit for bit the same."""
+    """Lists what two nested state dicts have that is not bit for bit the same."""
     if isinstance(theirs, dict):
         if list(ours) != list(theirs):
             return [f"{name}: {list(ours)}, not {list(theirs)}"]
@@ -40,7 +40,7 @@ def differ(ours: Any, theirs: Any, name: str = "") -> list[str]:
 
 
 def state_of(model: str, form: str, dtype: torch.dtype | None = None, salt: int = 99) -> dict[str, Any]:
-    """What to load into. With salt 0 the tensors have the checkpoint's values, otherwise others."""
+    """Returns what to load into. With salt 0 the tensors have the checkpoint's values, otherwise others."""
     made: nn.Module = sharded(model, values=True, salt=salt)
     state: dict[str, Any] = (made.to(dtype) if dtype is not None else made).state_dict()
     if form == "torch":
@@ -84,7 +84,7 @@ def test_dcp_folders_load_as_with_torchs_reader(saved: Path, world: int) -> None
 
 
 def save_whole(folder: Path) -> None:
-    """As on the Hub: some files, and an index."""
+    """Saves some files and an index, as on the Hub."""
     for name, (make, _) in MODELS.items():
         path = folder_of(folder, name, "whole")
         path.mkdir(parents=True)

@@ -43,7 +43,7 @@ def test_a_fused_parameter_takes_one_box_from_each_tensor() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_autograd_modes(mode: Callable[[], Any]) -> None:
-    """In inference mode, composite operations are dispatched in one piece."""
+    """Composite operations are dispatched in one piece in inference mode."""
 
     def fill_diagonal(model: Loader, weights: Weights) -> None:
         model.p.data.fill_diagonal_(2)

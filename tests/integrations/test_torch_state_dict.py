@@ -330,7 +330,7 @@ def test_where_torchs_function_is_wrong() -> None:
 
 
 def stays_on_meta(rank: int) -> list[str]:
-    """As torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
+    """Like torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
     problems = []
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "first.weight"}

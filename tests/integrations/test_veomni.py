@@ -42,7 +42,7 @@ def load(model: Any, path: Path, **options: Any) -> None:
 
 
 def planned(model: Any, on: DeviceMesh, names: Sequence[str]) -> Any:
-    """As VeOmni's ParallelPlan: the named parameters are this rank's experts, and FSDP cuts their next dim."""
+    """Stands for VeOmni's ParallelPlan: the named parameters are this rank's experts, and FSDP cuts their next dim."""
     size = on["ep"].size()
     model._fqn2spec_info = {}
     for name, parameter in list(model.named_parameters()):
@@ -162,7 +162,7 @@ def test_a_models_converter_makes_what_is_loaded(tmp_path: Path, options: dict[s
 
 
 def test_names_are_renamed_before_they_are_converted(tmp_path: Path) -> None:
-    """As the original: the first pattern that is found, and groups in what replaces it are left out."""
+    """Like the original: the first pattern that is found, and groups in what replaces it are left out."""
     stored = store(tmp_path)
     write(tmp_path, {f"wrapped.{name}": tensor for name, tensor in stored.items()})
     torch.save(stored, tmp_path / "stored.tensors")

@@ -1,4 +1,4 @@
-"""What is not a copy is not recorded: such tensors go through ``load_weights`` in full."""
+"""Values that are not copies are not recorded: such tensors go through ``load_weights`` in full."""
 
 from __future__ import annotations
 

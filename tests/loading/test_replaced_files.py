@@ -59,7 +59,7 @@ def same_everywhere(model: Vector, value: float) -> list[str]:
 
 
 def other_name(rank: int, folder: Path, readers: str) -> list[str]:
-    """In the folder that was loaded there is another file, which is the one to load now."""
+    """The folder that was loaded has another file, which is the one to load now."""
     model, problems = Vector(), []
     with HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers=readers, timeout=60.0) as loader:
         loader.load(model, folder)

@@ -1,4 +1,4 @@
-"""How many network cards a machine has for RDMA."""
+"""Counts the network cards of a machine that are for RDMA."""
 
 from __future__ import annotations
 

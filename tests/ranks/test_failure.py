@@ -150,7 +150,7 @@ def test_an_interrupt_reaches_the_others(culprit: int, action: Callable[[], None
 
 
 def test_out_of_memory_in_unpack_reaches_all() -> None:
-    """With the rank, the phase, the bucket, the tensors, the source and the stack."""
+    """The error has the rank, the phase, the bucket, the tensors, the source and the stack."""
     results = ranks.run(4, all_ways, 3, run_out_of_memory)
     for at, way in enumerate(WAYS):
         here = [texts[at] for texts in results]

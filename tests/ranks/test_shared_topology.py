@@ -1,4 +1,4 @@
-"""What one load leaves to the next call on its topology, reports that are larger than a value of the store, and ranks that load
+"""Tests of what one load leaves to the next call on its topology, reports that are larger than a value of the store, and ranks that load
 alone because nobody joined them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who shares a machine, who leads, and parts of a job that work side by side."""
+"""Tests who shares a machine, who leads, and parts of a job that work side by side."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_without_a_process_group() -> None:
 
 
 def two_groups(rank: int) -> list[float]:
-    """Of the same ranks, each with a store of its own."""
+    """Topologies of the same ranks, each with a store of its own."""
     seen = []
     for number in range(2):
         topology = Topology.from_nodes([[0, 1], [2]], dist.new_group([0, 1, 2]))

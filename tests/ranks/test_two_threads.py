@@ -58,7 +58,7 @@ class Two:
         return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
 
     def run(self, swapped: bool) -> list[End]:
-        """How A and B end; ``swapped``: B begins a little before A."""
+        """Returns how A and B end; ``swapped``: B begins a little before A."""
         ends: list[End] = [("", "did not end")] * 2
         models = [meta_net() for _ in range(2)]
 

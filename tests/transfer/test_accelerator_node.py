@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def contract(rank: int, folder: Path) -> list[str]:
-    """From meta, reload, after a forward; the stream given, current and own."""
+    """Loads from meta, again, and after a forward; the stream given, current and own."""
     problems: list[str] = []
     world = dist.get_world_size()
     nodes, every_way = WAYS[world]
@@ -66,7 +66,7 @@ def test_the_model_has_its_shards(world: int, tmp_path: Path) -> None:
 
 
 def _traced(rank: int, semantics: str) -> list[str]:
-    """What a rank keeps crosses to its device, on the streams of the pipe; no bucket is sent."""
+    """All that a rank keeps crosses to its device, on the streams of the pipe; no bucket is sent."""
     problems = []
     stream = torch.Stream(DEVICE)
     loader = HierarchicalLoader(

@@ -57,7 +57,7 @@ def test_a_system_that_says_and_allows_nothing(tmp_path: Path) -> None:
 
 
 def near_cpus(cpus: set[int], folder: Path) -> Any:
-    """As if the fake accelerator were on a NUMA node with these CPUs."""
+    """Makes the fake accelerator seem to be on a NUMA node with these CPUs."""
     tree = sysfs(folder, "1", ",".join(map(str, cpus)))
     return mock.patch.multiple(affinity, _pci_address=lambda device: ADDRESS, _SYSFS=tree)
 

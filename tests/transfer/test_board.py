@@ -221,7 +221,7 @@ def open_memfds() -> int:
 
 
 class Refused:
-    """On one rank the memory of other processes cannot be opened, or memory cannot be made."""
+    """One rank cannot open the memory of other processes, or cannot make memory."""
 
     def __init__(self, name: str) -> None:
         self._name, self._real = name, getattr(os, name)

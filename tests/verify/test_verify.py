@@ -20,9 +20,13 @@ from torch import Tensor, nn
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.loading.run import LoadRun
+from epload.mapping.resolve import resolve_mapping
+from epload.model.targets import collect
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
+from epload.planning.plan import make_plan
 from epload.transfer.local import Local
+from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
@@ -231,6 +235,33 @@ def test_which_nan_something_is_converted_to_is_not_doubted(tmp_path: Path) -> N
     values[1::3, ::7] = -torch.nan
     save_file({"w": values}, tmp_path / "model.safetensors")
     all_fine(ranks.run(4, nan_places, tmp_path, {"w": values}))
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
+    """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
+    model = nn.ParameterList([nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(60)])
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    checkpoint, targets = Checkpoint.open(tmp_path if from_file else state), collect(model, None, None)
+    plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
+    right = digest_shards(plan, [0], targets.local())[0]
+    for value in list(model.parameters())[::10]:
+        value.data[-1] += 1
+    wrong_too = digest_shards(plan, [0], targets.local())[0]
+
+    def prove(messages: dict[int, bytes]) -> None:
+        list(verify_digests(plan, 0, messages, checkpoint, checkpoint.manifest))
+
+    prove({0: right, 7: right})
+    failure = outcome(lambda: prove({0: right, 3: wrong_too, 7: right}))
+    listed = re.fullmatch(
+        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
+    )
+    assert listed is not None, failure
+    names = listed[1].split(", ")
+    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
+    assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 60, 10)}
 
 
 def consumed(rank: int) -> str:

@@ -10,6 +10,8 @@ from epload.native import ops
 from epload.native.build import LIBRARY
 from epload.native.extension import _C
 
+VERSION: str = _C.version
+
 
 def build_info() -> dict[str, Any]:
     """The version, the torch and the compiler of this build; whether it has CUDA kernels, for which architectures, and why they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from epload.sync.epoch import Epoch
 _MOST_SHOWN = 5
 
 
-class Target:
+class Target(ABC):
     """Defines what a receiver fills, on one rank."""
 
     tears_on_prepare = False
@@ -35,9 +36,9 @@ class Target:
     warnings: Sequence[str] = ()
     """Warnings that the report of every received version has, once :meth:`holdings` was called."""
 
+    @abstractmethod
     def holdings(self, manifest: Manifest) -> Holdings:
         """Returns the parts of the sender's tensors that this rank needs. Raises ModelMismatch if they do not fit."""
-        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
         """Returns the local tensors that the holdings count. Raises LoadError if they are not what they were."""

@@ -4,7 +4,6 @@
 #include "../../../csrc/cpu/reads.h"
 #include "../../../csrc/digest.h"
 #include "../../../csrc/region_copy.h"
-#include "../../../csrc/safetensors_header.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -149,49 +148,6 @@ void copy_table_case(const uint8_t* data, size_t size) {
   } catch (const c10::Error&) {
     // refused
   }
-}
-
-void header_case(const uint8_t* data, size_t size) {
-  std::string text =
-      R"({"__metadata__": {"format": "pt", "a": "\"b"}, "a.weight": {"dtype": "BF16", "shape": [4, 12], "data_offsets": [0, )"
-      R"(96]}, "b": {"data_offsets":[96,100],"shape":[],"dtype":"F32"},"c":{"dtype":"U8","shape":[0],"data_offsets":[100,100]}} )";
-  Input input(data, size);
-  if (input.below(4) == 0) { // any bytes
-    text = size > 1 ? std::string(reinterpret_cast<const char*>(data) + 1, size - 1) : std::string();
-  }
-  for (int64_t edits = input.below(6); edits > 0 && !text.empty(); --edits) {
-    const auto at = static_cast<size_t>(input.byte() * 256 + input.byte()) % text.size();
-    constexpr std::string_view kLikely = "{}[]\",: 0129aS-.e\x7f\xff";
-    const auto kind = input.below(3);
-    if (kind == 0) {
-      text.erase(at, 1 + input.below(8));
-    } else {
-      text[at] = kind == 1 ? kLikely[input.below(kLikely.size())] : static_cast<char>(input.byte());
-    }
-  }
-  const std::vector<char> exact(text.begin(), text.end()); // so that a sanitizer sees a read past its end
-  const std::string_view header(exact.data(), exact.size());
-  const auto found = epload::parse_safetensors(header);
-  if (!found) {
-    return;
-  }
-  const auto inside = [&](std::string_view part) {
-    return part.empty() || (part.data() >= header.data() && part.data() + part.size() <= header.data() + header.size());
-  };
-  const auto count = found->names.size();
-  require(found->kind.size() == count && found->begin.size() == count && found->end.size() == count, "equal columns");
-  for (size_t i = 0; i < count; ++i) {
-    require(inside(found->names[i]), "a name inside the header");
-    require(found->kind[i] >= 0 && found->kind[i] < static_cast<int64_t>(found->kinds.size()), "a kind that is there");
-    require(found->begin[i] >= 0 && found->end[i] >= 0, "numbers without a sign");
-  }
-  for (const auto& kind : found->kinds) {
-    require(inside(kind.dtype), "a dtype inside the header");
-  }
-  require(
-      !found->metadata ||
-          (found->metadata->first < found->metadata->second && found->metadata->second <= header.size()),
-      "metadata inside the header");
 }
 
 void planner_case(const uint8_t* data, size_t size) {

@@ -10,9 +10,6 @@
 // A copy table over tensors and a bucket that end where their memory does: refused, or carried out inside them.
 void copy_table_case(const uint8_t* data, size_t size);
 
-// The header of a safetensors file, with some bytes replaced: refused, or what is found lies inside it.
-void header_case(const uint8_t* data, size_t size);
-
 // Tensors for the bucket planner: refused, or every slot inside its bucket, aligned, in order, and all bytes covered.
 void planner_case(const uint8_t* data, size_t size);
 
