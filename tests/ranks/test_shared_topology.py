@@ -1,5 +1,4 @@
-"""Tests of what one load leaves to the next call on its topology, reports that are larger than a value of the store, and ranks that load
-alone because nobody joined them."""
+"""Tests of what one load leaves to the next call on its topology: groups, memory and timeouts."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ class Target(ABC):
 
     def finish(self) -> None:
         """Called after a version was copied into the tensors."""
+        return
 
 
 @runtime_checkable
