@@ -29,7 +29,7 @@ def _coalesced_bcast_fake(
 ) -> None:
     _refuse_meta("coalesced_bcast", tensors)
     if algorithm not in ("two_level", "striped"):
-        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level', 'striped' or 'flat', got {algorithm!r}")
+        raise ValueError(f"coalesced_bcast: expected algorithm 'two_level' or 'striped', got {algorithm!r}")
 
 
 def _read_regions_fake(*_: object, **__: object) -> tuple[int, int, int, int]:
