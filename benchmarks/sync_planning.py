@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from epload.core.pieces import Kinds
 from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Part, parts_of_view
+from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Share, local_views
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import Members
 from summary import Row
@@ -93,13 +93,13 @@ def holdings(layouts: list[Layout | None], rank: int) -> Holdings:
     builder = HoldingsBuilder(len(layouts))
     for i, layout in enumerate(layouts):
         if layout is not None:
-            builder.add(i, (i,), torch.bfloat16, layout, partial(_parts, layout, rank))
+            builder.add(i, (i,), layout, _share, layout, rank)
     return builder.build()
 
 
-def _parts(layout: Layout, rank: int) -> list[Part]:
+def _share(layout: Layout, rank: int) -> Share:
     view = View((0,) * len(layout.shape), layout.shape, 0, row_major_strides(layout.shape))
-    return parts_of_view(view, layout.shape, owned_regions(layout, (rank,)))
+    return Share(layout.shape, tuple(local_views(view, owned_regions(layout, (rank,)))), torch.bfloat16)
 
 
 def measure(name: str, worlds: tuple[tuple[int, int], ...] = WORLDS, repeat: int = 5) -> list[Row]:

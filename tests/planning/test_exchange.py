@@ -27,7 +27,7 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, full_holdings, parts_of_view
+from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Share, full_holdings, local_views
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
 
@@ -54,8 +54,8 @@ def holdings_of(
     for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
         step = -1 if i in flipped else 1
         view = View((0,) * len(shape), shape[::step], 0, row_major_strides(shape)[::step])
-        parts = parts_of_view(view, shape, owned_regions(layout, coordinate))
-        builder.add(i, (i,), dtype, (layout, step), lambda parts=parts: parts)
+        share = Share(shape, tuple(local_views(view, owned_regions(layout, coordinate))), dtype)
+        builder.add(i, (i,), (layout, step), lambda share=share: share)
     return builder.build()
 
 
@@ -243,7 +243,8 @@ def test_parts_of_reshaped_views(shape: Shape) -> None:
     found = torch.full(assembly.shape, -1)
     for _, view in assembly.parts:
         layout = Layout(assembly.shape, (), ())
-        for part in parts_of_view(view, (2, 12), owned_regions(layout, ())):
+        share = Share((2, 12), tuple(local_views(view, owned_regions(layout, ()))), torch.int64)
+        for part in Holdings(torch.tensor([0]), (share,), [(0,)]).parts[0]:
             box = source[box_slices(*part.box)]
             local_start, size = part.within(*part.box)
             order = [dim for dim in part.dims if dim >= 0]

@@ -1,4 +1,4 @@
-"""Describes what one rank has, or wants, of tensors that ranks divide: boxes, and where each is in a local tensor. Pure."""
+"""Describes what one rank has, or wants, of tensors that ranks divide: regions, and where each is in a local tensor. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,8 +23,28 @@ from epload.core.views import Shape, View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
+P = ParamSpec("P")
 NO_PART = -1
 """The class of a tensor of which a rank has nothing."""
+LocalView = tuple[int, View]
+"""A box of a local tensor with the region of a tensor that has the same elements. The number counts the
+tensor's local tensors."""
+
+
+Copy = tuple[list[int], int]
+"""A row of a copy table, and the number of its target among the tensor's local tensors."""
+
+
+class Share(NamedTuple):
+    """Describes what a rank has of a tensor. Thousands of tensors are divided in the same way, so shares are listed by class."""
+
+    shape: Shape
+    """Shape of the tensor."""
+    views: tuple[LocalView, ...]
+    dtype: torch.dtype
+    """Dtype of the local tensors or, if they have several, of the tensor."""
+    mixed: bool = False
+    """True if the local tensors have several dtypes."""
 
 
 class Part(NamedTuple):
@@ -53,24 +73,19 @@ class Part(NamedTuple):
         return local_start, tuple(1 if dim < 0 else size[dim] for dim in self.dims)
 
 
-def parts_of_view(view: View, shape: Shape, owned: Sequence[OwnedRegion], place: int = 0) -> list[Part]:
-    """The parts of a tensor that a rank has through a view, if it owns some regions of the view's target.
-
-    Args:
-        view: of the tensor, in a target.
-        shape: of the tensor.
-        owned: regions of the target.
-    """
+def local_views(view: View, owned: Sequence[OwnedRegion], place: int = 0) -> list[LocalView]:
+    """Returns what a rank has of a tensor if it owns some regions of the target of a view."""
     found = []
     for start, size, local in owned_parts((view.start, view.size), owned):
         steps = sum((a - b) * stride for a, b, stride in zip(start, view.start, view.strides, strict=True))
-        found += [part._replace(place=place) for part in _boxes(view.offset + steps, size, view.strides, local, shape)]
+        found.append((place, View(local, size, view.offset + steps, view.strides)))
     return found
 
 
-def _boxes(offset: int, size: Shape, strides: Shape, local: Shape, shape: Shape) -> Iterator[Part]:
+def _boxes(view: View, shape: Shape, place: int) -> Iterator[Part]:
     """The boxes of a row-major tensor that make up a strided region of it. A dim of the region that runs along no dim of the
     tensor, or past the end of one, is divided."""
+    local, size, offset, strides = view
     if 0 in size:
         return
     rows = row_major_strides(shape)
@@ -84,61 +99,68 @@ def _boxes(offset: int, size: Shape, strides: Shape, local: Shape, shape: Shape)
         if dim is None or room < count:
             first = max(room, 1)
             for begin, length in ((0, first), (first, count - first)):
-                yield from _boxes(
-                    offset + begin * stride,
-                    (*size[:i], length, *size[i + 1 :]),
-                    strides,
+                some = View(
                     (*local[:i], local[i] + begin, *local[i + 1 :]),
-                    shape,
+                    (*size[:i], length, *size[i + 1 :]),
+                    offset + begin * stride,
+                    strides,
                 )
+                yield from _boxes(some, shape, place)
             return
         extent[dim], dims[i] = count, dim
-    yield Part(start, tuple(extent), local, tuple(dims))
+    yield Part(start, tuple(extent), local, tuple(dims), place)
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """One rank's parts of all tensors. Thousands of tensors are divided alike, so parts are listed by class."""
+    """Describes what one rank has of all tensors."""
 
     class_of: Tensor
     """int64 [t], the class of each tensor; ``NO_PART`` if the rank has nothing of it."""
-    classes: tuple[tuple[Part, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    """Dtype of the local tensors of each class."""
+    classes: tuple[Share, ...]
     targets: Sequence[tuple[int, ...]]
-    """Local tensors of each tensor, which :attr:`Part.place` counts."""
-    mixed: tuple[bool, ...]
-    """True for a class whose local tensors have several dtypes; then ``dtypes`` has that of the tensor."""
+    """Local tensors of each tensor."""
 
     @cached_property
-    def boxes(self) -> tuple[tuple[Box, ...], ...]:
-        """The distinct boxes of each class."""
-        return tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.classes)
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The boxes of each class."""
+        return tuple(
+            tuple(part for place, view in share.views for part in _boxes(view, share.shape, place))
+            for share in self.classes
+        )
 
     @cached_property
     def dims(self) -> int:
         """The most dims of a local tensor, at least 1."""
-        return max((len(part.local_start) for part in chain.from_iterable(self.classes)), default=1) or 1
+        return max((len(view.size) for share in self.classes for _, view in share.views), default=1) or 1
 
     def summary(self) -> HoldingsSummary:
-        return HoldingsSummary(self.class_of, self.boxes, self.dtypes, self.mixed)
+        boxes = tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.parts)
+        return HoldingsSummary(
+            self.class_of,
+            boxes,
+            tuple(share.dtype for share in self.classes),
+            tuple(share.mixed for share in self.classes),
+        )
 
     def encode_parts(self) -> bytes:
         """Returns, compressed, what the summary lacks and ranks that copy out of the local tensors need."""
-        return zlib.compress(json.dumps([self.classes, self.targets], separators=(",", ":")).encode(), 1)
+        shares = [(share.shape, share.views) for share in self.classes]
+        return zlib.compress(json.dumps([shares, self.targets], separators=(",", ":")).encode(), 1)
 
     @classmethod
     def decode(cls, summary: HoldingsSummary, parts: bytes) -> Holdings:
         """The inverse of :meth:`summary` and :meth:`encode_parts`."""
-        classes, targets = json.loads(zlib.decompress(parts))
-        of_classes = tuple(
-            tuple(
-                Part(tuple(start), tuple(size), tuple(local), tuple(dims), place)
-                for start, size, local, dims, place in some
-            )
-            for some in classes
+        shares, targets = json.loads(zlib.decompress(parts))
+        classes = tuple(
+            Share(tuple(shape), tuple((place, _view(*fields)) for place, fields in views), dtype, mixed)
+            for (shape, views), dtype, mixed in zip(shares, summary.dtypes, summary.mixed, strict=True)
         )
-        return cls(summary.class_of, of_classes, summary.dtypes, [tuple(some) for some in targets], summary.mixed)
+        return cls(summary.class_of, classes, [tuple(some) for some in targets])
+
+
+def _view(start: Sequence[int], size: Sequence[int], offset: int, strides: Sequence[int]) -> View:
+    return View(tuple(start), tuple(size), offset, tuple(strides))
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,75 +207,76 @@ def digest_of(content: bytes) -> str:
 
 
 class HoldingsBuilder:
-    """Collects the parts of one rank, tensor by tensor."""
+    """Collects what one rank has, tensor by tensor."""
 
     def __init__(self, tensors: int) -> None:
         self._class_of = [NO_PART] * tensors
         self._targets: list[tuple[int, ...]] = [()] * tensors
         self._numbers: dict[object, int] = {}
-        self._classes: list[tuple[tuple[Part, ...], torch.dtype, bool]] = []
+        self._classes: list[Share] = []
 
     def add(
         self,
         tensor: int,
         targets: tuple[int, ...],
-        dtype: torch.dtype,
         key: object,
-        make_parts: Callable[[], Sequence[Part]],
-        mixed: bool = False,
+        make_share: Callable[P, Share],
+        *args: P.args,
+        **kw: P.kwargs,
     ) -> None:
         """Adds a tensor.
 
         Args:
             tensor: its number.
-            targets: the local tensors that the parts' ``place`` counts.
-            dtype: of the local tensors.
-            key: equal for tensors with equal parts, ``dtype`` and ``mixed``.
-            make_parts: called for the first tensor with an equal key.
-            mixed: whether the local tensors have several dtypes.
+            targets: the local tensors that the share's views count.
+            key: equal for tensors with equal shares.
+            make_share: called with the remaining arguments for the first tensor with an equal key.
         """
         number = self._numbers.get(key)
         if number is None:
-            parts = tuple(make_parts())
-            number = self._numbers[key] = len(self._classes) if parts else NO_PART
-            if parts:
-                self._classes.append((parts, dtype, mixed))
+            share = make_share(*args, **kw)
+            number = self._numbers[key] = len(self._classes) if share.views else NO_PART
+            if share.views:
+                self._classes.append(share)
         if number != NO_PART:
             self._class_of[tensor], self._targets[tensor] = number, targets
 
     def build(self) -> Holdings:
-        classes, dtypes, mixed = zip(*self._classes, strict=True) if self._classes else ((), (), ())
-        return Holdings(column(self._class_of), classes, dtypes, self._targets, mixed)
+        return Holdings(column(self._class_of), tuple(self._classes), self._targets)
 
 
 def holdings_of_targets(
     shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
 ) -> Holdings:
-    """Returns the parts that a rank has of the tensors in a model.
+    """Returns what a rank has of some tensors in a model.
 
     Args:
-        shapes: of the tensors.
-        dtypes: of the tensors; the holdings have this one for a tensor with places of several dtypes.
+        shapes, dtypes: of the tensors.
         targets: of the model, as they are on this rank.
         placed: the places of each tensor, as from :func:`epload.mapping.place.place`.
     """
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
+    index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
+
+    def make_share(i: int, numbers: Sequence[int], views: Sequence[View]) -> Share:
+        distinct = {dtype_of[number] for number in numbers}
+        mixed = len(distinct) > 1
+        of_place = enumerate(zip(numbers, views, strict=True))
+        local = (local_views(view, owned[layout_of[number]], at) for at, (number, view) in of_place)
+        return Share(shapes[i], tuple(chain.from_iterable(local)), dtypes[i] if mixed else distinct.pop(), mixed)
+
     builder = HoldingsBuilder(len(shapes))
     for i, places in enumerate(placed):
-        if not places:
-            continue
-        numbers = tuple([targets.index[name] for name, _ in places])
-        dtype = targets.dtypes[numbers[0]]
-        if mixed := any(targets.dtypes[number] != dtype for number in numbers):
-            dtype = dtypes[i]
-        views = [(view, targets.layout[number]) for (_, view), number in zip(places, numbers, strict=True)]
-
-        def make_parts(shape: Shape = shapes[i], views: Sequence[tuple[View, int]] = views) -> list[Part]:
-            parts = (parts_of_view(view, shape, owned[layout], at) for at, (view, layout) in enumerate(views))
-            return list(chain.from_iterable(parts))
-
-        key = (dtype, mixed, *[(id(view), layout) for view, layout in views])
-        builder.add(i, numbers, dtype, key, make_parts, mixed)
+        if places:
+            numbers = tuple([index[name] for name, _ in places])
+            views = [view for _, view in places]
+            # Equal views of different tensors are mostly one object.
+            key = (
+                shapes[i],
+                dtypes[i],
+                *[(id(view), layout_of[n], dtype_of[n]) for n, view in zip(numbers, views, strict=True)],
+            )
+            builder.add(i, numbers, key, make_share, i, numbers, views)
     return builder.build()
 
 
@@ -261,14 +284,35 @@ def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Hol
     """Returns the holdings of a rank that wants all tensors in full; local tensor i is tensor i."""
     builder = HoldingsBuilder(len(shapes))
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        builder.add(i, (i,), dtype, (shape, dtype), partial(full_parts, shape))
+        builder.add(i, (i,), (shape, dtype), full_share, shape, dtype)
     return builder.build()
 
 
-def full_parts(shape: Shape) -> list[Part]:
-    """Returns the parts of a tensor whose local tensor is all of it."""
-    zeros = (0,) * len(shape)
-    return [] if 0 in shape else [Part(zeros, shape, zeros, tuple(range(len(shape))))]
+def full_share(shape: Shape, dtype: torch.dtype) -> Share:
+    """Returns what a rank has of a tensor whose local tensor is all of it."""
+    view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
+    return Share(shape, () if 0 in shape else ((0, view),), dtype)
+
+
+def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: int, nbytes: int) -> list[Copy]:
+    """Copy-table rows between some bytes of a tensor, which lie at offset 0 of a bucket, and what a rank has of them, each with
+    the number of the local tensor.
+
+    Args:
+        number: of the tensor's class in the holdings.
+        dtype: of the tensor.
+        begin: where the bytes start in the tensor.
+    """
+    first, last = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
+    found: list[Copy] = []
+    if number == NO_PART:
+        return found
+    for place, whole in holdings.classes[number].views:
+        for view in whole.within(first, last):
+            fill = [0] * (holdings.dims - len(view.size))
+            row = [0, (view.offset - first) * dtype.itemsize, dtype_names.code(dtype), len(view.size)]
+            found.append(([*row, *view.start, *fill, *view.size, *fill, *view.strides, *fill], place))
+    return found
 
 
 def copies_of_box(
@@ -280,7 +324,7 @@ def copies_of_box(
     once: bool,
     whole: Shape | None = None,
     strides: Shape | None = None,
-) -> list[tuple[list[int], int]]:
+) -> list[Copy]:
     """Copy-table rows between a box of a tensor and a rank's parts of the tensor, each with the part's place. The box is packed,
     at offset 0 of a bucket, or lies in the whole tensor, which does.
 
@@ -295,7 +339,7 @@ def copies_of_box(
     strides = strides if strides is not None else row_major_strides(size if whole is None else whole)
     first = start if whole is None else (0,) * len(whole)
     found = []
-    for part in holdings.classes[number]:
+    for part in holdings.parts[number]:
         if (shared := intersect((start, size), part.box)) is None:
             continue
         local, extent = part.within(*shared)
@@ -317,7 +361,7 @@ class CopyTemplates:
         self._places: list[int] = []
         self._counts: list[int] = []
 
-    def add(self, copies: Sequence[tuple[list[int], int]]) -> int:
+    def add(self, copies: Sequence[Copy]) -> int:
         """Adds a template, the result of :func:`copies_of_box`, and returns its number."""
         self._table += [row for row, _ in copies]
         self._places += [place for _, place in copies]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload.core.columns import to_raw
+from epload.core.columns import column, to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
@@ -20,7 +20,8 @@ from epload.mapping.place import ShapeMismatch, place
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
 from epload.planning.buckets import HEADER_BYTES, Bucket, Slots, fill_buckets, make_buckets
-from epload.planning.selection import Selection, Twin, check_dtypes, select
+from epload.planning.holdings import holdings_of_targets
+from epload.planning.selection import Twin, check_dtypes, select
 
 
 class Taken(NamedTuple):
@@ -137,17 +138,18 @@ def make_plan(
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
     mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
-    chosen, tied, twins, unplaced = select(manifest, targets, placed, wanted)
-    casts = check_dtypes(manifest, targets, chosen, {scaling.target for scaling in scalings})
-    slots, bucket, bucket_nbytes = fill_buckets(manifest, chosen, bucket_bytes)
-    buckets = make_buckets(manifest, targets, chosen, slots, bucket, bucket_nbytes)
-    columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes, chosen.tensor]
+    tensors, placed, filled, tied, twins, unplaced = select(manifest, targets, placed, wanted)
+    casts = check_dtypes(manifest, targets, placed, {scaling.target for scaling in scalings})
+    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+    slots, bucket, bucket_nbytes = fill_buckets(manifest, column(tensors), bucket_bytes)
+    buckets = make_buckets(manifest, holdings, slots, bucket, bucket_nbytes)
+    columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes]
     known = wanted | {source for mismatch in mismatches for source in mismatch.sources}
     return LoadPlan(
         buckets=tuple(buckets),
-        slots=replace(slots, tensor=chosen.tensor[slots.tensor]),
+        slots=slots,
         fingerprint=_fingerprint(manifest, targets, columns, repr((bucket_bytes, options))),
-        missing=_missing(targets, mapping, chosen, mismatched),
+        missing=_missing(targets, mapping, filled, mismatched),
         unexpected=tuple(manifest.names[i] for i in unplaced if i not in known),
         mismatched=mismatched,
         tied=tied,
@@ -166,9 +168,8 @@ def _owned(buckets: Sequence[Bucket]) -> tuple[int, ...]:
     return tuple(int(part.sum()) for part in torch.split(nbytes, [len(bucket.copies) for bucket in buckets]))
 
 
-def _missing(targets: Targets, mapping: Mapping, chosen: Selection, mismatched: Container[str]) -> tuple[str, ...]:
+def _missing(targets: Targets, mapping: Mapping, filled: Set[int], mismatched: Container[str]) -> tuple[str, ...]:
     """Names that nothing fills, except those of empty tensors, which need nothing."""
-    filled = set(chosen.target.tolist())
     expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
     return tuple(
         name
@@ -185,7 +186,7 @@ def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Tensor]
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
     digest.update("\n".join(targets.describe()).encode(errors="backslashreplace"))
-    for column in columns:
-        digest.update(to_raw(column))
+    for values in columns:
+        digest.update(to_raw(values))
     digest.update(options.encode())
     return digest.digest()

@@ -17,7 +17,7 @@ from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 from epload.errors import LoadError
 from epload.planning.cells import Slot, expand_slots
-from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, Part, copies_of_box
+from epload.planning.holdings import NO_PART, Copy, CopyTemplates, Holdings, HoldingsSummary, Part, copies_of_box
 
 Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""
@@ -76,7 +76,7 @@ class Pulls:
             part = part_of.get((number, at))
             if part is None:
                 part = part_of[number, at] = next(
-                    part for part in sender.classes[number] if intersect(self.boxes[at], part.box) == self.boxes[at]
+                    part for part in sender.parts[number] if intersect(self.boxes[at], part.box) == self.boxes[at]
                 )
             local.append(sender.targets[t][part.place])
             key = int(self.holdings.class_of[t]), number, at, int(layout[local[-1]])
@@ -86,7 +86,7 @@ class Pulls:
         copies, row = templates.expand(tensor, column(template))
         return copies, column(local)[row]
 
-    def _copies_of_box(self, number: int, box: Box, part: Part, layout: Strided) -> list[tuple[list[int], int]]:
+    def _copies_of_box(self, number: int, box: Box, part: Part, layout: Strided) -> list[Copy]:
         """``number``: the class of the tensor in this rank's holdings."""
         local, extent = part.within(*box)
         if any(begin + n > length for begin, n, length in zip(local, extent, layout.shape, strict=True)):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import arange, column
-from epload.core.pieces import Metadata, distinct_values
+from epload.core.pieces import Metadata
 from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
@@ -31,25 +27,15 @@ class Twin(NamedTuple):
     """The parameter's names that they are for."""
 
 
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """Checkpoint tensors that are loaded, in manifest order, and the places of each."""
-
-    tensor: Tensor
-    """int64 [t]: index into the manifest."""
-    first: Tensor
-    """int64 [t + 1]: places [first[i], first[i + 1]) are those of tensor i."""
-    target: Tensor
-    """int64 [p]: of each place."""
-    view: Tensor
-    """int64 [p]: of each place, an index into ``views``."""
-    views: list[View]
-
-
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The tensors that are loaded, and those that are not and why."""
 
-    chosen: Selection
+    tensors: list[int]
+    """Checkpoint tensors that are loaded, by number, ascending."""
+    placed: list[tuple[Place, ...]]
+    """Places of each checkpoint tensor."""
+    filled: Set[int]
+    """Targets that the places fill."""
     tied: tuple[str, ...]
     """Names of the checkpoint left out because another name of the same parameter is in it."""
     twins: tuple[Twin, ...]
@@ -58,40 +44,29 @@ class Choice(NamedTuple):
     """Checkpoint tensors that have no place, by number."""
 
 
-def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], wanted: Set[int]) -> Choice:
+def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], wanted: Set[int]) -> Selection:
     """Leaves out what has no place and is not ``wanted``, and a tied name whose parameter another name already fills.
 
     Raises:
         ModelMismatch: a tied name would fill other elements than those that the checkpoint has under another name.
     """
     index = targets.index
-    tensor: list[int] = []
-    first = [0]
-    target_of: list[int] = []
-    view_of: list[int] = []
-    views: dict[int, tuple[int, View]] = {}  # by id; equal views of different tensors are mostly one object
     filled: dict[int, str] = {}
     left_out: list[tuple[int, int, str, View]] = []
-    tied, unplaced = [], []
+    tensors, kept, tied, unplaced = [], list(placed), [], []
     for i, places in enumerate(placed):
-        for name, view in places:
-            target = index[name]
-            if filled.setdefault(target, name) != name:
-                left_out.append((target, i, name, view))
-                continue
-            target_of.append(target)
-            view_of.append(views.setdefault(id(view), (len(views), view))[0])
-        if not places:
-            unplaced.append(i)
-        if len(target_of) > first[-1] or i in wanted:
-            tensor.append(i)
-            first.append(len(target_of))
+        others = [place for place in places if filled.setdefault(index[place[0]], place[0]) != place[0]]
+        if others:
+            left_out += [(index[name], i, name, view) for name, view in others]
+            kept[i] = tuple(place for place in places if place not in others)
+        if kept[i] or i in wanted:
+            tensors.append(i)
         elif places:
             tied.append(manifest.names[i])
-    chosen = Selection(
-        column(tensor), column(first), column(target_of), column(view_of), [view for _, view in views.values()]
-    )
-    return Choice(chosen, tuple(tied), _twins(manifest, targets, placed, filled, left_out), unplaced)
+        if not places:
+            unplaced.append(i)
+    twins = _twins(manifest, targets, placed, filled, left_out)
+    return Selection(tensors, kept, filled.keys(), tuple(tied), twins, unplaced)
 
 
 def _twins(
@@ -124,29 +99,29 @@ def _twins(
     return tuple(twins.values())
 
 
-def check_dtypes(manifest: Metadata, targets: Targets, chosen: Selection, scaled: Set[int]) -> int:
-    """Number of tensors whose dtype is converted. Raises ModelMismatch where it cannot be.
+def check_dtypes(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], scaled: Set[int]) -> int:
+    """Returns the number of tensors whose dtype is converted. Raises ModelMismatch where it cannot be.
 
     Args:
+        placed: the places of each tensor that is loaded.
         scaled: targets that are multiplied with scales after the load.
     """
-    sources, source_of = manifest.kinds.dtypes, manifest.kinds.dtype_of
-    wanted, wanted_of = distinct_values(targets.dtypes)
-    tensor_of = torch.repeat_interleave(arange(len(chosen.tensor)), chosen.first.diff())
-    pair = source_of[chosen.tensor[tensor_of]] * len(wanted) + wanted_of[chosen.target]
-    pairs = list(product(sources, wanted))
-    differs = _flags([a is not b for a, b in pairs])[pair]
-    is_scaled = torch.isin(chosen.target, column(list(scaled)))
-    refused = _flags([a is not b and not dtypes.converts(a, b) for a, b in pairs])[pair] & ~is_scaled
-    if refused.any():
-        place = int(refused.nonzero()[0])
-        target, tensor = int(chosen.target[place]), int(chosen.tensor[tensor_of[place]])
-        raise ModelMismatch(
-            f"{manifest.names[tensor]} is {dtypes.name(manifest.dtypes[tensor])} in the checkpoint, which the model's "
-            f"{targets.names[target]} of {dtypes.name(targets.dtypes[target])} cannot take"
-        )
-    return len(torch.unique(tensor_of[differs]))
-
-
-def _flags(values: list[bool]) -> Tensor:
-    return torch.tensor(values, dtype=torch.bool, device="cpu")
+    index, dtype_of = targets.index, targets.dtypes
+    pairs = {
+        (dtype_of[index[name]], source)
+        for places, source in zip(placed, manifest.dtypes, strict=True)
+        for name, _ in places
+    }
+    if all(a is b for a, b in pairs):
+        return 0
+    casts = 0
+    for i, (places, source) in enumerate(zip(placed, manifest.dtypes, strict=True)):
+        others = [target for name, _ in places if dtype_of[target := index[name]] is not source]
+        casts += bool(others)
+        for target in others:
+            if target not in scaled and not dtypes.converts(source, dtype_of[target]):
+                raise ModelMismatch(
+                    f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
+                    f"{targets.names[target]} of {dtypes.name(dtype_of[target])} cannot take"
+                )
+    return casts

@@ -100,9 +100,10 @@ def plan_writes(
             raise ModelMismatch(f"no rank has {name} from {list(start)} on, of size {list(size)}; nothing was saved")
         if (number := int(holdings.class_of[first])) == NO_PART:
             continue
-        if not dtype_names.converts(holdings.dtypes[number], dtype):
+        have = holdings.classes[number].dtype
+        if not dtype_names.converts(have, dtype):
             raise ModelMismatch(
-                f"{name} is {dtype_names.name(holdings.dtypes[number])}, which cannot be saved as {dtype_names.name(dtype)}"
+                f"{name} is {dtype_names.name(have)}, which cannot be saved as {dtype_names.name(dtype)}"
             )
         for slot in slots:
             if rank in slot.owners:

@@ -78,7 +78,7 @@ def filled_boxes(holdings: Holdings) -> dict[int, tuple[Box, ...]]:
     boxes: dict[int, dict[Box, None]] = {}
     for tensor, number in enumerate(holdings.class_of.tolist()):
         if number != NO_PART:
-            for part in holdings.classes[number]:
+            for part in holdings.parts[number]:
                 boxes.setdefault(holdings.targets[tensor][part.place], {})[part.within(*part.box)] = None
     merged: dict[tuple[Box, ...], tuple[Box, ...]] = {}  # layers are alike
     for some in map(tuple, boxes.values()):

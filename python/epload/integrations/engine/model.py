@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.default_device import callers_default_device
-from epload.core.placement import Box, OwnedRegion
+from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
 from epload.integrations.engine.targets import storage_of, whole_box
 from epload.integrations.engine.trace import LoadWeights
-from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts, parts_of_view
+from epload.planning.holdings import Holdings, HoldingsBuilder, Share, full_share
 from epload.sync.arrival import TensorLayout
 from epload.sync.targets import Target
 
@@ -171,13 +170,13 @@ class EngineTarget(Target):
             if name in recording.whole:
                 local = (len(numbers) + len(self._whole),)
                 self._whole.append((name, torch.Size(shape), dtype))
-                builder.add(number, local, dtype, ("whole", shape, dtype), partial(full_parts, shape))
+                builder.add(number, local, ("whole", shape, dtype), full_share, shape, dtype)
             elif places:
                 local = tuple(numbers[target] for target, _ in places)
                 kinds = {tensors[target].dtype for target, _ in places}
                 kind = kinds.pop() if len(kinds) == 1 else dtype
                 views = [(view, tuple(tensors[target].shape)) for target, view in places]
-                builder.add(number, local, kind, (shape, kind, *views), partial(_parts, views, shape))
+                builder.add(number, local, (shape, kind, *views), _share, views, shape, kind)
         return builder.build()
 
     def tensors(self) -> list[Tensor]:
@@ -209,12 +208,9 @@ class EngineTarget(Target):
             self._engine.finish()
 
 
-def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) -> list[Part]:
-    return [
-        part
-        for place, (view, target) in enumerate(views)
-        for part in parts_of_view(view, shape, [OwnedRegion((0,) * len(target), target, (0,) * len(target))], place)
-    ]
+def _share(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...], dtype: torch.dtype) -> Share:
+    local = [(place, view) for place, (view, _) in enumerate(views) if 0 not in view.size]
+    return Share(shape, tuple(local), dtype)
 
 
 def _layout(tensor: Tensor) -> _Layout:
