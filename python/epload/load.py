@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from epload.checkpoint.dcp import ROOT
 from epload.checkpoint.opening import read_objects
 from epload.checkpoint.torch_file import check_pickles
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loading.loader import HierarchicalLoader
@@ -145,14 +145,17 @@ def load_state(
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     """
     topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
-    flat, failure = attempt(lambda: FlatState(state))
-    source, others = checkpoint, dict[str, Any]()
-    if isinstance(checkpoint, Mapping) and failure is None:
-        given, failure = attempt(lambda: FlatState(checkpoint))
-        if given is not None:
-            source, others = dict(given._buffers), given.others
-    values, missing = _agree_on_values(topology, flat, source, others, src, strict, failure, as_timedelta(timeout))
-    assert flat is not None
+
+    def flatten() -> tuple[FlatState, Any, dict[str, Any]]:
+        flat = FlatState(state)
+        if not isinstance(checkpoint, Mapping):
+            return flat, checkpoint, {}
+        given = FlatState(checkpoint)
+        return flat, dict(given._buffers), given.others
+
+    flattened = Attempt(flatten)
+    values, missing = _agree_on_values(topology, flattened, src, strict, as_timedelta(timeout))
+    flat, source, _ = flattened.value
     report = load(
         flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,
@@ -168,27 +171,24 @@ def load_state(
 
 def _agree_on_values(
     topology: Topology,
-    flat: FlatState | None,
-    source: Any,
-    others: Mapping[str, Any],
+    flattened: Attempt[tuple[FlatState, Any, dict[str, Any]]],
     src: int,
     strict: bool,
-    failure: Exception | None,
     timeout: timedelta | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of the entries that are no tensors, which rank ``src`` reads; and the names of those that there are none for."""
     control = topology.control
 
     def read() -> dict[str, str]:
-        assert flat is not None
+        flat, source, others = flattened.value
+        if control.rank != src:
+            return {}
         raw = read_objects(source, list(flat.others)) | {
             name: _saved(others[name]) for name in flat.others if name in others
         }
         return {name: base64.b85encode(content).decode() for name, content in raw.items()}
 
-    found: dict[str, str] | None = {}
-    if failure is None and control.rank == src:
-        found, failure = attempt(read)
+    read_values = Attempt(read)
 
     def choose(views: dict[int, Any]) -> dict[str, str]:
         for rank, (names, _) in views.items():
@@ -203,21 +203,25 @@ def _agree_on_values(
     topology.check_source(src)
     try:
         with exclusive(Call("load_state()", topology), timeout), control.guard():
-            names = sorted(flat.others) if flat is not None else []
-            said = control.settle("reading values", failure, [names, found], choose)
-            missing = [name for name in names if name not in said]
-            if missing and strict:
-                failure = ModelMismatch(
-                    f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what is "
-                    "there",
-                    missing_keys=missing,
-                )
-            values, unreadable = attempt(lambda: {name: _value(name, content) for name, content in said.items()})
-            control.settle("reading values", failure or unreadable, last=True)
+            names = sorted(flattened.value[0].others) if flattened.failure is None else []
+            view = [names, read_values.value] if read_values.failure is None else None
+            content_of: dict[str, str] = control.settle("reading values", read_values.failure, view, choose)
+            missing = [name for name in names if name not in content_of]
+
+            def load_values() -> dict[str, Any]:
+                if missing and strict:
+                    raise ModelMismatch(
+                        f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what "
+                        "is there",
+                        missing_keys=missing,
+                    )
+                return {name: _value(name, content) for name, content in content_of.items()}
+
+            values = Attempt(load_values)
+            control.settle("reading values", values.failure, last=True)
     except Refused as refused:
         raise refused.failure.error() from None
-    assert values is not None
-    return values, missing
+    return values.value, missing
 
 
 def _saved(value: Any) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, ModelMismatch
 from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
 from epload.loading.buffers import find_holders
@@ -63,16 +63,16 @@ class Agreement:
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
-        inputs, failure = attempt(lambda: self._read_inputs(request, streams))
-        opening = self._agree_on_opening(request, inputs, failure)
-        assert inputs is not None
+        read = Attempt(lambda: self._read_inputs(request, streams))
+        opening = self._agree_on_opening(request, read)
+        inputs = read.value
         if opening.trace and report.recorder.events is None:
             record_events(self._topology, report)
         # Some ranks have buffers that others lack.
         holders = find_holders(self._control, request.model, inputs.targets) if opening.uneven else {}
-        draft, failure = attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))
-        plan, decision = self._agree_on_plan(request, inputs, draft, failure)
-        assert draft is not None
+        drafted = Attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))
+        plan, decision = self._agree_on_plan(request, inputs, drafted)
+        draft = drafted.value
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], holders, opening.meta, opening.seed
@@ -96,7 +96,7 @@ class Agreement:
 
     # ---- opening ----
 
-    def _agree_on_opening(self, request: Request, inputs: LocalInputs | None, failure: Exception | None) -> Opening:
+    def _agree_on_opening(self, request: Request, read: Attempt[LocalInputs]) -> Opening:
         src = self._options.src
 
         def decide(views: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class Agreement:
             )
             return asdict(opening)
 
-        message = asdict(self._opening_message(request, inputs)) if inputs is not None else None
-        opening = Opening(**self._control.settle("opening the checkpoint", failure, message, decide))
+        message = asdict(self._opening_message(request, read.value)) if read.failure is None else None
+        opening = Opening(**self._control.settle("opening the checkpoint", read.failure, message, decide))
         self._topology.groups.agree(opening.groups)
         return opening
 
@@ -164,29 +164,28 @@ class Agreement:
     # ---- the plan ----
 
     def _agree_on_plan(
-        self, request: Request, inputs: LocalInputs, draft: Draft | None, unprepared: Exception | None
+        self, request: Request, inputs: LocalInputs, drafted: Attempt[Draft]
     ) -> tuple[LoadPlan, PlanDecision]:
-        plan, failure = None, None
-        if draft is not None:
-            wanted = self._wanted_by_any(draft, inputs) if inputs.local_modules else frozenset[int]()
-            plan, failure = attempt(lambda: self._make_checked_plan(request, inputs, draft, wanted))
+        wanted = frozenset[int]()
+        if drafted.failure is None and inputs.local_modules:
+            wanted = self._wanted_by_any(drafted.value, inputs)
+        planned = Attempt(lambda: self._make_checked_plan(request, inputs, drafted.value, wanted))
         message = PlanMessage(
             "", inputs.checkpoint is not None, 0, mesh_claims(inputs.targets, {*self._topology.ranks})
         )
-        if plan is not None and draft is not None:
-            nbytes = plan.spanned if draft.manifest.in_object_storage else plan.owned
+        if planned.failure is None:
+            plan = planned.value
+            nbytes = plan.spanned if drafted.value.manifest.in_object_storage else plan.owned
             message = replace(message, fingerprint=plan.fingerprint.hex(), nbytes=nbytes)
-        decided = self._control.settle("planning", unprepared, asdict(message), self._compare_plans, patience=2)
+        decided = self._control.settle("planning", drafted.failure, asdict(message), self._compare_plans, patience=2)
         decision = PlanDecision(**decided)
         if "" in decision.fingerprints or len(decision.fingerprints) > 1:
-            self._raise_disagreement(inputs, draft, failure)
+            self._raise_disagreement(inputs, drafted.value, planned.failure)
         if decision.mismatched_meshes:
             raise_mesh_mismatch(self._control, inputs.targets, decision.mismatched_meshes)
-        assert plan is not None
-        assert draft is not None
         if inputs.local_modules:
-            self._tied.compare_anywhere(inputs.checkpoint, draft.manifest, plan.twins)
-        return plan, decision
+            self._tied.compare_anywhere(inputs.checkpoint, drafted.value.manifest, planned.value.twins)
+        return planned.value, decision
 
     def _compare_plans(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Runs on the coordinator."""
@@ -238,11 +237,10 @@ class Agreement:
             self._tied.compare(inputs.checkpoint, manifest, plan.twins)
         return plan
 
-    def _raise_disagreement(self, inputs: LocalInputs, draft: Draft | None, failure: Exception | None) -> None:
+    def _raise_disagreement(self, inputs: LocalInputs, draft: Draft, failure: Exception | None) -> None:
         """Raises on every rank, in rounds: some rank could not plan, or the plans differ."""
-        assert draft is not None
         # A file that was replaced between two ranks' opening it is why they differ.
-        self._control.settle("planning", attempt(inputs.check_unchanged)[1])
+        self._control.settle("planning", Attempt(inputs.check_unchanged).failure)
         explain_difference(self._control, draft.manifest, inputs.targets, draft.options)
         try:
             self._control.settle("planning", failure)
@@ -255,15 +253,15 @@ class Agreement:
     def _wanted_by_any(self, draft: Draft, inputs: LocalInputs) -> frozenset[int]:
         """Numbers of the checkpoint tensors that some rank has a place for. A rank that cannot plan ends the load here; one that
         could not even make a draft reports that in this same round."""
-        plan, failure = attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
-        left, names = {*plan.unexpected} if plan is not None else set(), draft.manifest.names
+        planned = Attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
+        left, names = {*planned.value.unexpected} if planned.failure is None else set(), draft.manifest.names
         # What has another shape here is sent too, as is what a tie leaves out: harmless, and it may fit elsewhere.
         view = f"{sum(1 << i for i, name in enumerate(names) if name not in left):x}"
 
         def either(views: dict[int, str]) -> str:
             return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
 
-        bits = int(self._control.settle("planning", failure, view, either, patience=2), 16)
+        bits = int(self._control.settle("planning", planned.failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(names)) if bits >> i & 1)
 
     def _make_plan(self, draft: Draft, targets: Targets, wanted: frozenset[int]) -> LoadPlan:

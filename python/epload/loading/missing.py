@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import callers_default_device
 from epload.errors import LoadError
 from epload.loading.hints import unfilled_error
@@ -84,10 +84,9 @@ def compute_missing(
     on_meta = _on_meta(request, inputs, plan)
     if anywhere:
         on_meta = set(control.settle("comparing what is missing", None, sorted(on_meta), _union))
-    missing, failure = attempt(lambda: initialize(request, inputs, plan, on_meta, holders, seed))
-    control.settle("initializing what the checkpoint lacks", failure)
-    assert missing is not None
-    return missing
+    missing = Attempt(lambda: initialize(request, inputs, plan, on_meta, holders, seed))
+    control.settle("initializing what the checkpoint lacks", missing.failure)
+    return missing.value
 
 
 def _unfilled(plan: LoadPlan) -> set[str]:
@@ -158,9 +157,9 @@ def _compute_unsaved(request: Request, inputs: LocalInputs, seed: int) -> tuple[
     unsaved = _unsaved_buffers(request, inputs)
     dtypes = {name: tensor.dtype for name, tensor in unsaved.items()}
     # An initializer that fails leaves them as they are.
-    made, _ = attempt(lambda: compute(request.model, unsaved, dtypes, seed, request.parts, False, inputs.modules))
-    made = made or Initialization()
-    return made, frozenset(unsaved.keys() - made.values.keys())
+    computed = Attempt(lambda: compute(request.model, unsaved, dtypes, seed, request.parts, False, inputs.modules))
+    initialization = computed.value if computed.failure is None else Initialization()
+    return initialization, frozenset(unsaved.keys() - initialization.values.keys())
 
 
 def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: int, report: LoadReport) -> None:

@@ -46,11 +46,6 @@ class Resources:
             self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
         return self.memory
 
-    def prepare_staging(self, device: torch.device) -> None:
-        """Begins to make what a first load will need on a device, if this rank surely brings bytes there."""
-        if device.type != "cpu" and (len(self._topology.ranks) == 1 or self._options.readers in ("every", "auto")):
-            self.device.prepare(device, len(self._topology.node))
-
     def reserve_staging(self, load: AgreedLoad, shared: bool) -> DeviceStaging:
         """Staging on the load's device. ``shared``: whether there is memory that the ranks of a node share."""
         flow = self._router.flow(load.device, load.readers, shared)

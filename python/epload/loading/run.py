@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
@@ -60,10 +60,9 @@ class LoadRun:
         route = self._router.resolve(load.device, load.readers, shared)
         if load.meta:  # if a rank cannot make its groups, no model has left meta
             self._control.settle("making groups", None)
-        local, failure = attempt(lambda: self._materialize(shared))
-        self._control.settle("materializing the model", failure)
-        assert local is not None
-        self._local = local
+        materialized = Attempt(lambda: self._materialize(shared))
+        self._control.settle("materializing the model", materialized.failure)
+        self._local = materialized.value
         if load.missing.holders:
             self._control.doing = "sharing buffers"
             stream = resources.device.stream(load.device) if load.device != CPU else None
@@ -98,7 +97,7 @@ class LoadRun:
         self._finish(route.flow.turns)
         gather_events(self._topology, report)
         # The last thing before all ranks agree that the load has ended well.
-        _, failure = attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten"))
+        failure = Attempt(lambda: self._load.inputs.check_unchanged("; the model may be partly overwritten")).failure
         read = report.phases["read"]
         slow = self._control.settle(
             "the transfer", failure, pace(read.nbytes, read.seconds),
@@ -135,11 +134,10 @@ class LoadRun:
 
             # Whoever proves reads what is at the paths now. A file that has changed is why shards differ from it, so that
             # all ranks hear of that first, whichever rank saw it.
-            _, changed = attempt(lambda: load.inputs.reopen() if messages else None)
-            failure = None
+            changed, failure = Attempt(lambda: load.inputs.reopen() if messages else None).failure, None
             if changed is None:
-                _, failure = attempt(check)
-                _, changed = attempt(lambda: load.inputs.check_unchanged("; the model may be partly overwritten"))
+                failure = Attempt(check).failure
+                changed = Attempt(lambda: load.inputs.check_unchanged("; the model may be partly overwritten")).failure
             control.settle("verification", changed, patience=2)
             control.settle("verification", failure, patience=2)
             control.delete_messages()

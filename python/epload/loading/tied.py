@@ -17,7 +17,7 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
 from epload.planning.selection import Twin
@@ -74,8 +74,7 @@ class TiedWeights:
             if checkpoint is not None:
                 self.compare(checkpoint, manifest, all_twins)
 
-        _, failure = attempt(compare)
-        self._control.settle("comparing tied weights", failure, patience=2)
+        self._control.settle("comparing tied weights", Attempt(compare).failure, patience=2)
 
     def _progress(self, nbytes: int) -> None:
         self._control.progress += nbytes
