@@ -18,7 +18,6 @@ from epload.core.placement import (
     Placement,
     Replicated,
     Sharded,
-    box_of_range,
     chunk_intervals,
     intersect,
     owned_regions,
@@ -181,25 +180,3 @@ def test_intersect_is_the_shared_elements(case: tuple[tuple[int, ...], Box, Box]
         mask[box_slices(*shared)] = True
         assert torch.equal(mask, both)
         assert all(size > 0 for size in shared[1])
-
-
-@st.composite
-def range_that_is_a_box(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
-    """A shape, and consecutive indices of one dim at one index of the dims before it, as elements."""
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    if not shape:
-        return shape, 0, 1
-    dim = draw(st.integers(0, len(shape) - 1))
-    first = draw(st.integers(0, shape[dim] - 1))
-    count = draw(st.integers(1, shape[dim] - first))
-    outer = draw(st.integers(0, prod(shape[:dim]) - 1))
-    stride = prod(shape[dim + 1 :])
-    return shape, (outer * shape[dim] + first) * stride, count * stride
-
-
-@settings(deadline=None)
-@given(range_that_is_a_box())
-def test_box_of_range_is_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
-    shape, begin, count = case
-    box = box_of_range(shape, begin, count)
-    assert indices(shape)[box_slices(*box)].flatten().tolist() == list(range(begin, begin + count))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
-from epload import Checkpoint, HierarchicalLoader, LoadOptions, LocalModules, Manifest, ModelMismatch
-from epload.core.pieces import Piece
+from epload import Checkpoint, LoadOptions, LocalModules, ModelMismatch
 from epload.errors import LoadError
 from support import ranks
 
@@ -149,38 +146,3 @@ def test_a_tie_that_the_reading_rank_lacks() -> None:
     assert results[0] == results[1]
     assert results[0][0] == "loaded"
     assert "different values" in results[0][1]
-
-
-class Reads(Checkpoint):
-    """Counts the bytes that are read of another checkpoint."""
-
-    def __init__(self, inner: Checkpoint) -> None:
-        self._inner = inner
-        self.nbytes = 0
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._inner.manifest
-
-    def fill(self, bucket: Tensor, pieces: Any) -> None:
-        self.nbytes += sum(Piece(*piece).nbytes for piece in pieces)
-        self._inner.fill(bucket, pieces)
-
-
-def test_a_second_load_of_the_same_file_does_not_compare_again(tmp_path: Path) -> None:
-    values = state()
-    path = tmp_path / "model.safetensors"
-    save_file(values, path)
-    loader, model = HierarchicalLoader(progress=False, readers="one"), llama()
-    counts = []
-    for _ in range(3):
-        checkpoint = Reads(Checkpoint.open(path))
-        loader.load(model, checkpoint)
-        counts.append(checkpoint.nbytes)
-    tied = values["lm_head.weight"].nbytes
-    assert counts[0] == counts[1] + 2 * tied
-    assert counts[1] == counts[2]
-    save_file(other(values, 3), tmp_path / "new")
-    os.replace(tmp_path / "new", path)
-    with pytest.raises(ModelMismatch, match="different values"):
-        loader.load(model, Reads(Checkpoint.open(path)))

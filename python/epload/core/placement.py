@@ -184,16 +184,6 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def box_of_range(shape: Sequence[int], begin: int, count: int) -> Box:
-    """The box formed by elements [begin, begin + count) of a row-major tensor. They must form one (see bucket_plan.h)."""
-    start, size = [], []
-    for length, stride in zip(shape, row_major_strides(shape), strict=True):
-        start.append(begin // stride)
-        begin %= stride
-        size.append(min(max(count // stride, 1), length))
-    return tuple(start), tuple(size)
-
-
 def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
     """Consecutive boxes that are the elements [begin, end) of a tensor in row-major order; begin < end."""
     if not shape:

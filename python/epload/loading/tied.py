@@ -6,9 +6,7 @@ may be sharded already and can no longer be untied, so the load fails.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,35 +26,23 @@ _CHUNK = 4 << 20
 
 
 class TiedWeights:
-    """Compares twins on the rank that every checkpoint has, as the others would read the same. Remembers which were equal until a
-    file changes."""
+    """Compares twins on the rank that every checkpoint has, as the others would read the same."""
 
     def __init__(self, control: Control, src: int) -> None:
         self._control = control
         self._src = src
-        self._equal: set[tuple[object, ...]] = set()
 
     def compare(self, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
-        """Reads each pair once, in bounded memory, unless it lies in the same place or was compared before.
+        """Reads each pair once, in bounded memory, unless it lies in the same place.
 
         Raises:
             ModelMismatch: the values of a pair differ; names both.
             CheckpointError: a tensor cannot be read.
         """
-        if self._control.rank != self._src or not twins:
-            return
-        self._control.doing = "comparing tied weights"
-        identity = _identity(manifest)
-        equal: set[tuple[object, ...]] = set()
-        for twin in twins:
-            key = None
-            if identity is not None:
-                key = identity, manifest.names[twin.kept], manifest.names[twin.left_out], twin.dtype
-            if key is None or key not in self._equal:
+        if self._control.rank == self._src:
+            for twin in twins:
+                self._control.doing = "comparing tied weights"
                 _check(checkpoint, manifest, twin, self._progress)
-            if key is not None:
-                equal.add(key)
-        self._equal = equal
 
     def compare_anywhere(self, checkpoint: Checkpoint | None, manifest: Manifest, twins: Sequence[Twin]) -> None:
         """The same where ranks hold different modules, so that the source rank need not have the tie itself. Collective."""
@@ -65,32 +51,15 @@ class TiedWeights:
         def union(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
             return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
 
-        found: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, union)
-        if not found:
+        anywhere: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, union)
+        if not anywhere:
             return
-        all_twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in found]
-
-        def compare() -> None:
-            if checkpoint is not None:
-                self.compare(checkpoint, manifest, all_twins)
-
-        self._control.settle("comparing tied weights", Attempt(compare).failure, patience=2)
+        all_twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in anywhere]
+        compared = Attempt(lambda: self.compare(checkpoint, manifest, all_twins) if checkpoint is not None else None)
+        self._control.settle("comparing tied weights", compared.failure, patience=2)
 
     def _progress(self, nbytes: int) -> None:
         self._control.progress += nbytes
-
-
-def _identity(manifest: Manifest) -> tuple[object, ...] | None:
-    """Returns a value that changes when the checkpoint's files are written to; None if there are no files to check."""
-    if manifest.locations is None:
-        return None
-    source = Path(manifest.source)
-    folder = source if source.is_dir() else source.parent
-    try:
-        stats = [os.stat(folder / facts.name) for facts in manifest.locations.files]
-    except OSError:
-        return None
-    return manifest.digest, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 
 
 def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Callable[[int], None]) -> None:
