@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.loading.run import LoadRun
+from epload.loading import run
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from epload.native import ops
@@ -194,14 +194,14 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
     for number in range(2):
         part = {str(i): torch.full((50,), float(i)) for i in range(number, 20, 2)}
         save_file(part, tmp_path / f"model-{number}.safetensors")
-    prove = LoadRun._prove
+    prove = run._prove
 
-    def truncate_first(self: LoadRun, readers: tuple[int, ...]) -> None:
+    def truncate_first(*arguments: Any) -> None:
         os.truncate(tmp_path / "model-0.safetensors", 1500)
-        prove(self, readers)
+        prove(*arguments)
 
     with (
-        mock.patch.object(LoadRun, "_prove", truncate_first),
+        mock.patch.object(run, "_prove", truncate_first),
         pytest.raises(CheckpointError, match=r"model-0\.safetensors"),
     ):
         HierarchicalLoader(verify=True).load(model, tmp_path)

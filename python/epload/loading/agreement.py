@@ -15,6 +15,7 @@ import torch
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, ModelMismatch
+from epload.loading import tied
 from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
 from epload.loading.buffers import find_holders
 from epload.loading.differences import (
@@ -32,7 +33,6 @@ from epload.loading.missing import compute_missing, unfilled_anywhere
 from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
-from epload.loading.tied import TiedWeights
 from epload.mapping.mapping import ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
@@ -52,7 +52,6 @@ class Agreement:
         self._options = options
         self._router = router
         self._loader = loader
-        self._tied = TiedWeights(self._control, options.src)
         self._plan: tuple[tuple[object, ...], Targets, LoadPlan] | None = None
         self._closed = False
         self.inputs = InputReader(topology, options, router)
@@ -184,7 +183,8 @@ class Agreement:
         if decision.mismatched_meshes:
             raise_mesh_mismatch(self._control, inputs.targets, decision.mismatched_meshes)
         if inputs.local_modules:
-            self._tied.compare_anywhere(inputs.checkpoint, drafted.value.manifest, planned.value.twins)
+            twins = planned.value.twins
+            tied.compare_anywhere(self._control, self._options.src, inputs.checkpoint, drafted.value.manifest, twins)
         return planned.value, decision
 
     def _compare_plans(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class Agreement:
             manifest, plan, draft.mapping, strict=request.strict,
             ignore_mismatched_shapes=request.ignore_mismatched_shapes,
         )  # fmt: skip
-        if inputs.checkpoint is not None and not inputs.local_modules:
-            self._tied.compare(inputs.checkpoint, manifest, plan.twins)
+        if inputs.checkpoint is not None and not inputs.local_modules and self._topology.rank == self._options.src:
+            tied.compare(self._control, inputs.checkpoint, manifest, plan.twins)
         return plan
 
     def _raise_disagreement(self, inputs: LocalInputs, draft: Draft, failure: Exception | None) -> None:

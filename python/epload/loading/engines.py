@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from epload.loading.agreed import AgreedLoad
-from epload.loading.request import Options
 from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan
 from epload.model.devices import CPU
@@ -28,13 +27,12 @@ def make_engine(
     load: AgreedLoad,
     route: RoutePlan,
     local: Local,
-    topology: Topology,
-    options: Options,
     resources: Resources,
     report: LoadReport,
 ) -> Engine | direct_read.DirectRead:
     """Returns what fills this rank's tensors, and passes on what other ranks need."""
     plan, flow, staging = load.plan, route.flow, resources.device.staging
+    topology, options = resources.topology, resources.options
     checkpoint = load.inputs.checkpoint if flow.reads else None
     source = None
     if checkpoint is not None:

@@ -46,10 +46,14 @@ class LocalInputs:
         if self.checkpoint is not None and (changed := self.checkpoint.changed()):
             raise CheckpointError(f"{changed} while it was loaded{consequence}; load again")
 
+    def check_unchanged_after(self) -> None:
+        """The same once data has been written."""
+        self.check_unchanged("; the model may be partly overwritten")
+
     def reopen(self) -> None:
         """Opens the files again, to read what is at their paths now. Raises as :meth:`check_unchanged`."""
         if self.checkpoint is not None:
-            self.check_unchanged("; the model may be partly overwritten")
+            self.check_unchanged_after()
             self.checkpoint.reopen()
 
 

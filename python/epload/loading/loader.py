@@ -25,7 +25,7 @@ from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.routes import Router
-from epload.loading.run import LoadRun
+from epload.loading.run import run_load
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
@@ -246,8 +246,7 @@ class HierarchicalLoader:
         try:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, self._streams, report)
-            run = LoadRun(self.topology, options, self._router, self._resources, request, load, report)
-            run.run(show_progress=self.progress and self.topology.rank == options.src)
+            run_load(self._resources, request, load, report, self.progress and self.topology.rank == options.src)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)

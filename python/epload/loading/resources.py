@@ -27,9 +27,9 @@ class Resources:
     ) -> None:
         """``stream``: of the models' device, if the caller gave it. Raises as :func:`check_stream`."""
         check_stream(stream)
-        self._topology = topology
-        self._options = options
-        self._router = router
+        self.topology = topology
+        self.options = options
+        self.router = router
         self.memory: NodeMemory | None = None
         self.device = DeviceResources(stream)
 
@@ -43,16 +43,16 @@ class Resources:
         """Host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
         if self.memory is None or self.memory.nbytes < nbytes:
             self.memory = None  # before more is allocated
-            self.memory = NodeMemory.for_node(self._topology.control, self._topology.nodes, nbytes)
+            self.memory = NodeMemory.for_node(self.topology.control, self.topology.nodes, nbytes)
         return self.memory
 
     def reserve_staging(self, load: AgreedLoad, shared: bool) -> DeviceStaging:
         """Staging on the load's device. ``shared``: whether there is memory that the ranks of a node share."""
-        flow = self._router.flow(load.device, load.readers, shared)
+        flow = self.router.flow(load.device, load.readers, shared)
         in_buckets = not flow.shared and load.readers != "every"
-        stripes = len(self._topology.node) * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
+        stripes = len(self.topology.node) * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
         nbytes = -(-load.plan.largest // stripes) * stripes if in_buckets else 0
-        ranks = len(self._topology.node) if flow.shared or flow.reads else 0
+        ranks = len(self.topology.node) if flow.shared or flow.reads else 0
         return self.device.reserve(StagingNeeds(load.device, nbytes, ranks))
 
     def forget_staging(self) -> None:

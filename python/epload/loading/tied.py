@@ -25,41 +25,39 @@ _CHUNK = 4 << 20
 """Elements compared at a time."""
 
 
-class TiedWeights:
-    """Compares twins on the rank that every checkpoint has, as the others would read the same."""
+def compare(control: Control, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
+    """Reads each pair once, in bounded memory, unless it lies in the same place.
 
-    def __init__(self, control: Control, src: int) -> None:
-        self._control = control
-        self._src = src
+    Raises:
+        ModelMismatch: the values of a pair differ; names both.
+        CheckpointError: a tensor cannot be read.
+    """
 
-    def compare(self, checkpoint: Checkpoint, manifest: Manifest, twins: Sequence[Twin]) -> None:
-        """Reads each pair once, in bounded memory, unless it lies in the same place.
+    def progress(nbytes: int) -> None:
+        control.progress += nbytes
 
-        Raises:
-            ModelMismatch: the values of a pair differ; names both.
-            CheckpointError: a tensor cannot be read.
-        """
-        if self._control.rank == self._src:
-            for twin in twins:
-                self._control.doing = "comparing tied weights"
-                _check(checkpoint, manifest, twin, self._progress)
+    for twin in twins:
+        control.doing = "comparing tied weights"
+        _check(checkpoint, manifest, twin, progress)
 
-    def compare_anywhere(self, checkpoint: Checkpoint | None, manifest: Manifest, twins: Sequence[Twin]) -> None:
-        """The same where ranks hold different modules, so that the source rank need not have the tie itself. Collective."""
-        mine = [[*twin[:2], dtypes.name(twin.dtype), *twin.names] for twin in twins]
 
-        def union(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
-            return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
+def compare_anywhere(
+    control: Control, src: int, checkpoint: Checkpoint | None, manifest: Manifest, twins: Sequence[Twin]
+) -> None:
+    """Compares the pairs of all ranks on rank ``src``, where ranks hold different modules, so that it need not have the tie
+    itself. Collective."""
+    mine = [[*twin[:2], dtypes.name(twin.dtype), *twin.names] for twin in twins]
 
-        anywhere: list[list[Any]] = self._control.settle("comparing tied weights", None, mine, union)
-        if not anywhere:
-            return
-        all_twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in anywhere]
-        compared = Attempt(lambda: self.compare(checkpoint, manifest, all_twins) if checkpoint is not None else None)
-        self._control.settle("comparing tied weights", compared.failure, patience=2)
+    def union(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
+        return list({tuple(twin[:3]): twin for view in views.values() for twin in view}.values())
 
-    def _progress(self, nbytes: int) -> None:
-        self._control.progress += nbytes
+    anywhere: list[list[Any]] = control.settle("comparing tied weights", None, mine, union)
+    if not anywhere:
+        return
+    all_twins = [Twin(a, b, dtypes.from_name(kind), (x, y)) for a, b, kind, x, y in anywhere]
+    here = checkpoint if control.rank == src else None
+    compared = Attempt(lambda: compare(control, here, manifest, all_twins) if here is not None else None)
+    control.settle("comparing tied weights", compared.failure, patience=2)
 
 
 def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Callable[[int], None]) -> None:
