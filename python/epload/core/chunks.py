@@ -50,8 +50,8 @@ class Chunks:
             counts.cumsum(0),
             padded(shapes, 1),
             torch.tensor(itemsizes, dtype=torch.int64),
-            padded([start for each in boxes for start, _ in each], 0),
-            padded([size for each in boxes for _, size in each], 1),
+            padded([start for some in boxes for start, _ in some], 0),
+            padded([size for some in boxes for _, size in some], 1),
         )
 
     @cached_property
@@ -112,13 +112,13 @@ class Chunks:
         tensors: list[int] = []
         boxes: list[Box] = []
         targets: list[Tensor] = []
-        known: dict[tuple[int, ...], list[Box]] = {}
+        boxes_of: dict[tuple[int, ...], list[Box]] = {}
         shapes = self._byte_shapes(pieces[:, 0])
         for (tensor, begin, at, nbytes), shape in zip(pieces.tolist(), shapes, strict=True):
             key = (*shape, begin, nbytes)
-            if (found := known.get(key)) is None:
-                found = known[key] = boxes_of_range(tuple(shape), begin, begin + nbytes)
-            for box in found:
+            if (ranges := boxes_of.get(key)) is None:
+                ranges = boxes_of[key] = boxes_of_range(tuple(shape), begin, begin + nbytes)
+            for box in ranges:
                 tensors.append(tensor)
                 boxes.append(box)
                 targets.append(bucket.as_strided(box[1], row_major_strides(box[1]), bucket.storage_offset() + at))
@@ -171,12 +171,12 @@ def _row_major(shape: Tensor) -> Tensor:
 
 def _coordinates(offset: Tensor, strides: Tensor) -> Tensor:
     """The index in each dim of an element, by its offset."""
-    found = torch.empty_like(strides)
+    index = torch.empty_like(strides)
     for dim in range(strides.shape[1]):
         stride = strides[:, dim].clamp(min=1)
-        found[:, dim] = offset // stride
+        index[:, dim] = offset // stride
         offset = offset % stride
-    return found
+    return index
 
 
 def _last_times(values: Tensor, factor: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ def to_raw(values: Tensor) -> bytes:
 
 def numbered(values: Tensor) -> Tensor:
     """Numbers non-negative values from 0 on, in their order. int64 [n]."""
-    if (most := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
+    if (bound := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
         return torch.searchsorted(torch.unique(values), values)
-    there = torch.zeros(most, dtype=torch.int64, device="cpu")
+    there = torch.zeros(bound, dtype=torch.int64, device="cpu")
     there[values] = 1
     number = there.cumsum(0) - 1
     return number[values]
@@ -62,9 +62,9 @@ def expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         int64 [m]: each row's entries, one after the other; int64 [m]: the row of each.
     """
-    each = counts[template]
-    row = torch.repeat_interleave(arange(len(template)), each)
-    within = arange(len(row)) - (each.cumsum(0) - each)[row]
+    sizes = counts[template]
+    row = torch.repeat_interleave(arange(len(template)), sizes)
+    within = arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
     return (counts.cumsum(0) - counts)[template[row]] + within, row
 
 

@@ -116,10 +116,10 @@ class CopyTable:
 
     def widened(self, columns: int) -> Tensor:
         """The rows in a table of that width, in which dims that targets lack are 0."""
-        have, wanted = self.dims, (columns - _FIXED) // 3
+        have, dims = self.dims, (columns - _FIXED) // 3
         wide = torch.zeros(len(self), columns, dtype=torch.int64)
         wide[:, :_FIXED] = self.rows[:, :_FIXED]
-        wide[:, _FIXED:].view(-1, 3, wanted)[:, :, :have] = self.rows[:, _FIXED:].reshape(-1, 3, have)
+        wide[:, _FIXED:].view(-1, 3, dims)[:, :, :have] = self.rows[:, _FIXED:].reshape(-1, 3, have)
         return wide
 
     def _used_size(self) -> Tensor:

@@ -30,7 +30,7 @@ class OpeningMessage:
     """True if non-persistent buffers are on meta."""
     trace: bool
     seed: int
-    known: str
+    cached: str
     """Identity of the manifest of the rank's previous load; empty if there is none."""
     identity: str = ""
     """Identity of the source's manifest; the following fields are the source's as well."""
@@ -110,7 +110,7 @@ class AgreedLoad:
     """The reason in words, with ``"auto"``; else empty."""
     all_read: bool
     """True if every rank has opened the checkpoint."""
-    kept: list[int]
+    owned: list[int]
     """Bytes that each rank reads if all read what they keep, in the order of the ranks."""
     missing_keys: list[str]
     mismatched_keys: list[str]

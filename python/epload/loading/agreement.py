@@ -103,7 +103,7 @@ class Agreement:
             check_same_loader({rank: message.loader for rank, message in messages.items()})
             check_same_options({rank: message.options for rank, message in messages.items()})
             source, everyone = messages[src], messages.values()
-            lacking = any(m.known != source.identity for rank, m in messages.items() if rank != src)
+            lacking = any(m.cached != source.identity for rank, m in messages.items() if rank != src)
             opening = Opening(
                 source.identity,
                 source.provenance,
@@ -133,7 +133,7 @@ class Agreement:
             lacks_buffers=lacks_buffers,
             trace=request.trace,
             seed=torch.initial_seed(),
-            known=self.inputs.manifest.identity if self.inputs.manifest is not None else "",
+            cached=self.inputs.manifest.identity if self.inputs.manifest is not None else "",
         )
         if self._topology.rank != self._options.src:
             return message
@@ -165,10 +165,10 @@ class Agreement:
     def _agree_on_plan(
         self, request: Request, inputs: LocalInputs, drafted: Attempt[Draft]
     ) -> tuple[LoadPlan, PlanDecision]:
-        wanted = frozenset[int]()
+        anywhere = frozenset[int]()
         if drafted.failure is None and inputs.local_modules:
-            wanted = self._wanted_by_any(drafted.value, inputs)
-        planned = Attempt(lambda: self._make_checked_plan(request, inputs, drafted.value, wanted))
+            anywhere = self._wanted_by_any(drafted.value, inputs)
+        planned = Attempt(lambda: self._make_checked_plan(request, inputs, drafted.value, anywhere))
         message = PlanMessage(
             "", inputs.checkpoint is not None, 0, mesh_claims(inputs.targets, {*self._topology.ranks})
         )
@@ -224,11 +224,11 @@ class Agreement:
         return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 
     def _make_checked_plan(
-        self, request: Request, inputs: LocalInputs, draft: Draft, wanted: frozenset[int]
+        self, request: Request, inputs: LocalInputs, draft: Draft, anywhere: frozenset[int]
     ) -> LoadPlan:
         """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
         manifest = draft.manifest
-        plan = self._make_plan(draft, inputs.targets, wanted)
+        plan = self._make_plan(draft, inputs.targets, anywhere)
         check_match(
             manifest, plan, draft.mapping, strict=request.strict,
             ignore_mismatched_shapes=request.ignore_mismatched_shapes,
@@ -264,13 +264,13 @@ class Agreement:
         bits = int(self._control.settle("planning", planned.failure, view, either, patience=2), 16)
         return frozenset(i for i in range(len(names)) if bits >> i & 1)
 
-    def _make_plan(self, draft: Draft, targets: Targets, wanted: frozenset[int]) -> LoadPlan:
+    def _make_plan(self, draft: Draft, targets: Targets, anywhere: frozenset[int]) -> LoadPlan:
         """Returns the last plan if it was made of the same: a plan depends on nothing but its inputs."""
-        inputs = (draft.manifest.digest, draft.mapping, draft.bucket_bytes, draft.options, wanted)
+        inputs = (draft.manifest.digest, draft.mapping, draft.bucket_bytes, draft.options, anywhere)
         if self._plan is not None and self._plan[0] == inputs and targets.matches(self._plan[1]):
             plan = self._plan[2]
         else:
-            plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, wanted)
+            plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, anywhere)
         # The next targets may share columns with these.
         self._plan = inputs, replace(targets, tensors=[]), plan
         return plan

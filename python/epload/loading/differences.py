@@ -122,8 +122,8 @@ def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str
             described[digest] = f"{mesh}, e.g. for {name}"
 
     def explain(views: dict[int, dict[str, str]]) -> None:
-        known = {digest: text for view in views.values() for digest, text in view.items()}
-        lines = [f"ranks {ranks} have mesh {known[digest]}" for digest, ranks in mismatches.items()]
+        texts = {digest: text for view in views.values() for digest, text in view.items()}
+        lines = [f"ranks {ranks} have mesh {texts[digest]}" for digest, ranks in mismatches.items()]
         raise ManifestMismatch(
             "the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  "
             + "\n  ".join(lines)

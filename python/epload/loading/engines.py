@@ -67,5 +67,5 @@ def make_engine(
 
 def _reads_repeat(load: AgreedLoad, topology: Topology) -> bool:
     """Returns True if ranks of this node read the same bytes, so that the page cache saves disk work."""
-    nbytes = dict(zip(topology.ranks, load.kept, strict=True))
+    nbytes = dict(zip(topology.ranks, load.owned, strict=True))
     return sum(nbytes[rank] for rank in topology.node) > 1.25 * load.plan.nbytes

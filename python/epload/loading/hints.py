@@ -100,10 +100,10 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
         unexpected: keys of the checkpoint that the model lacks.
         has_rules: whether the present mapping has rules, which the new one has to keep.
     """
-    wanted = set(missing)
+    names = set(missing)
     candidates: Counter[tuple[str, str]] = Counter()
     by_leaf: dict[str, list[str]] = {}
-    for name in sorted(wanted):
+    for name in sorted(names):
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     for key in unexpected[:_SAMPLE]:
         for name in by_leaf.get(key.rpartition(".")[2], ()):
@@ -111,8 +111,8 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
                 candidates[key[: -len(name)], ""] += 1
             elif name.endswith(f".{key}"):
                 candidates["", name[: -len(key)]] += 1
-    best = max(candidates, key=lambda pair: (_matches(pair, wanted, unexpected), -len(pair[0] + pair[1])), default=None)
-    if best is None or 2 * (count := _matches(best, wanted, unexpected)) < min(len(wanted), len(unexpected)):
+    best = max(candidates, key=lambda pair: (_matches(pair, names, unexpected), -len(pair[0] + pair[1])), default=None)
+    if best is None or 2 * (count := _matches(best, names, unexpected)) < min(len(names), len(unexpected)):
         return ""
     removed, added = best
     rename = f'epload.mapping.Rename(r"^{re.escape(removed)}", "{added}")'
@@ -126,10 +126,10 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
     return f"{matches}pass mapping=epload.Mapping(renames=({rename},))"
 
 
-def _matches(pair: tuple[str, str], wanted: set[str], unexpected: Sequence[str]) -> int:
+def _matches(pair: tuple[str, str], names: set[str], unexpected: Sequence[str]) -> int:
     """Returns the number of unexpected keys that a change of prefix makes match."""
     removed, added = pair
-    return sum(key.startswith(removed) and added + key[len(removed) :] in wanted for key in unexpected)
+    return sum(key.startswith(removed) and added + key[len(removed) :] in names for key in unexpected)
 
 
 def unfilled_error(names: Sequence[str]) -> ModelMismatch:

@@ -77,10 +77,10 @@ class InputReader:
             streams: of the models' device, those that the caller gave.
         """
         request.check()
-        known = self.snapshot.read(request.model, _asked(request)) if self.snapshot is not None else None
+        unchanged = self.snapshot.read(request.model, _asked(request)) if self.snapshot is not None else None
         modules = None
-        if known is not None:
-            targets, devices = known
+        if unchanged is not None:
+            targets, devices = unchanged
         else:
             modules = Modules(request.model)
             targets = _collect(request, modules)

@@ -47,12 +47,12 @@ def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> 
     kinds = [list(plan.missing), list(plan.mismatched)]
     if not inputs.local_modules:
         return kinds
-    known = _shared_names(inputs)
+    shared = _shared_names(inputs)
 
     def union(views: dict[int, list[list[str]]]) -> list[list[str]]:
         return [list(dict.fromkeys(name for view in views.values() for name in view[kind])) for kind in (0, 1)]
 
-    mine = [[known[name] for name in names] for names in kinds]
+    mine = [[shared[name] for name in names] for names in kinds]
     unfilled: list[list[str]] = control.settle("the report", None, mine, union)
     return unfilled
 
@@ -126,13 +126,13 @@ def initialize(
     unsaved = _unsaved_buffers(request, inputs)
     dtypes |= {name: tensor.dtype for name, tensor in unsaved.items()}
     hooked = request.init_missing is not None
-    made = compute(request.model, garbage | unsaved, dtypes, seed, request.parts, not hooked, inputs.modules)
-    nobody = sorted(garbage.keys() - made.values.keys())
+    initialization = compute(request.model, garbage | unsaved, dtypes, seed, request.parts, not hooked, inputs.modules)
+    nobody = sorted(garbage.keys() - initialization.values.keys())
     if nobody and not hooked:
         raise unfilled_error(nobody)
-    filled = {*made.values}
+    filled = {*initialization.values}
     return Missing(
-        made,
+        initialization,
         frozenset({*garbage, *left} - filled),
         frozenset({*garbage} - filled),
         holders,
@@ -194,8 +194,8 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
     tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}  # a hook may replace a tensor
     present = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    kept = [name for name in missing.garbage if id(tensors[name]) in present]
-    left = [name for name, t in local(kept).items() if not t.is_meta and is_poisoned(t)]
+    present_names = [name for name in missing.garbage if id(tensors[name]) in present]
+    left = [name for name, t in local(present_names).items() if not t.is_meta and is_poisoned(t)]
     if left:
         raise LoadError(
             f"rank {rank}: init_missing left {', '.join(sorted(left)[:10])} unfilled; it is called as "

@@ -61,10 +61,10 @@ def compare_anywhere(
 
 
 def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Callable[[int], None]) -> None:
-    numbers = twin.kept, twin.left_out
-    kept, left_out = (manifest.names[number] for number in numbers)
+    numbers = twin.loaded, twin.left_out
+    first_key, second_key = (manifest.names[number] for number in numbers)
     first_name, second_name = twin.names
-    pair = f"the model ties {first_name} and {second_name}, but in {manifest.source} {kept} and {left_out} have"
+    pair = f"the model ties {first_name} and {second_name}, but in {manifest.source} {first_key} and {second_key} have"
     fix = "Set tie_word_embeddings=False in the model's config before building it, or remove one of them from the checkpoint"
     if manifest.shapes[numbers[0]] != manifest.shapes[numbers[1]]:
         raise ModelMismatch(f"{pair} different shapes. {fix}")

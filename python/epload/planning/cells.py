@@ -40,23 +40,23 @@ class Slot(NamedTuple):
 def make_slots(
     shape: Shape,
     itemsize: int,
-    held: Iterable[tuple[Sequence[int], Sequence[Box]]],
-    wanted: Iterable[tuple[Sequence[int], Sequence[Box]]],
+    of_senders: Iterable[tuple[Sequence[int], Sequence[Box]]],
+    of_nodes: Iterable[tuple[Sequence[int], Sequence[Box]]],
     limit: int,
     least: int = SPLIT_BYTES,
 ) -> tuple[list[Slot], Box | None]:
     """The slots of one tensor.
 
     Args:
-        held: ranks that send, with the boxes that each has.
-        wanted: numbers of nodes, with the boxes that each wants; boxes of one node may overlap.
+        of_senders: ranks that send, with the boxes that each has.
+        of_nodes: numbers of nodes, with the boxes that each wants; boxes of one node may overlap.
         limit: bytes of a slot, unless one element has more.
         least: bytes of a part, where a cell is divided among ranks.
 
     Returns:
         Slots in row-major order of their starts; a box that a node wants and no rank has, None if there is none.
     """
-    holders, wanters = _by_boxes(held), _by_boxes(wanted)
+    holders, wanters = _by_boxes(of_senders), _by_boxes(of_nodes)
     grid = _Grid(shape, [*holders, *wanters])
     nodes_of: dict[_Index, set[int]] = defaultdict(set)
     for boxes, nodes in wanters.items():

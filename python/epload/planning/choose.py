@@ -14,13 +14,13 @@ readers of the same bytes well; sending buckets instead makes every node wait fo
 
 
 def choose_readers(
-    total: int, kept: Sequence[Sequence[int]], *, all_read: bool, objects: bool, src: int
+    total: int, owned: Sequence[Sequence[int]], *, all_read: bool, objects: bool, src: int
 ) -> tuple[str, str]:
     """Chooses who reads the checkpoint.
 
     Args:
         total: bytes of the load.
-        kept: for each node, the bytes that each of its ranks would read if it read its own shards.
+        owned: for each node, the bytes that each of its ranks would read if it read its own shards.
         all_read: True if every rank can read the checkpoint.
         objects: True if it is in object storage, where nothing is cached; the ranks of a node share the page cache of files.
         src: the global rank that surely has the checkpoint.
@@ -30,9 +30,9 @@ def choose_readers(
     """
     if not all_read:
         return "one", f"auto -> one: only rank {src} is known to have the checkpoint"
-    if max(map(max, kept)) <= SMALL_BYTES:
+    if max(map(max, owned)) <= SMALL_BYTES:
         return "every", "auto -> every: per-rank data is small, so each rank reads its own shards"
-    read = sum(sum(node) if objects else min(total, sum(node)) for node in kept)
+    read = sum(sum(node) if objects else min(total, sum(node)) for node in owned)
     times = read / total
     if times <= (MAX_OBJECT_READS if objects else MAX_FILE_READS):
         return "every", f"auto -> every: storage is read {times:.1f} times"

@@ -68,18 +68,20 @@ def plan_exchange(
     kinds = _Kinds(manifest, members, summaries)
     limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
-    most = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    least = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
+    most_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
+    least_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
     slots, pulled = divide(
-        kinds.slots(most, least), reach or {}, fitting_senders(members.senders, summaries, kinds.first, kinds.declared)
+        kinds.slots(most_bytes, least_bytes),
+        reach or {},
+        fitting_senders(members.senders, summaries, kinds.first, kinds.declared),
     )
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
     least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
     rows = _SlotRows(members, kinds, slots, rank, node, waves, least_bucket)
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most, least, options, sorted((reach or {}).items()))).encode())
-    for each in sorted(summaries):
-        digest.update(summaries[each].digest.encode())
+    digest.update(repr((members, waves, most_bytes, least_bytes, options, sorted((reach or {}).items()))).encode())
+    for number in sorted(summaries):
+        digest.update(summaries[number].digest.encode())
     about = (digest.digest(), manifest.source, manifest.names, kinds.total)
     pulls = landing = None
     if any(pulled.get(node, ())) and lenders is None:
@@ -95,7 +97,7 @@ def plan_exchange(
         pulls,
         landing,
         lent_bytes(rank, pulled.values(), kinds.of, [dtype.itemsize for dtype in kinds.declared]),
-        tuple(each for number in sorted(pulled) if any(pulled[number]) for each in members.nodes[number]),
+        tuple(member for number in sorted(pulled) if any(pulled[number]) for member in members.nodes[number]),
     )
 
 
@@ -109,7 +111,7 @@ class _Kinds:
         first = first_of_each(self.of)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
-        classes = {id(each): each.class_of[first].tolist() for each in summaries.values()}
+        classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
         self.class_of = {rank: classes[id(summary)] for rank, summary in summaries.items()}
         """Class of each kind, by rank."""
         self.declared = [manifest.dtypes[i] for i in self.first]
@@ -133,15 +135,15 @@ class _Kinds:
         senders = self._alike([(rank,) for rank in self._members.senders])
         nodes = self._alike(self._members.nodes)
         ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
-        found = []
+        of_kinds = []
         for kind, first in enumerate(self.first):
-            held = [(some, self._boxes(rank, kind)) for (rank,), some in zip(senders, ranks, strict=True)]
-            wanted = [
+            of_senders = [(some, self._boxes(rank, kind)) for (rank,), some in zip(senders, ranks, strict=True)]
+            of_nodes = [
                 (some, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
                 for node, some in nodes.items()
             ]
             slots, lacking = make_slots(
-                self.manifest.shapes[first], self.dtypes[kind].itemsize, held, wanted, limit, least
+                self.manifest.shapes[first], self.dtypes[kind].itemsize, of_senders, of_nodes, limit, least
             )
             if lacking is not None:
                 start, size = lacking
@@ -149,15 +151,15 @@ class _Kinds:
                     f"no sender has {self.manifest.names[first]} of {self.manifest.source} from {list(start)} on, of size "
                     f"{list(size)}, which a receiver wants"
                 )
-            found.append(slots)
-        return found
+            of_kinds.append(slots)
+        return of_kinds
 
     def _alike(self, nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
         """The positions of nodes whose ranks have equal summaries, by the first of them."""
-        found: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
+        alike_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
         for i, node in enumerate(nodes):
-            found.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
-        return dict(found.values())
+            alike_nodes.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
+        return dict(alike_nodes.values())
 
     def _boxes(self, rank: int, kind: int) -> tuple[Box, ...]:
         number = self.class_of[rank][kind]
@@ -166,18 +168,18 @@ class _Kinds:
     def _dtype_on_the_way(self, kind: int) -> torch.dtype:
         """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
         source = self.manifest.dtypes[self.first[kind]]
-        wanted = set()
+        of_receivers = set()
         for rank in self._receivers:
             if (number := self.class_of[rank][kind]) != NO_PART:
-                wanted.add(self._summaries[rank].dtypes[number])
-        for dtype in wanted:
+                of_receivers.add(self._summaries[rank].dtypes[number])
+        for dtype in of_receivers:
             if not dtypes.converts(source, dtype):
                 name = self.manifest.names[self.first[kind]]
                 raise ModelMismatch(
                     f"{name} is {dtypes.name(source)} in {self.manifest.source}, which a receiver's tensor of "
                     f"{dtypes.name(dtype)} cannot take"
                 )
-        only = wanted.pop() if len(wanted) == 1 else source
+        only = of_receivers.pop() if len(of_receivers) == 1 else source
         return only if only.itemsize < source.itemsize else source
 
 
@@ -252,8 +254,8 @@ class _SlotRows:
         wave, stream = self._bucket_wave, self._bucket_stream
         hops = torch.zeros_like(wave)
         if self._node >= 0:
-            hops = column([each.hops(self._node, 0) for each in self._streams])[stream]
-            hops = (hops - wave) % column([len(each.nodes) for each in self._streams])[stream]
+            hops = column([stream_of.hops(self._node, 0) for stream_of in self._streams])[stream]
+            hops = (hops - wave) % column([len(stream_of.nodes) for stream_of in self._streams])[stream]
         order = ((wave * self._nodes + hops) * len(self._streams) + stream).argsort()
         ends = torch.stack([self._begins, self._ends], 1)[order]
         columns = (

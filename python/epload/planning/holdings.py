@@ -75,11 +75,11 @@ class Part(NamedTuple):
 
 def local_views(view: View, owned: Sequence[OwnedRegion], place: int = 0) -> list[LocalView]:
     """Returns what a rank has of a tensor if it owns some regions of the target of a view."""
-    found = []
+    views = []
     for start, size, local in owned_parts((view.start, view.size), owned):
         steps = sum((a - b) * stride for a, b, stride in zip(start, view.start, view.strides, strict=True))
-        found.append((place, View(local, size, view.offset + steps, view.strides)))
-    return found
+        views.append((place, View(local, size, view.offset + steps, view.strides)))
+    return views
 
 
 def _boxes(view: View, shape: Shape, place: int) -> Iterator[Part]:
@@ -196,7 +196,7 @@ class HoldingsSummary:
 def number_alike(kinds: Kinds, summaries: Iterable[HoldingsSummary]) -> Tensor:
     """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each summary. int64 [t]."""
     key = numbered_rows([kinds.shape_of, kinds.dtype_of])
-    for summary in {id(each.class_of): each for each in summaries}.values():
+    for summary in {id(summary.class_of): summary for summary in summaries}.values():
         key = numbered(key * (len(summary.boxes) + 1) + summary.class_of - NO_PART)
     return key
 
@@ -304,15 +304,15 @@ def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: 
         begin: where the bytes start in the tensor.
     """
     first, last = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
-    found: list[Copy] = []
+    copies: list[Copy] = []
     if number == NO_PART:
-        return found
+        return copies
     for place, whole in holdings.classes[number].views:
         for view in whole.within(first, last):
             fill = [0] * (holdings.dims - len(view.size))
             row = [0, (view.offset - first) * dtype.itemsize, dtype_names.code(dtype), len(view.size)]
-            found.append(([*row, *view.start, *fill, *view.size, *fill, *view.strides, *fill], place))
-    return found
+            copies.append(([*row, *view.start, *fill, *view.size, *fill, *view.strides, *fill], place))
+    return copies
 
 
 def copies_of_box(
@@ -338,7 +338,7 @@ def copies_of_box(
     """
     strides = strides if strides is not None else row_major_strides(size if whole is None else whole)
     first = start if whole is None else (0,) * len(whole)
-    found = []
+    copies = []
     for part in holdings.parts[number]:
         if (shared := intersect((start, size), part.box)) is None:
             continue
@@ -346,10 +346,10 @@ def copies_of_box(
         steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
         fill = [0] * (holdings.dims - len(local))
         row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
-        found.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
+        copies.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
         if once and shared == (start, size):
-            return found[-1:]
-    return found
+            return copies[-1:]
+    return copies
 
 
 class CopyTemplates:

@@ -144,13 +144,13 @@ def make_plan(
     slots, bucket, bucket_nbytes = fill_buckets(manifest, column(tensors), bucket_bytes)
     buckets = make_buckets(manifest, holdings, slots, bucket, bucket_nbytes)
     columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes]
-    known = wanted | {source for mismatch in mismatches for source in mismatch.sources}
+    explained = wanted | {source for mismatch in mismatches for source in mismatch.sources}
     return LoadPlan(
         buckets=tuple(buckets),
         slots=slots,
         fingerprint=_fingerprint(manifest, targets, columns, repr((bucket_bytes, options))),
         missing=_missing(targets, mapping, filled, mismatched),
-        unexpected=tuple(manifest.names[i] for i in unplaced if i not in known),
+        unexpected=tuple(manifest.names[i] for i in unplaced if i not in explained),
         mismatched=mismatched,
         tied=tied,
         twins=twins,

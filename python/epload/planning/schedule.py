@@ -168,10 +168,10 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
     if readers != "partitioned":
         return 1
     ranks = sum(map(len, nodes))
-    most = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
-    return most // len(nodes) * len(nodes) if most >= len(nodes) else min(most, MOST_READERS_OF_SOME_NODES)
+    count = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
+    return count // len(nodes) * len(nodes) if count >= len(nodes) else min(count, MOST_READERS_OF_SOME_NODES)
 
 
-def wave_limit(total: int, most: int) -> int:
+def wave_limit(total: int, limit: int) -> int:
     """Bytes of a wave in a load of ``total`` bytes."""
-    return min(most, max(MIN_WAVE_BYTES, total // MIN_WAVES))
+    return min(limit, max(MIN_WAVE_BYTES, total // MIN_WAVES))

@@ -18,7 +18,7 @@ from epload.model.targets import Targets
 class Twin(NamedTuple):
     """Two checkpoint tensors that would fill the same elements of one parameter, and of which one is loaded."""
 
-    kept: int
+    loaded: int
     """Index into the manifest."""
     left_out: int
     dtype: torch.dtype
@@ -53,20 +53,20 @@ def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
     index = targets.index
     filled: dict[int, str] = {}
     left_out: list[tuple[int, int, str, View]] = []
-    tensors, kept, tied, unplaced = [], list(placed), [], []
+    tensors, remaining, tied, unplaced = [], list(placed), [], []
     for i, places in enumerate(placed):
         others = [place for place in places if filled.setdefault(index[place[0]], place[0]) != place[0]]
         if others:
             left_out += [(index[name], i, name, view) for name, view in others]
-            kept[i] = tuple(place for place in places if place not in others)
-        if kept[i] or i in wanted:
+            remaining[i] = tuple(place for place in places if place not in others)
+        if remaining[i] or i in wanted:
             tensors.append(i)
         elif places:
             tied.append(manifest.names[i])
         if not places:
             unplaced.append(i)
     twins = _twins(manifest, targets, placed, filled, left_out)
-    return Selection(tensors, kept, filled.keys(), tuple(tied), twins, unplaced)
+    return Selection(tensors, remaining, filled.keys(), tuple(tied), twins, unplaced)
 
 
 def _twins(
@@ -85,10 +85,10 @@ def _twins(
     if not left_out:
         return ()
     names = {filled[target] for target, *_ in left_out}
-    kept = {(name, view): i for i, places in enumerate(placed) for name, view in places if name in names}
+    tensor_of = {(name, view): i for i, places in enumerate(placed) for name, view in places if name in names}
     twins = {}
     for target, i, name, view in left_out:
-        source = kept.get((filled[target], view))
+        source = tensor_of.get((filled[target], view))
         if source is None:
             raise ModelMismatch(
                 f"the model ties {filled[target]} and {name}, and {manifest.source} holds both, divided in different ways "

@@ -27,9 +27,9 @@ class Wave:
     def of(cls, index: int, numbers: Sequence[int], nbytes: Sequence[int]) -> Wave:
         """``nbytes``: of each bucket."""
         begins, ends = [], [0]
-        for each in nbytes:
+        for size in nbytes:
             begins.append(_aligned(ends[-1]))
-            ends.append(begins[-1] + each)
+            ends.append(begins[-1] + size)
         return cls(index, numbers, tuple(begins), tuple(ends[1:]))
 
     @property
