@@ -21,7 +21,7 @@ from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, w
 from epload import Checkpoint, CheckpointError, HierarchicalLoader
 from epload.checkpoint.local_store import LocalFile
 from epload.checkpoint.state_dict import StateDictCheckpoint
-from epload.loading import run
+from epload.loading import run as load_run
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -131,14 +131,14 @@ def test_a_file_is_opened_once(tmp_path: Path) -> None:
 def test_a_proof_reads_what_lies_at_the_path(tmp_path: Path) -> None:
     """Another file with the same bytes, renamed over the one that was read."""
     model, path = _small(tmp_path)
-    prove = run._prove
+    prove = load_run._prove
 
     def hook(*arguments: Any) -> None:
         write(path, path.read_bytes(), "rename")
         prove(*arguments)
 
     with (
-        mock.patch.object(run, "_prove", hook),
+        mock.patch.object(load_run, "_prove", hook),
         pytest.raises(CheckpointError, match="was replaced by another file"),
     ):
         _loader(verify=True).load(model, path)

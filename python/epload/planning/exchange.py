@@ -70,11 +70,8 @@ def plan_exchange(
     waves = max(1, -(-kinds.total // limit))
     most_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
     least_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
-    slots, pulled = divide(
-        kinds.slots(most_bytes, least_bytes),
-        reach or {},
-        fitting_senders(members.senders, summaries, kinds.first, kinds.declared),
-    )
+    fitting = fitting_senders(members.senders, summaries, kinds.first, kinds.declared)
+    slots, pulled = divide(kinds.slots(most_bytes, least_bytes), reach or {}, fitting)
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
     least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
     rows = _SlotRows(members, kinds, slots, rank, node, waves, least_bucket)
