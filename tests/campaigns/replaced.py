@@ -38,7 +38,6 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run as run_module
-from epload.loading import run as load_run
 from epload.transfer import direct_read
 from epload.verify import digests
 from support import ranks
@@ -223,7 +222,7 @@ def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Onc
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
         "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
-        "before proof": [(load_run, "_prove")],
+        "before proof": [(run_module, "_prove")],
         "in proof": [(digests, "_origins")],
         "at the end": [(run_module, "fill_missing")],
     }[run.moment]
