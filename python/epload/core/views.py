@@ -27,10 +27,14 @@ class View(NamedTuple):
     strides: Shape
     """Strides in the source for each dim of the box, in elements."""
 
+    def crop(self, start: Shape, size: Shape) -> View:
+        """Returns the part of the view that fills the box of this start and size, which is within the view's box."""
+        steps = (map(int.__sub__, start, self.start), self.strides)
+        return View(start, size, self.offset + sum(map(int.__mul__, *steps)), self.strides)
+
     def narrow(self, dim: int, first: int, count: int) -> View:
         """Returns the part of the view with ``count`` indices of a dim, from ``first`` on, counted from the start of the box."""
-        start, size = _set(self.start, dim, self.start[dim] + first), _set(self.size, dim, count)
-        return View(start, size, self.offset + first * self.strides[dim], self.strides)
+        return self.crop(_set(self.start, dim, self.start[dim] + first), _set(self.size, dim, count))
 
     def within(self, begin: int, end: int) -> list[View]:
         """Returns the parts of the view that elements [begin, end) of the source fill; one view if these are a box of it."""
