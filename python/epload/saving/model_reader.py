@@ -11,7 +11,7 @@ from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
 
 
-def read_model(model: nn.Module, filled: bool = False) -> Targets:
+def read_targets(model: nn.Module, filled: bool = False) -> Targets:
     """Returns the model's targets. Reshards FSDP2 modules.
 
     ``filled``: see :func:`epload.model.targets.collect`, which also says when this raises ModelMismatch. Raises ValueError if a

@@ -13,7 +13,7 @@ from epload.mapping.wrappers import names_added_by_adapters
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import read_model
+from epload.saving.model_reader import read_targets
 from epload.sync.devices import DeviceLink, Probe, accelerator_of
 
 
@@ -53,7 +53,7 @@ class SentModel:
 
     def read(self) -> SentTensors:
         """Reads the model. Reshards FSDP2 modules."""
-        targets = read_model(self._model, filled=False)
+        targets = read_targets(self._model, filled=False)
         added = names_added_by_adapters(self._model, targets.index)
         if self._last is None or not targets.matches(self._last[0]) or added != self._last[1]:
             manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
