@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 from epload import Mapping, ModelMismatch
 from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
-from epload.mapping.conversion import match_conversions
-from epload.mapping.mapping import number_by_digits
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from support.mappings import Shapes, assemble, box, place, shapes_of
@@ -380,38 +378,3 @@ def test_a_conversion_has_sources_and_targets() -> None:
     for sources, targets in (((), ("a",)), (("a",), ())):
         with pytest.raises(ValueError, match="expected at least one source and one target"):
             Convert(sources, targets)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (r"experts\.(?P<index>\d+)\.gate", True), (r"(?P<g0>^model\.norm(?!\w))", True), (r"[^.]+\.[^.]*$", True),
-        (r"layers\.1\.", False), (r"\d{2}\.", False), (r"(\d)\.\1", False), (r"(?P<a>\d)\.(?P=a)", False),
-        (r"[2-5]\.", False), (r"[0-9]", False), (r"\x31\.", False), (r"\N{DIGIT ONE}\.", False),
-    ],
-)  # fmt: skip
-def test_patterns_that_treat_all_digits_alike(pattern: str, expected: bool) -> None:
-    assert (number_by_digits(["a1", "a2"], pattern) == ([0, 0], [0])) == expected
-
-
-NAMES = [f"{scope}layers.{layer}.{leaf}" for scope in ("", "m1.") for layer in (1, 2, 12) for leaf in ("w_g", "norm.b")]
-
-
-@pytest.mark.parametrize(
-    "convert",
-    [
-        Convert((r"layers\.(?P<index>\d+)\.w",), ("w",)),
-        Convert((r"layers\.(?P<index>\d+)\.w", "norm"), ("w",), (), ("m1.", "")),
-        Convert((r"layers\.(?P<index>1)\.w",), ("w",)), Convert((r"layers\.(\d+)\.norm",), (r"norm.\1",)),
-    ],
-)  # fmt: skip
-def test_conversions_find_in_names_together_what_they_find_alone(convert: Convert) -> None:
-    groups, others = match_conversions([convert], NAMES)
-    found = {i: (group.targets, number, index) for group in groups
-             for i, number, index in zip(group.sources, group.inputs, group.indices, strict=True)}  # fmt: skip
-    assert found
-    assert sorted([*found, *others]) == list(range(len(NAMES)))
-    for i, name in enumerate(NAMES):
-        alone, _ = match_conversions([convert], [name])
-        expected = [(group.targets, group.inputs[0], group.indices[0]) for group in alone]
-        assert expected == ([found[i]] if i in found else [])

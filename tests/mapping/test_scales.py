@@ -219,7 +219,7 @@ def test_what_a_product_alone_does_not_give_is_refused(other: str) -> None:
 
 def test_two_scales_are_refused() -> None:
     source = {"w": fp8(6, 4), "w_scale": torch.full((6, 1), 2.0), "w_scale_inv": torch.full((6, 1), 3.0)}
-    with pytest.raises(ModelMismatch, match="w has two scales in the checkpoint, w_scale_inv and w_scale"):
+    with pytest.raises(ModelMismatch, match="w: it has w_scale besides its scale w_scale_inv"):
         load(source, 6, 4, strict=False)
 
 

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from epload import Mapping, ModelMismatch
 from epload.mapping import Convert, Rename, Transpose, from_model
 from epload.mapping.conversion import match_conversions
-from epload.mapping.operations import Dequantize
+from epload.mapping.operations import Operation
 from epload.mapping.place import place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import SUPPORTED, _convert, _renames
@@ -107,7 +107,7 @@ def test_every_declared_conversion_takes_the_same_names() -> None:
         ours = [_convert(transform, CONFIG) for transform in theirs]
         for name in names_for(theirs):
             groups, _ = match_conversions(ours, [name])
-            got = [(ours.index(group.convert), number) for group in groups for number in group.inputs]
+            got = [(ours.index(group.convert), number) for group in groups for number, _ in group.inputs]
             matched = ((i, each.rename_source_key(name)[1]) for i, each in enumerate(theirs))
             first = next(((i, pattern) for i, pattern in matched if pattern is not None), None)
             expected = [] if first is None else [(first[0], theirs[first[0]].source_patterns.index(first[1]))]
@@ -257,7 +257,7 @@ def test_two_layers_of_a_checkpoint_for_one_of_the_model() -> None:
 
 
 def test_scales_of_an_optional_input_are_refused_and_plain_weights_are_not() -> None:
-    convert = Convert((r"w(?!\w)", "w_scale"), ("made",), (Dequantize("ToBytes"), Transpose(0, 1)))
+    convert = Convert((r"w(?!\w)", "w_scale"), ("made",), (Operation("Dequantize", ("ToBytes",)), Transpose(0, 1)))
     mapping = Mapping(converts=(convert,))
     weight = torch.arange(6).reshape(2, 3)
     got = assemble(mapping, {"w": weight}, {"made": (3, 2)})
@@ -271,10 +271,10 @@ def test_scales_of_an_optional_input_are_refused_and_plain_weights_are_not() -> 
 def test_all_declared_operations_are_understood() -> None:
     """Or this fails with a new version of the library, and someone looks."""
     unknown = {
-        (architecture, operation.name)
+        (architecture, operation)
         for architecture, transform in converters()
         for operation in _convert(transform, CONFIG).operations
-        if type(operation).__name__ == "UnsupportedOperation"
+        if operation.name == "Unsupported"
     }
     assert unknown == set()
     assert isinstance(_convert(next(converters())[1], CONFIG), Convert)

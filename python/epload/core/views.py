@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from epload.core.placement import Box, row_major_strides
+from epload.core.placement import row_major_strides
 
 Shape = tuple[int, ...]
 
@@ -27,51 +27,32 @@ class View(NamedTuple):
     strides: Shape
     """Strides in the source for each dim of the box, in elements."""
 
+    def crop(self, start: Shape, size: Shape) -> View:
+        """Returns the part of the view that fills the box of this start and size, which is within the view's box."""
+        steps = (map(int.__sub__, start, self.start), self.strides)
+        return View(start, size, self.offset + sum(map(int.__mul__, *steps)), self.strides)
+
+    def narrow(self, dim: int, first: int, count: int) -> View:
+        """Returns the part of the view with ``count`` indices of a dim, from ``first`` on, counted from the start of the box."""
+        return self.crop(_set(self.start, dim, self.start[dim] + first), _set(self.size, dim, count))
+
     def within(self, begin: int, end: int) -> list[View]:
-        """The parts of the view that elements [begin, end) of the source fill; one view if these elements are a box of it."""
-        last = self.offset + sum((n - 1) * stride for n, stride in zip(self.size, self.strides, strict=True))
-        if begin <= self.offset and last < end and 0 not in self.size:
+        """Returns the parts of the view that elements [begin, end) of the source fill; one view if these are a box of it."""
+        extent = sum((n - 1) * stride for n, stride in zip(self.size, self.strides, strict=True))
+        begin, end = begin - self.offset, end - self.offset
+        if 0 in self.size or end <= 0 or extent < begin:
+            return []
+        if begin <= 0 and extent < end:
             return [self]
-        inner_first = sorted((dim for dim, n in enumerate(self.size) if n > 1), key=self.strides.__getitem__)
-        return [
-            View(
-                tuple(map(int.__add__, self.start, start)),
-                size,
-                self.offset + sum(map(int.__mul__, start, self.strides)),
-                self.strides,
-            )
-            for start, size in _boxes_within(self, inner_first, begin - self.offset, end - self.offset)
-        ]
-
-    def replace_dims(self, dims: slice, start: Shape, size: Shape, offset: int, strides: Shape) -> View:
-        """A view at another offset, with some of its dims replaced."""
-        kept = (self.start, start), (self.size, size), (self.strides, strides)
-        starts, sizes, steps = ((*old[: dims.start], *new, *old[dims.stop :]) for old, new in kept)
-        return View(starts, sizes, offset, steps)
-
-
-def _boxes_within(view: View, dims: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Boxes of indices over ``dims`` (innermost first) whose elements lie in [begin, end), relative to the view's offset.
-
-    A stride exceeds the extent of all inner dims together, so a range partly covers only the indices at its two ends.
-    """
-    extent = sum((view.size[dim] - 1) * view.strides[dim] for dim in dims)
-    zeros, whole = (0,) * len(view.size), tuple(n if i in dims else 1 for i, n in enumerate(view.size))
-    if end <= 0 or begin > extent or 0 in view.size:
-        return
-    if begin <= 0 and end > extent:
-        yield zeros, whole
-        return
-    dim, inner = dims[-1], dims[:-1]
-    stride, inner_extent = view.strides[dim], extent - (view.size[dim] - 1) * view.strides[dim]
-    first = min(max(-(-begin // stride), 0), view.size[dim])
-    last = max(min((end - 1 - inner_extent) // stride + 1, view.size[dim]), first)
-    partial = {i for i in (first - 1, last, begin // stride, (end - 1) // stride) if 0 <= i < view.size[dim]}
-    for index in sorted(i for i in partial if not first <= i < last):
-        for start, size in _boxes_within(view, inner, begin - index * stride, end - index * stride):
-            yield _set(start, dim, index), size
-    if first < last:
-        yield _set(zeros, dim, first), _set(whole, dim, last - first)
+        # A stride exceeds the extent of all inner dims together, so that only the rows at both ends are partly covered.
+        dim = max((dim for dim, n in enumerate(self.size) if n > 1), key=self.strides.__getitem__)
+        count, stride = self.size[dim], self.strides[dim]
+        inner_extent = extent - (count - 1) * stride
+        first = max(-(-begin // stride), 0)
+        last = min((end - 1 - inner_extent) // stride + 1, count)
+        rows = [(first - 1, 1), (first, last - first), (last, 1)] if first <= last else [(last, 1)]
+        pieces = [self.narrow(dim, row, n) for row, n in rows if 0 <= row < count and n > 0]
+        return [part for piece in pieces for part in piece.within(begin + self.offset, end + self.offset)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class Assembly:
 
     @staticmethod
     def of(source: int, shape: Shape) -> Assembly:
-        """The whole of a source."""
+        """Returns the whole of a source."""
         return Assembly(shape, ((source, View((0,) * len(shape), shape, 0, row_major_strides(shape))),))
 
 
@@ -99,10 +80,7 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
         shape = assembly.shape
         if len(shape) != len(first) or _set(shape, dim, 0) != _set(first, dim, 0):
             raise ValueError(f"cannot concatenate tensors of shape {list(first)} and {list(shape)} along dim {dim}")
-        parts += [
-            (source, view._replace(start=_set(view.start, dim, at + view.start[dim])))
-            for source, view in assembly.parts
-        ]
+        parts += [(i, view._replace(start=_set(view.start, dim, at + view.start[dim]))) for i, view in assembly.parts]
         at += shape[dim]
     return Assembly(_set(first, dim, at), tuple(parts))
 
@@ -113,18 +91,9 @@ def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
         raise ValueError("expected at least one tensor to stack, got none")
     shape = assemblies[0].shape
     dim = normalize_dim(dim, len(shape) + 1)
-    before, after, parts = slice(dim), slice(dim, None), []
-    for at, assembly in enumerate(assemblies):
-        if assembly.shape != shape:
-            raise ValueError(f"cannot stack tensors of shape {list(shape)} and {list(assembly.shape)}")
-        for source, (start, size, offset, strides) in assembly.parts:
-            step = strides[dim] * shape[dim] if dim < len(shape) else 1  # as a reshape has it
-            view = View(
-                (*start[before], at, *start[after]), (*size[before], 1, *size[after]), offset,
-                (*strides[before], step, *strides[after]),
-            )  # fmt: skip
-            parts.append((source, view))
-    return Assembly((*shape[before], len(assemblies), *shape[after]), tuple(parts))
+    if (other := next((a.shape for a in assemblies if a.shape != shape), None)) is not None:
+        raise ValueError(f"cannot stack tensors of shape {list(shape)} and {list(other)}")
+    return concatenate([reshape(assembly, (*shape[:dim], 1, *shape[dim:])) for assembly in assemblies], dim)
 
 
 def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
@@ -132,25 +101,25 @@ def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
     dim = normalize_dim(dim, len(assembly.shape))
     if sum(sizes) != assembly.shape[dim]:
         raise ValueError(f"cannot split dim {dim} of shape {list(assembly.shape)} into {list(sizes)}")
-    found, at = [], 0
+    pieces, at = [], 0
     for size in sizes:
         parts = []
         for source, view in assembly.parts:
-            low, high = max(view.start[dim], at), min(view.start[dim] + view.size[dim], at + size)
+            start = view.start[dim]
+            low, high = max(start, at), min(start + view.size[dim], at + size)
             if low < high:
-                offset = view.offset + (low - view.start[dim]) * view.strides[dim]
-                start, length = _set(view.start, dim, low - at), _set(view.size, dim, high - low)
-                parts.append((source, View(start, length, offset, view.strides)))
-        found.append(Assembly(_set(assembly.shape, dim, size), tuple(parts)))
+                piece = view.narrow(dim, low - start, high - low)
+                parts.append((source, piece._replace(start=_set(view.start, dim, low - at))))
+        pieces.append(Assembly(_set(assembly.shape, dim, size), tuple(parts)))
         at += size
-    return found
+    return pieces
 
 
 def unstack(assembly: Assembly, dim: int) -> list[Assembly]:
     """Like torch.unbind."""
     dim = normalize_dim(dim, len(assembly.shape))
     shape = assembly.shape[:dim] + assembly.shape[dim + 1 :]
-    return [reshape(one, shape) for one in split(assembly, dim, [1] * assembly.shape[dim])]
+    return [reshape(piece, shape) for piece in split(assembly, dim, [1] * assembly.shape[dim])]
 
 
 def transpose(assembly: Assembly, dim0: int, dim1: int) -> Assembly:
@@ -160,15 +129,10 @@ def transpose(assembly: Assembly, dim0: int, dim1: int) -> Assembly:
     order[dim0], order[dim1] = dim1, dim0
 
     def permute(values: Shape) -> Shape:
-        return tuple(values[i] for i in order)
+        return tuple([values[i] for i in order])
 
-    return Assembly(
-        permute(assembly.shape),
-        tuple(
-            (source, View(permute(v.start), permute(v.size), v.offset, permute(v.strides)))
-            for source, v in assembly.parts
-        ),
-    )
+    views = [(i, View(permute(v.start), permute(v.size), v.offset, permute(v.strides))) for i, v in assembly.parts]
+    return Assembly(permute(assembly.shape), tuple(views))
 
 
 def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
@@ -187,71 +151,14 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
         return assembly
     if 0 in new:
         return Assembly(new, tuple((source, Assembly.of(source, new).parts[0][1]) for source, _ in assembly.parts))
-    # Dims before `dim` are those of the new shape.
-    dim = 0
-    while dim < len(new) or dim < len(assembly.shape):
-        if dim == len(assembly.shape):
-            assembly = _split_dim(assembly, dim - 1, assembly.shape[-1], 1) if dim else _unsqueezed(assembly)
-        elif dim == len(new):
-            assembly = _merge_dims(assembly, dim - 1) if dim else _squeezed(assembly)
-            continue
-        length = assembly.shape[dim]
-        if length == new[dim]:
-            dim += 1
-        elif length % new[dim] == 0:
-            assembly = _split_dim(assembly, dim, new[dim], length // new[dim])
-        else:
-            assembly = _merge_dims(assembly, dim)
-    return assembly
-
-
-def _unsqueezed(assembly: Assembly) -> Assembly:
-    """A 0-d tensor as one of shape [1]."""
-    return Assembly((1,), tuple((source, View((0,), (1,), view.offset, (1,))) for source, view in assembly.parts))
-
-
-def _squeezed(assembly: Assembly) -> Assembly:
-    """A tensor of shape [1] as a 0-d one, without empty views: a 0-d view has one element."""
-    return Assembly(
-        (), tuple((source, View((), (), view.offset, ())) for source, view in assembly.parts if all(view.size))
-    )
-
-
-def _merge_dims(assembly: Assembly, dim: int) -> Assembly:
-    """Merges ``dim`` and the next one."""
-    shape, inner = assembly.shape, assembly.shape[dim + 1]
+    strides, new_strides = row_major_strides(old), row_major_strides(new)
     parts = []
     for source, view in assembly.parts:
-        (a, b), (n, m), (s, t) = (values[dim : dim + 2] for values in (view.start, view.size, view.strides))
-        if n == 1:
-            rows = [(a * inner + b, m, t, 0)]
-        elif m == inner and (m == 1 or s == t * m):
-            rows = [(a * inner, n * m, s if m == 1 else t, 0)]
-        else:
-            rows = [((a + i) * inner + b, m, t, i * s) for i in range(n)]
-        for start, size, stride, skipped in rows:
-            merged = view.replace_dims(slice(dim, dim + 2), (start,), (size,), view.offset + skipped, (stride,))
-            parts.append((source, merged))
-    return Assembly((*shape[:dim], shape[dim] * inner, *shape[dim + 2 :]), tuple(parts))
-
-
-def _split_dim(assembly: Assembly, dim: int, outer: int, inner: int) -> Assembly:
-    """Splits ``dim`` into two of lengths ``outer`` and ``inner``."""
-    parts = []
-    for source, view in assembly.parts:
-        begin, stride = view.start[dim], view.strides[dim]
-        end = begin + view.size[dim]
-        while begin < end:  # part of the first row, whole rows, part of the last row
-            row, at = divmod(begin, inner)
-            rows = (end - begin) // inner if at == 0 and end - begin >= inner else 1
-            length = inner if rows > 1 else min(inner - at, end - begin)
-            offset = view.offset + (begin - view.start[dim]) * stride
-            row_view = view.replace_dims(
-                slice(dim, dim + 1), (row, at), (rows, length), offset, (stride * inner, stride)
-            )
-            parts.append((source, row_view))
-            begin += rows * length
-    return Assembly((*assembly.shape[:dim], outer, inner, *assembly.shape[dim + 1 :]), tuple(parts))
+        # A box is a strided region of the whole tensor in row-major order, whatever its shape.
+        loops = [Loop(*dim) for dim in zip(view.size, strides, view.strides, strict=True)]
+        begin = sum(map(int.__mul__, view.start, strides))
+        parts += [(source, box) for box in boxes_of_region(new, new_strides, begin, loops, view.offset)]
+    return Assembly(new, tuple(parts))
 
 
 class Loop(NamedTuple):

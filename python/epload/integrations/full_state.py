@@ -38,7 +38,7 @@ def load_full(model: nn.Module, full_state: dict[str, Any], *, strict: bool = Tr
     on_meta = {name for name, tensor in tensors.items() if tensor.is_meta}
     reads = not dist.is_initialized() or dist.get_rank() == 0
     with HierarchicalLoader(progress=False) as loader:
-        loader._remembers = loader._as_pretrained = False
+        loader._as_pretrained = False
         return loader.load(
             model,
             full_state if reads else None,

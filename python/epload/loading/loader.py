@@ -112,7 +112,6 @@ class HierarchicalLoader:
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
-        self._remembers = True
         """True if there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
@@ -247,9 +246,6 @@ class HierarchicalLoader:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, self._streams, report)
             run_load(self._resources, request, load, report, self.progress and self.topology.rank == options.src)
-            if self._remembers:
-                with report.timed("plan"), garbage_collection.paused():
-                    self._agreement.inputs.remember(request, load.inputs)
         finally:
             if self._control.rounds is not None:
                 self._control.rounds.events = None

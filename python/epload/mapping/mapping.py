@@ -49,7 +49,7 @@ class Rename:
         target = self.target
         if self.shift or self.divide > 1:
             target = target.replace(r"\1", str((int(match[1]) + self.shift) // self.divide))
-        return name[: match.start()] + expand(match, target) + name[match.end() :]
+        return name[: match.start()] + match.expand(target) + name[match.end() :]
 
 
 @dataclass(frozen=True)
@@ -169,22 +169,6 @@ def apply_renames(renames: Iterable[Rename], names: Iterable[str]) -> list[str]:
     for rename in renames:
         renamed = rename.apply(renamed)
     return renamed
-
-
-def number_by_digits(names: Iterable[str], *patterns: str) -> tuple[list[int], list[int]]:
-    """Returns the number of each name, and for each number the index of its first name. Names that differ only in ASCII digits
-    have one number if regular expressions treat all digits alike."""
-    alike = not any(re.search(r"[0-9]|\(\?P=|\\N", re.sub(r"\(\?P<\w+>", "", pattern)) for pattern in patterns)
-    zeros = str.maketrans("123456789", "0" * 9) if alike else {}
-    first: dict[str, int] = {}
-    indices = [first.setdefault(name.translate(zeros), i) for i, name in enumerate(names)]
-    numbers = {index: number for number, index in enumerate(first.values())}
-    return [numbers[index] for index in indices], list(first.values())
-
-
-def expand(match: re.Match[str], target: str) -> str:
-    """Returns ``match.expand(target)``, without parsing a target that has no references."""
-    return match.expand(target) if "\\" in target else target
 
 
 def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:

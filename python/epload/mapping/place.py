@@ -6,12 +6,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
+from functools import cached_property
 from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.conversion import ConversionGroup, Converter, match_conversions
+from epload.mapping.conversion import ConversionGroup, incompleteness, match_conversions
 from epload.mapping.mapping import Mapping, Placed, apply_renames
+from epload.mapping.operations import TensorLists
 
 Place = tuple[str, View]
 """The name of a target (a tensor of the model), and the view of a checkpoint tensor that fills a box of it. Equal views of one
@@ -85,9 +87,7 @@ class _Placer:
     def __init__(
         self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
     ) -> None:
-        self.mapping = mapping
-        self.names = names
-        self.shapes = shapes
+        self.mapping, self.names, self.shapes, self.targets = mapping, names, shapes, targets
         inner = apply_renames(mapping.aliases, targets)
         self.model_name = dict(zip(inner, targets, strict=True))
         """The model's names by their names without wrappers."""
@@ -95,13 +95,15 @@ class _Placer:
             name = Counter(inner).most_common(1)[0][0]
             both = " and ".join(target for target, other in zip(targets, inner, strict=True) if other == name)
             raise ModelMismatch(f"the model's {both} have the same name without their wrappers: {name}")
-        self.targets = {name: targets[self.model_name[name]] for name in inner} if mapping.aliases else targets
+        if mapping.aliases:
+            self.targets = {name: targets[self.model_name[name]] for name in inner}
         self.placed: list[tuple[Place, ...]] = [()] * len(names)
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
         self.mismatches: list[ShapeMismatch] = []
-        self.whole = {shape: Assembly.of(0, shape) for shape in dict.fromkeys(shapes)}
-        self.converter = Converter(names, shapes, self.targets, self.whole)
+        self._whole = {shape: Assembly.of(0, shape).parts[0][1] for shape in dict.fromkeys(shapes)}
+        self._outputs: dict[object, TensorLists] = {}
+        """Results of conversions; groups that differ only in names share them."""
 
     def run(self) -> list[tuple[Place, ...]]:
         groups, others, renamed = self.match()
@@ -124,9 +126,18 @@ class _Placer:
         renamed = apply_renames(self.mapping.renames, renamed)
         return *match_conversions(self.mapping.converts, renamed), renamed
 
+    @cached_property
+    def _indexed(self) -> set[str]:
+        """Names of the model with one of their numbers replaced by ``{index}``."""
+        return {
+            f"{name[: match.start()]}{{index}}{name[match.end() :]}"
+            for name in self.targets
+            for match in re.finditer(r"\d+", name)
+        }
+
     def find(self, name: str) -> str | None:
         """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
-        targets = self.converter.indexed_names if "{index}" in name else self.targets
+        targets = self._indexed if "{index}" in name else self.targets
         prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
         inner = name.removeprefix(prefix)
         forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
@@ -146,21 +157,18 @@ class _Placer:
 
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:
         """Places tensors that are not converted, each in one target."""
-        views = {shape: assembly.parts[0][1] for shape, assembly in self.whole.items()}
         for source in sources:
             name, shape = self.names[source], self.shapes[source]
-            target: str | None = renamed[source]
-            if target not in self.targets or self.mapping.base_model_prefix:
-                target = self.find(renamed[source]) or self.find(name)
+            target = self.find(renamed[source]) or self.find(name)
             if target is None:
                 continue
-            if shape != self.targets[target]:
+            if shape == self.targets[target]:
+                self._fill(target, source)
+                self.placed[source] = ((target, self._whole[shape]),)
+            else:
                 other = "" if target == name else f"{target} has shape "
                 text = f"{list(shape)} in the checkpoint but {other}{list(self.targets[target])} in the model"
                 self.mismatches.append(ShapeMismatch(target, (source,), f"{name} has shape {text}"))
-                continue
-            self._fill(target, source)
-            self.placed[source] = ((target, views[shape]),)
 
     def _fill(self, target: str, source: int) -> None:
         if (other := self.filled.setdefault(target, source)) != source:
@@ -175,13 +183,13 @@ class _Placer:
             self._place_whole(group.sources, self.names)
             return
         places: dict[int, list[Place]] = defaultdict(list)
-        for target, outputs in zip(targets, self.converter.convert(group, targets), strict=True):
+        for target, outputs in zip(targets, self._run_operations(group, targets), strict=True):
             for index, assembly in enumerate(outputs):
                 name = (target or "").replace("{index}", str(index))
                 if name not in self.targets:
                     continue
                 if assembly.shape != self.targets[name]:
-                    text = str(self.converter.error(group, name, f"the result has shape {list(assembly.shape)}"))
+                    text = self._problem(group, name, f"the result has shape {list(assembly.shape)}")
                     self.mismatches.append(ShapeMismatch(name, tuple(group.sources), text))
                     continue
                 self._fill(name, group.sources[0])
@@ -190,14 +198,51 @@ class _Placer:
         for source, views in places.items():
             self.placed[source] = tuple(views)
 
+    def _run_operations(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
+        """Returns a list of tensors for each target, whose name in the model is None if it lacks it; sources are numbered within
+        the group. Raises ModelMismatch for tensors that are missing or duplicate, or an operation that cannot be applied."""
+        shapes = [self.shapes[source] for source in group.sources]
+        target_shapes = [None if name is None else self.targets.get(name) for name in targets]
+        key = (id(group.convert), tuple(group.inputs), tuple(shapes), tuple(target_shapes))
+        if key in self._outputs:
+            return self._outputs[key]
+        patterns = group.convert.targets
+        problem = incompleteness(group, self.names, target_shapes)
+        tensors: TensorLists = [[] for _ in group.convert.sources]
+        for i in sorted(range(len(shapes)), key=group.inputs.__getitem__):
+            tensors[group.inputs[i][0]].append(Assembly.of(i, shapes[i]))
+        try:
+            for operation in group.convert.operations if not problem else ():
+                tensors = operation(tensors, dict(zip(patterns, target_shapes, strict=True)))
+        except ValueError as error:
+            problem = str(error)
+        if not problem and (
+            len(tensors) != len(patterns)
+            or any(len(a) != 1 and "{index}" not in b for a, b in zip(tensors, patterns, strict=True))
+        ):
+            count = sum(map(len, tensors))
+            problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
+        if problem:
+            raise ModelMismatch(self._problem(group, next(filter(None, targets)), problem))
+        self._outputs[key] = tensors
+        return tensors
+
+    def _problem(self, group: ConversionGroup, target: str, problem: str) -> str:
+        """Returns the message for a target that a group cannot fill."""
+        names = [self.names[source] for source in group.sources]
+        listed = ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
+        of_shape = f" of shape {list(self.targets[target])}" if target in self.targets else ""
+        distinct = dict.fromkeys(self.shapes[source] for source in group.sources)
+        shapes = "shapes " * (len(distinct) > 1) + ", ".join(str(list(shape)) for shape in distinct)
+        count = "1 checkpoint tensor" if len(names) == 1 else f"{len(names)} checkpoint tensors"
+        return f"cannot make {target}{of_shape} from {count} ({listed}; {shapes}): {problem}"
+
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
-        if not self.mapping.ties:
-            return
         origin = {target: target for target in self.filled}
         pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
         count = 0
-        while count < len(origin):  # one value may have any number of names, in pairs of any order
+        while count < len(origin) and pairs:  # one value may have any number of names, in pairs of any order
             count = len(origin)
             for filled, empty in pairs:
                 if filled in origin and self.targets.get(empty) == self.targets[filled]:

@@ -7,11 +7,10 @@ leaves alone the tensors to which a class gives a dtype of its own.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from epload.mapping.mapping import apply_renames
 from epload.mapping.place import place
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import unwrap
-from epload.model.initialization import class_before_fsdp, is_pretrained, preserve_generators
+from epload.model.initialization import is_pretrained, new_on_meta, preserve_generators
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
@@ -44,45 +43,40 @@ def set_dtypes(
         ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
         ModelMismatch: FSDP2 would refuse the resulting mix of dtypes in the first forward.
     """
-    if isinstance(requested, Mapping):
-        for pattern in requested:
-            if not any(re.search(pattern, name) for name in targets.index):
-                raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
-    assigned, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, {})
+    for pattern in requested if isinstance(requested, Mapping) else ():
+        if not any(re.search(pattern, name) for name in targets.index):
+            raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
+    assigned, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, set())
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
-        assigned = {number: dtype for number, dtype in assigned.items() if targets.names[number] not in scales}
-        kept = {number: None for number in kept if number in assigned}
         for number, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
-            own = isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)
-            if own and number not in kept and name not in scales:
-                assigned.setdefault(number, _requested_dtype(name, requested) or targets.dtypes[number])
+            if name in scales:
+                assigned.pop(number, None)
+            elif number not in kept and isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
+                dtype = assigned.setdefault(number, _requested_dtype(name, requested) or tensor.dtype)
+                if not tensor.is_meta and tensor.dtype != dtype:
+                    raise ValueError(
+                        f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
+                        "convert the model first"
+                    )
     for number, dtype in assigned.items():
-        name, tensor = targets.names[number], targets.tensors[number]
-        if tensor.is_meta:
+        if targets.tensors[number].is_meta:
             targets.dtypes[number] = dtype
-        elif (
-            targets.dtypes[number] != dtype
-            and number not in kept
-            and requested is not None
-            and isinstance(tensor, nn.Parameter)
-        ):
-            raise ValueError(
-                f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
-                "convert the model first"
-            )
-    for number in kept:
-        is_kept = targets.dtypes[number] == assigned[number]
+    kept &= assigned.keys()
+    for number in sorted(kept):
+        is_kept = targets.dtypes[number] == torch.float32
         (targets.kept_in_fp32 if is_kept else targets.below_fp32).append(targets.names[number])
-    if on_meta := {number for number in kept if targets.tensors[number].is_meta}:
-        _check_fsdp_groups(modules, targets, on_meta)
+    _check_fsdp_groups(modules, targets, {number for number in kept if targets.tensors[number].is_meta})
 
 
 def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
     """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
-    parts = _pretrained_models(model, Modules(model), names)
-    return {name for part in parts for inner, name in part.pairs if part.keeps(dtype)(inner)}
+    kept: set[str] = set()
+    for module, pairs in _pretrained_models(model, Modules(model), names):
+        is_kept = _kept_names(module, dtype)
+        kept |= {name for inner, name in pairs if is_kept(inner)}
+    return kept
 
 
 def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
@@ -118,50 +112,32 @@ def below_fp32_warning(targets: Targets) -> str:
     )
 
 
-def _requested_dtype(name: str, requested: torch.dtype | Mapping[str, torch.dtype]) -> torch.dtype | None:
-    if isinstance(requested, torch.dtype):
-        return requested
-    return next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), None)
+def _requested_dtype(name: str, requested: DTypes) -> torch.dtype | None:
+    if isinstance(requested, Mapping):
+        return next((dtype for pattern, dtype in requested.items() if re.search(pattern, name)), None)
+    return requested
 
 
-class _Pretrained(NamedTuple):
-    """A transformers model that is not inside another one."""
-
-    module: Any
-    pairs: list[tuple[str, str]]
-    """The name inside it and the name in the whole model of each tensor. Of tied ones that which the library loads. Copies that
-    PEFT trains have the name of their original inside."""
-
-    def keeps(self, dtype: torch.dtype) -> Callable[[str], object]:
-        """Returns a search in names for what the class keeps in float32 in a model of this dtype."""
-        patterns = [pattern.replace("*", ".*") for pattern in sorted(self.module._get_dtype_plan(dtype))]
-        return re.compile("|".join(patterns) or r"(?!)").search
-
-    def new_dtypes(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-        """Returns the dtypes of the state of a new model of this class; empty if it needs more than its config."""
-        kind: Any = class_before_fsdp(type(self.module))
-        try:
-            with torch.device("meta"), preserve_generators():
-                new = kind._from_config(copy.deepcopy(self.module.config), dtype=dtype)
-        except Exception:
-            return {}
-        return {name: tensor.dtype for name, tensor in new.state_dict().items()}
+def _kept_names(pretrained: Any, dtype: torch.dtype) -> Callable[[str], object]:
+    """Returns a search in names for what a transformers model keeps in float32 if it has this dtype."""
+    patterns = [pattern.replace("*", ".*") for pattern in sorted(pretrained._get_dtype_plan(dtype))]
+    return re.compile("|".join(patterns) or r"(?!)").search
 
 
 def _dtypes_in_transformers(
     model: nn.Module, modules: Modules, targets: Targets, requested: DTypes
-) -> tuple[dict[int, torch.dtype], dict[int, None]]:
+) -> tuple[dict[int, torch.dtype], set[int]]:
     """Returns the dtypes that ``from_pretrained`` gives targets of transformers models, and the targets that it keeps in float32;
     not those that a dict of dtypes names."""
-    own_way: dict[int, torch.dtype] = {}
-    kept: dict[int, None] = {}
-    for part in _pretrained_models(model, modules, targets.index):
+    assigned: dict[int, torch.dtype] = {}
+    kept: set[int] = set()
+    for module, pairs in _pretrained_models(model, modules, targets.index):
         # What bfloat16 keeps in float32, float16 keeps too.
-        if requested is None and not part.module._get_dtype_plan(torch.float16):
+        if requested is None and not module._get_dtype_plan(torch.float16):
             continue
-        sizes: Counter[torch.dtype] = Counter()
-        members = [(inner, name, targets.index[name]) for inner, name in part.pairs]
+        members = [(inner, name, targets.index[name]) for inner, name in pairs]
         members = [member for member in members if dtypes.is_wide(targets.tensors[member[2]].dtype)]
+        sizes: Counter[torch.dtype] = Counter()
         for *_, number in members:
             if isinstance(tensor := targets.tensors[number], nn.Parameter):
                 sizes[tensor.dtype] += tensor.numel()
@@ -169,30 +145,32 @@ def _dtypes_in_transformers(
             continue
         own = sizes.most_common(1)[0][0]
         dtype = requested if isinstance(requested, torch.dtype) else own
-        new = part.new_dtypes(dtype) if dtype != own else {}
-        keeps = part.keeps(dtype)
+        new = new_on_meta(module, dtype=dtype) if dtype != own else None
+        new_dtypes = {name: tensor.dtype for name, tensor in new.state_dict().items()} if new is not None else {}
+        is_kept = _kept_names(module, dtype)
         for inner, name, number in members:
             if isinstance(requested, Mapping) and _requested_dtype(name, requested):
                 continue
-            if keeps(inner):
-                own_way[number] = torch.float32
-                kept[number] = None
-            elif inner in new:
-                own_way[number] = new[inner]
-            elif targets.tensors[number].dtype != own:
-                own_way[number] = targets.tensors[number].dtype
-    return own_way, kept
+            if is_kept(inner):
+                assigned[number] = torch.float32
+                kept.add(number)
+            elif inner in new_dtypes or targets.tensors[number].dtype != own:
+                assigned[number] = new_dtypes.get(inner, targets.tensors[number].dtype)
+    return assigned, kept
 
 
-def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str]) -> list[_Pretrained]:
+def _pretrained_models(
+    model: nn.Module, modules: Modules, names: Collection[str]
+) -> list[tuple[Any, list[tuple[str, str]]]]:
+    """Returns the transformers models that are not inside another one, each with the names inside it and in the whole model of its
+    tensors: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the original."""
     if not any(map(is_pretrained, modules.classes)):
         return []
     inner, aliases, copies = unwrap(model, names)
     originals = {copied: original for original, copied in copies}
     inside = [originals.get(name, name) for name in apply_renames(aliases, names)]
     outermost: dict[str, Any] = {}
-    for path, module in inner.named_modules():
-        prefix = f"{path}." if path else ""
+    for prefix, module in Modules(inner).named:
         if is_pretrained(type(module)) and not any(prefix.startswith(above) for above in outermost):
             outermost[prefix] = module
     parts = []
@@ -200,29 +178,25 @@ def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str
         prefix = apply_renames(aliases, [path])[0]
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
-        parts.append(_Pretrained(module, [(n, name) for n, name in pairs if n not in tied]))
+        parts.append((module, [(n, name) for n, name in pairs if n not in tied]))
     return parts
 
 
 def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]) -> None:
     """Raises ModelMismatch for a group of FSDP parameters that has one of these targets and trainable ones of another dtype."""
-    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}
-    for group in modules.fsdp_groups:
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)} if kept else {}
+    for group in modules.fsdp_groups if kept else ():
         numbers = [number_of.get(id(p.sharded_param)) for p in group.fsdp_params if p.sharded_param.requires_grad]
         members = [number for number in numbers if number is not None]
         odd = next((number for number in members if number in kept), None)
-        others = [number for number in members if targets.dtypes[number] != torch.float32]
-        if odd is None or not others:
+        other = next((number for number in members if targets.dtypes[number] != torch.float32), None)
+        if odd is None or other is None:
             continue
-        name, layer = targets.names[odd], targets.names[odd].rpartition(".")[0]
+        name, narrow = targets.names[odd], targets.dtypes[other]
         pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
-        way = (
-            f"Call fully_shard on {layer or 'its module'} before the module around it, so that it is a group of its own"
-        )
-        if any(targets.names[number].startswith(f"{layer}.") for number in others):
-            way = "Freeze it"
         raise ModelMismatch(
-            f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[others[0]]}, "
-            f"which is {targets.dtypes[others[0]]}, and FSDP2 needs one dtype for all trainable parameters of a group. {way}, "
-            f"or round it: dtype={{{pattern!r}: {targets.dtypes[others[0]]}}}"
+            f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, which is "
+            f"{narrow}, and FSDP2 needs one dtype for all trainable parameters of a group. Call fully_shard on "
+            f"{name.rpartition('.')[0] or 'its module'} before the module around it, so that it is a group of its own, freeze "
+            f"it, or round it: dtype={{{pattern!r}: {narrow}}}"
         )

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 
 from epload.errors import ModelMismatch
-from epload.mapping import operations
 from epload.mapping.mapping import Convert, Mapping, Rename
+from epload.mapping.operations import (
+    COMPUTES_VALUES,
+    Concatenate,
+    Operation,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from epload.model.initialization import class_before_fsdp
 
 SUPPORTED = ("5.19", "5.24")
@@ -165,17 +174,17 @@ def _convert(transform: Any, config: Any) -> Convert:
     return Convert(tuple(sources), targets, tuple(steps), _scopes(transform))
 
 
-_TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], operations.Operation]], list[operations.Operation]]] = {
-    "MergeModulelist": lambda op, rope: [operations.Stack(op.dim)],
-    "SplitModulelist": lambda op, rope: [operations.Unstack(op.dim)],
-    "Concatenate": lambda op, rope: [operations.Concatenate(op.dim)],
-    "Split": lambda op, rope: [operations.Split(op.dim, "targets")],
-    "Transpose": lambda op, rope: [operations.Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
-    "LinearToConv3d": lambda op, rope: [operations.Reshape((-1, op.in_channels, *op.kernel_size))],
+_TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], Operation]], list[Operation]]] = {
+    "MergeModulelist": lambda op, rope: [Stack(op.dim)],
+    "SplitModulelist": lambda op, rope: [Unstack(op.dim)],
+    "Concatenate": lambda op, rope: [Concatenate(op.dim)],
+    "Split": lambda op, rope: [Split(op.dim, "targets")],
+    "Transpose": lambda op, rope: [Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
+    "LinearToConv3d": lambda op, rope: [Reshape((-1, op.in_channels, *op.kernel_size))],
     "PermuteForRope": lambda op, rope: [rope(op)],
-    "VisionFuseAndPermuteForRope": lambda op, rope: [rope(op.permute_op), operations.Concatenate(op.dim)],
-    "VisionUnfuseAndPermuteForRope": lambda op, rope: [operations.Split(op.dim), rope(op.permute_op)],
-    "Inkling2LoopDequantizeExperts": lambda op, rope: [operations.Dequantize("Inkling2LoopDequantizeExperts")],
+    "VisionFuseAndPermuteForRope": lambda op, rope: [rope(op.permute_op), Concatenate(op.dim)],
+    "VisionUnfuseAndPermuteForRope": lambda op, rope: [Split(op.dim), rope(op.permute_op)],
+    "Inkling2LoopDequantizeExperts": lambda op, rope: [Operation("Dequantize", ("Inkling2LoopDequantizeExperts",))],
     "_IdentityOp": lambda op, rope: [],
 }
 """epload's operations for one of the library, by the name of its class. The second argument translates a PermuteForRope."""
@@ -185,28 +194,32 @@ _ARGUMENTS = {
     "ErnieFuseAndSplitTextVisionExperts": ("stack_dim", "concat_dim"),
     "Inkling2LoopMergeMessageQueries": (),
 }
-"""Attributes of the library's operations that are the arguments of a :class:`operations.LibraryOperation`."""
+"""Attributes of the library's operations that are the arguments of the operation of the same name."""
 
 
-def _operations(operation: Any, transform: Any, config: Any) -> list[operations.Operation]:
+def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
     from transformers import core_model_loading as library
 
     name = type(operation).__name__
     if getattr(library, name, None) is type(operation):
         if name.startswith("Inkling2") and getattr(operation, "inverse", False):
-            return [operations.UnsupportedOperation(name, "is supported only as it loads, not in reverse")]
+            return [_unsupported(name, "is supported only as it loads, not in reverse")]
         if name == "Inkling2UnpadVocab":
-            return [operations.Truncate(config.get_text_config().unpadded_vocab_size)]
+            return [Operation("Truncate", (config.get_text_config().unpadded_vocab_size,))]
         if name == "Chunk" and operation.num_shards_attribute is None:
-            return [operations.Split(operation.dim)]
+            return [Split(operation.dim)]
         if name in _ARGUMENTS:
             arguments = tuple(getattr(operation, argument) for argument in _ARGUMENTS[name])
-            return [operations.LibraryOperation(name, arguments)]
+            return [Operation(name, arguments)]
         if name in _TRANSLATIONS:
             return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
     if type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1]):
-        return [operations.UnsupportedOperation(name)]
-    return [operations.UnsupportedOperation(name, _unknown())]
+        return [_unsupported(name, COMPUTES_VALUES)]
+    return [_unsupported(name, _unknown())]
+
+
+def _unsupported(name: str, reason: str) -> Operation:
+    return Operation("Unsupported", (name, reason))
 
 
 def _installed() -> str:
@@ -223,7 +236,7 @@ def _unknown() -> str:
     return f"is unknown: epload knows those of transformers {' to '.join(SUPPORTED)}, and {_installed()} is installed"
 
 
-def _rope(operation: Any, transform: Any, config: Any) -> operations.Operation:
+def _rope(operation: Any, transform: Any, config: Any) -> Operation:
     if operation.subconfig_key is not None:
         config = getattr(config, operation.subconfig_key, config)
     undivided = operation is transform.operations[0] or len(transform.source_patterns) > 1
@@ -231,4 +244,4 @@ def _rope(operation: Any, transform: Any, config: Any) -> operations.Operation:
     layers = operation.permute_layer_names
     applies = tuple(layers is None or any(name in pattern for name in layers) for pattern in patterns)
     heads = getattr(config, "num_attention_heads", 1)
-    return operations.LibraryOperation("PermuteForRope", (heads, operation.inverse, applies))
+    return Operation("PermuteForRope", (heads, operation.inverse, applies))

@@ -1,8 +1,9 @@
 """Initializes what no checkpoint fills as the model itself would: rotary frequencies, position tables, a new head.
 
 transformers initializes a module with the ``_init_weights`` of the nearest ``PreTrainedModel`` above it, which may also write to
-tensors of the module's descendants. Here these initializers run on a :class:`Skeleton` of the model. Every rank
-computes the same full tensors, from a seed that the ranks have agreed on, and keeps its own shards of them.
+tensors of the module's descendants. These initializers run on the model itself while all its tensors are exchanged for others
+(:func:`_exchanged`). Every rank computes the same full tensors, from a seed that the ranks have agreed on, and keeps its own
+shards of them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,13 @@ from epload.model.modules import Modules
 
 _INITIALIZED = "_is_hf_initialized"
 """The attribute with which transformers marks tensors and modules that its initializers must leave alone."""
-
-
+_TENSOR_DICTS = ("_parameters", "_buffers")
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 """Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place."""
+_Step = tuple[str, tuple[str, ...], str, Callable[[], object]]
+"""A module's path, the names of its own tensors to initialize, the class and method that does so, and the call."""
+_State = dict[str, Any]
+"""The ``__dict__`` of a module."""
 
 
 @dataclass
@@ -67,7 +70,7 @@ def compute_missing(
     adapters: bool = True,
     modules: Modules | None = None,
 ) -> Initialization:
-    """Runs the model's own initializers for some of its tensors, without changing the model or any random-number generator.
+    """Runs the model's own initializers for some of its tensors. Leaves the model and all random-number generators as they were.
 
     Args:
         missing: the model's tensors to initialize, plain or DTensors, by name. Only their shapes and layouts are used.
@@ -86,25 +89,35 @@ def compute_missing(
         if id(tensor) not in full:
             full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             poison(full[id(tensor)])
-    skeleton = Skeleton(full, _tied_targets(modules))
+    steps = _steps(model, full, adapters)
     with torch.no_grad(), torch.device("cpu"), _transformers_guard(), preserve_generators():
-        for step in _steps(model, set(full), adapters):
-            _seed_generators(seed, step, expert_parallel)
-            try:
-                step.run(skeleton)
-            except Exception as error:
-                raise ModelMismatch(
-                    f"{step.initializer} failed to initialize {step.path or 'the model'} "
-                    f"({type(error).__name__}: {str(error)[:300]}), which the checkpoint does not fill: "
-                    f"{', '.join(list(missing)[:5])}. Pass init_missing=hook(module, path, names) to fill it"
-                ) from error
-    computed = skeleton.computed()
+        with _exchanged(modules, full) as states:
+            for path, own, initializer, run in steps:
+                _seed_generators(seed, path, own, expert_parallel)
+                try:
+                    run()
+                except Exception as error:
+                    raise ModelMismatch(
+                        f"{initializer} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), "
+                        f"which the checkpoint does not fill: {', '.join(list(missing)[:5])}. Pass init_missing=hook(module, path, "
+                        "names) to fill it"
+                    ) from error
+    computed: dict[int, Tensor] = {}
+    for module, before, after in states:
+        for kind in _TENSOR_DICTS:
+            for name, tensor in before[kind].items():
+                value = after[kind].get(name)
+                if id(tensor) in full and value is not None and not value.is_meta and not is_poisoned(value):
+                    computed.setdefault(id(tensor), value.detach())
+        changed = [name for name, value in after.items() if value is not before.get(name, full)]
+        own_state = (*_TENSOR_DICTS, "_modules", _INITIALIZED)
+        result.attributes += [(module, name, after[name]) for name in changed if name not in own_state]
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
             result.values[name] = _local_shard(name, tensor, value.to(dtypes[name]), fsdp_axes.get(id(tensor)))
-    result.attributes = skeleton.changed_attributes() + _rope_lengths(model, result.values)
+    result.attributes += _rope_lengths(model, result.values)
     return result
 
 
@@ -119,6 +132,18 @@ def _rope_lengths(model: nn.Module, computed: Collection[str]) -> list[tuple[nn.
     ]
 
 
+def new_on_meta(pretrained: Any, **options: Any) -> nn.Module | None:
+    """Returns a new model on meta of the class and the config of a transformers model; None if the class needs more than that."""
+    try:
+        with torch.device("meta"), preserve_generators():
+            new: nn.Module = class_before_fsdp(type(pretrained))._from_config(
+                copy.deepcopy(pretrained.config), **options
+            )
+            return new
+    except Exception:
+        return None
+
+
 def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     """Returns the names of the parameters (all have storage) that would have storage even if the model had been built on meta:
     ``nn.Parameter(torch.Tensor(n))`` ignores the default device.
@@ -126,29 +151,22 @@ def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     Values that a caller has written there cannot be told from uninitialized memory, and ``from_pretrained`` initializes them.
     """
     ignoring: set[str] = set()
-    for path, module in model.named_modules() if names else ():
-        prefix = f"{path}." if path else ""
+    for prefix, module in Modules(model).named if names else ():
         inside = {name for name in names if name.startswith(prefix)}
-        if not inside or not is_pretrained(type(module)):
-            continue
-        try:
-            with torch.device("meta"), preserve_generators():
-                new = class_before_fsdp(type(module))(copy.deepcopy(module.config))
-        except Exception:  # a class that needs more than its config
-            continue
-        parameters = dict(new.named_parameters(remove_duplicate=False))
-        ignoring |= {n for n in inside if (t := parameters.get(n.removeprefix(prefix))) is not None and not t.is_meta}
-        names = set(names) - inside
+        if inside and is_pretrained(type(module)) and (new := new_on_meta(module)) is not None:
+            parameters = dict(new.named_parameters(remove_duplicate=False))
+            with_storage = {prefix + name for name, parameter in parameters.items() if not parameter.is_meta}
+            ignoring |= inside & with_storage
+            names = set(names) - inside
     return ignoring
 
 
 def init_missing_calls(model: nn.Module, names: Collection[str]) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
     """Returns the arguments of an ``InitMissing`` hook for these tensors: one call for each module that owns some."""
     calls: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    for path, group in groupby(
-        sorted(names, key=lambda name: name.rpartition(".")), lambda name: name.rpartition(".")[0]
-    ):
-        leaves = tuple(name.removeprefix(f"{path}.") for name in group)
+    parts = sorted(name.rpartition(".") for name in names)
+    for path, group in groupby(parts, lambda part: part[0]):
+        leaves = tuple(leaf for *_, leaf in group)
         try:
             calls.append((model.get_submodule(path), path, leaves))
         except AttributeError:  # a wrapper that leaves itself out of the names of its state_dict
@@ -159,16 +177,39 @@ def init_missing_calls(model: nn.Module, names: Collection[str]) -> list[tuple[n
 # ---- choosing initializers ----
 
 
-class _Step(NamedTuple):
-    """A module to initialize, under one of its paths."""
+def _steps(model: nn.Module, missing: Collection[int], adapters: bool) -> list[_Step]:
+    """Returns how to initialize the modules that own tensors with one of these ids, and the modules above them; children before
+    parents.
 
-    path: str
-    tensors: tuple[str, ...]
-    """Names of the module's own tensors that are to be initialized."""
-    initializer: str
-    """Class and method, for messages."""
-    run: Callable[[Any], object]
-    """Takes the skeleton."""
+    What an adapter adds to a layer does not belong to the adapted model: initializing it like the model's own layers would change
+    what the model computes. With ``adapters``, the adapted layer initializes it; otherwise nothing does.
+    """
+    steps: list[_Step] = []
+
+    def visit(path: str, module: nn.Module, owner: Any, configs: Mapping[str, Any]) -> bool:
+        """Returns True if a tensor of the module or of one below it is missing."""
+        if is_pretrained(type(module)) or (owner is None and module is model and _has_init_weights(module)):
+            owner = module
+        configs = module.__dict__.get("peft_config", configs)
+        below = added = False
+        for name, child in module._modules.items():
+            if child is not None:
+                is_added = name != "base_layer" and is_adapter(module)
+                has_missing = visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
+                below |= has_missing and not is_added
+                added |= has_missing and is_added
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        own = tuple(name for name, tensor in tensors if tensor is not None and id(tensor) in missing)
+        if (own or below) and owner is not None:
+            initializer = f"{class_before_fsdp(type(owner)).__name__}._init_weights"
+            steps.append((path, own, initializer, lambda: owner._init_weights(module)))
+        if added and adapters:
+            initializer = f"{type(module).__name__}.reset_lora_parameters"
+            steps.append((path, (), initializer, lambda: _reset_adapters(module, configs)))
+        return below or added or bool(own)
+
+    visit("", model, None, {})
+    return steps
 
 
 def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
@@ -177,64 +218,6 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
         method = getattr(configs.get(name), "init_lora_weights", True)
         if method is True or method == "gaussian":
             layer.reset_lora_parameters(name, method)  # other methods need the base weights
-
-
-def _steps(model: nn.Module, missing: set[int], adapters: bool) -> list[_Step]:
-    """Returns the modules that own tensors with one of these ids, and the modules above them; children before parents.
-
-    What an adapter adds to a layer does not belong to the adapted model: initializing it like the model's own layers would change
-    what the model computes. With ``adapters``, the adapted layer initializes it; otherwise nothing does.
-    """
-    steps: list[_Step] = []
-
-    def visit(path: str, module: nn.Module, owner: Any, configs: Mapping[str, Any]) -> bool:
-        if is_pretrained(type(module)) or (owner is None and module is model and _has_init_weights(module)):
-            owner = module
-        configs = module.__dict__.get("peft_config", configs)
-        adds = is_adapter(module)
-        below = added = False
-        for name, child in module._modules.items():
-            if child is not None:
-                is_added = adds and name != "base_layer"
-                has_missing = visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
-                below |= has_missing and not is_added
-                added |= has_missing and is_added
-        tensors = (*module._parameters.items(), *module._buffers.items())
-        own = tuple(name for name, tensor in tensors if tensor is not None and id(tensor) in missing)
-        if (own or below) and owner is not None:
-            initializer = f"{class_before_fsdp(type(owner)).__name__}._init_weights"
-            steps.append(_Step(path, own, initializer, lambda s: s.module(owner)._init_weights(s.module(module))))
-        if added and adapters:
-            initializer = f"{type(module).__name__}.reset_lora_parameters"
-            steps.append(_Step(path, (), initializer, lambda s: _reset_adapters(s.module(module), configs)))
-        return below or added or bool(own)
-
-    visit("", model, None, {})
-    return steps
-
-
-def _tied_targets(modules: Modules) -> set[tuple[int, str]]:
-    """Returns tied parameters that are not initialized where they are, by the id of the owning module and the name there:
-    transformers initializes the embedding, and the head that is tied to it gets its value."""
-    tied = set()
-    for module in modules.unique:
-        keys = getattr(module, "all_tied_weights_keys", None) if is_pretrained(type(module)) else None
-        for target, source in (keys or {}).items():
-            (target_owner, name), (source_owner, source_name) = _owner_of(module, target), _owner_of(module, source)
-            tensor = target_owner._parameters.get(name)
-            is_same = tensor is not None and tensor is source_owner._parameters.get(source_name)
-            if is_same and target_owner is not source_owner:
-                tied.add((id(target_owner), name))
-    return tied
-
-
-def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module that has a parameter, or an empty one, and the parameter's name there."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        return module.get_submodule(path), leaf
-    except AttributeError:
-        return nn.Module(), leaf
 
 
 def is_pretrained(kind: type[nn.Module]) -> bool:
@@ -256,6 +239,96 @@ def is_adapter(module: nn.Module) -> bool:
     return is_peft or (callable(getattr(type(module), "reset_lora_parameters", None)) and hasattr(module, "lora_A"))
 
 
+def class_before_fsdp(cls: type) -> Any:
+    """Returns the class of a module before ``fully_shard`` replaced it by a subclass of its own."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+
+# ---- running them ----
+
+
+@contextmanager
+def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, _State, _State]]]:
+    """Gives each module another ``__dict__``, with the same attributes but other tensors, and its class from before
+    ``fully_shard``; restores both on exit. Yields the modules, each with its own state and the one that it has meanwhile.
+
+    The other tensors are on meta, except ``full``: those to be initialized, by the id of the model's own tensor. So an initializer
+    cannot overwrite a loaded weight, whatever it does, and touches no DTensor: no collective is issued, and DTensor's
+    random-number state is neither used nor changed."""
+    tied = _tied_targets(modules)
+    stand_ins: dict[object, Tensor] = {}
+    unique = [module for module in modules.unique if not isinstance(module, torch.jit.ScriptModule)]
+    states: list[tuple[nn.Module, _State, _State]] = []
+    classes = [type(module) for module in unique]
+    for module in unique:
+        state = {name: value for name, value in module.__dict__.items() if name != _INITIALIZED}
+        state["_modules"] = dict(module._modules)
+        siblings = module._parameters.values() if isinstance(module, ParametrizationList) else ()
+        computes = any(id(tensor) in full for tensor in siblings)
+        for kind in _TENSOR_DICTS:
+            state[kind] = {
+                name: tensor
+                if tensor is None
+                else _stand_in(tensor, {} if (id(module), name) in tied else full, computes, stand_ins)
+                for name, tensor in module.__dict__[kind].items()
+            }
+        states.append((module, module.__dict__, state))
+    try:
+        for (module, _, state), cls in zip(states, classes, strict=True):
+            object.__setattr__(module, "__dict__", state)
+            object.__setattr__(module, "__class__", class_before_fsdp(cls))
+        yield states
+    finally:
+        for (module, state, _), cls in zip(states, classes, strict=True):
+            object.__setattr__(module, "__dict__", state)
+            object.__setattr__(module, "__class__", cls)
+
+
+def _stand_in(tensor: Tensor, full: Mapping[int, Tensor], computes: bool, stand_ins: dict[object, Tensor]) -> Tensor:
+    """Returns the tensor that takes the place of a model's own. One on meta, which cannot be written to, stands for all of the
+    same shape.
+
+    ``computes``: reading a tensor to be initialized computes with this one, as in a parametrization."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    key: object = id(tensor)
+    if key not in full and not computes and (is_parameter or tensor.is_meta or isinstance(tensor, DTensor)):
+        key = (is_parameter, tensor.shape, tensor.dtype)
+    if key not in stand_ins:
+        if key in full:
+            new = full[id(tensor)]
+        elif key != id(tensor):
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        elif computes:
+            new = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        else:  # a buffer, from which others may be computed
+            new = tensor.detach().cpu().clone()
+        stand_ins[key] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+        if key not in full:
+            setattr(stand_ins[key], _INITIALIZED, True)
+    return stand_ins[key]
+
+
+def _tied_targets(modules: Modules) -> set[tuple[int, str]]:
+    """Returns tied parameters that are not initialized where they are, by the id of the owning module and the name there:
+    transformers initializes the embedding, and the head that is tied to it gets its value."""
+    tied = set()
+    module_at = dict(modules.named)
+
+    def owner_of(name: str) -> tuple[nn.Module | None, str]:
+        path, dot, leaf = name.rpartition(".")
+        return module_at.get(path + dot), leaf
+
+    for prefix, module in modules.named:
+        keys = getattr(module, "all_tied_weights_keys", None) if is_pretrained(type(module)) else None
+        for target, source in (keys or {}).items():
+            (owner, name), (other, other_name) = owner_of(prefix + target), owner_of(prefix + source)
+            if owner is None or other is None or owner is other:
+                continue
+            if (tensor := owner._parameters.get(name)) is not None and tensor is other._parameters.get(other_name):
+                tied.add((id(owner), name))
+    return tied
+
+
 def _transformers_guard() -> Any:
     """Returns transformers' guard, under which torch's own initializers leave alone what is marked as initialized."""
     initialization = sys.modules.get("transformers.initialization")
@@ -273,12 +346,14 @@ def _local_shard(name: str, tensor: Tensor, full: Tensor, fsdp_axis: int | None)
     return shard
 
 
-def _seed_generators(seed: int, step: _Step, expert_parallel: ExpertParallelSpec | None) -> None:
+def _seed_generators(
+    seed: int, path: str, tensors: tuple[str, ...], expert_parallel: ExpertParallelSpec | None
+) -> None:
     """Seeds the CPU's generators for one module: equally on ranks that hold the same tensors, differently for different modules
     and for different shards of one that the model does not describe."""
-    path, shard = step.path, ""
-    if expert_parallel is not None and step.tensors:
-        leaf = step.tensors[0]
+    shard = ""
+    if expert_parallel is not None and tensors:
+        leaf = tensors[0]
         name = f"{path}.{leaf}" if path else leaf
         if (global_name := expert_parallel.global_name(name)) is not None:
             path = global_name.removesuffix(leaf).removesuffix(".")
@@ -304,150 +379,3 @@ def preserve_generators() -> Iterator[None]:
         random.setstate(state[1])
         if numpy:
             numpy.random.set_state(state[2])
-
-
-# ---- the skeleton ----
-
-
-def class_before_fsdp(cls: type) -> type:
-    """Returns the class of a module before ``fully_shard`` replaced it by a subclass of its own."""
-    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
-
-
-class Skeleton:
-    """Stand-ins for a model's modules, on which initializers run without touching the model; created on first access, one per
-    module.
-
-    A stand-in has the class and the attributes of its module, but its tensors are on meta, except the ones to be initialized,
-    which are full tensors on the CPU. So an initializer cannot overwrite a loaded weight, whatever it does, and touches no
-    DTensor: no collective is issued, and DTensor's random-number state is neither used nor changed.
-    """
-
-    def __init__(self, full: Mapping[int, Tensor], tied: AbstractSet[tuple[int, str]]) -> None:
-        """
-        Args:
-            full: the poisoned full tensors to be initialized, by the id of the model's own tensor.
-            tied: tensors not to be initialized where they are, by the id of the owning module and the name there, because they
-                are tied to others that are.
-        """
-        self._full = full
-        self._tied = tied
-        self._stand_ins: dict[int, nn.Module] = {}
-        """Stand-ins, by the id of the original."""
-        self._originals: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        """Originals, by the id of the stand-in, each with the attributes that the stand-in started with."""
-        self._tensors: dict[int, Tensor] = {}
-        self._meta_tensors: dict[tuple[Any, ...], Tensor] = {}
-
-    def module(self, original: nn.Module) -> nn.Module:
-        """Returns the stand-in for a module. A stand-in is its own."""
-        if id(original) in self._originals or isinstance(original, torch.jit.ScriptModule):
-            return original
-        stand_in = self._stand_ins.get(id(original))
-        if stand_in is None:
-            stand_in = self._stand_ins[id(original)] = object.__new__(class_before_fsdp(type(original)))
-            attributes = {name: value for name, value in original.__dict__.items() if name != _INITIALIZED}
-            attributes["_modules"] = _Children(self, original._modules)
-            for kind in ("_parameters", "_buffers"):
-                owned = getattr(original, kind).items()
-                attributes[kind] = {n: t if t is None else self._owned_tensor(original, n, t) for n, t in owned}
-            stand_in.__dict__.update(attributes)
-            self._originals[id(stand_in)] = original, attributes
-            for name, value in attributes.items():
-                if name not in ("_modules", "_parameters", "_buffers"):
-                    attributes[name] = stand_in.__dict__[name] = self._with_stand_ins(value)
-        return stand_in
-
-    def computed(self) -> dict[int, Tensor]:
-        """Returns the tensors that were initialized, in place or by assigning others, by the id of the model's own tensor."""
-        computed: dict[int, Tensor] = {}
-        for stand_in in list(self._stand_ins.values()):
-            original, _ = self._originals[id(stand_in)]
-            for before, after in ((original._parameters, stand_in._parameters), (original._buffers, stand_in._buffers)):
-                for name, tensor in before.items():
-                    value = after.get(name)
-                    if id(tensor) in self._full and value is not None and not value.is_meta and not is_poisoned(value):
-                        computed.setdefault(id(tensor), value.detach())
-        return computed
-
-    def changed_attributes(self) -> list[tuple[nn.Module, str, Any]]:
-        """Returns what initializers set on modules, except parameters, buffers and children: original module, name, value."""
-        originals = [(stand_in, *self._originals[id(stand_in)]) for stand_in in self._stand_ins.values()]
-        return [
-            (original, name, value)
-            for stand_in, original, before in originals
-            for name, value in stand_in.__dict__.items()
-            if value is not before.get(name, self) and name != _INITIALIZED and not _has_modules(value)
-        ]
-
-    def _with_stand_ins(self, value: Any) -> Any:
-        """Returns an attribute's value with its modules replaced by stand-ins, also those in a list, a tuple or a dict."""
-        if isinstance(value, nn.Module):
-            return self.module(value)
-        if type(value) in (list, tuple) and _has_modules(value):
-            return type(value)(map(self._with_stand_ins, value))
-        if type(value) is dict and _has_modules(value):
-            return {key: self._with_stand_ins(item) for key, item in value.items()}
-        return value
-
-    def _owned_tensor(self, module: nn.Module, name: str, original: Tensor) -> Tensor:
-        if (id(module), name) in self._tied:
-            return self._on_meta(original)
-        siblings = module.parameters(recurse=False) if isinstance(module, ParametrizationList) else ()
-        if id(original) in self._full or not any(id(tensor) in self._full for tensor in siblings):
-            return self._tensor(original)
-        # Reading one tensor of a parametrization computes with all of them.
-        zeros = torch.zeros(original.shape, dtype=original.dtype)
-        setattr(zeros, _INITIALIZED, True)
-        return nn.Parameter(zeros, requires_grad=False) if isinstance(original, nn.Parameter) else zeros
-
-    def _tensor(self, original: Tensor) -> Tensor:
-        if id(original) not in self._tensors:
-            self._tensors[id(original)] = self._create_tensor(original)
-        return self._tensors[id(original)]
-
-    def _create_tensor(self, original: Tensor) -> Tensor:
-        is_parameter = isinstance(original, nn.Parameter)
-        if (full := self._full.get(id(original))) is not None:
-            return nn.Parameter(full, requires_grad=False) if is_parameter else full
-        if is_parameter or original.is_meta or isinstance(original, DTensor):
-            return self._on_meta(original)
-        clone = original.detach().cpu().clone()  # a buffer, from which others may be computed
-        setattr(clone, _INITIALIZED, True)
-        return clone
-
-    def _on_meta(self, original: Tensor) -> Tensor:
-        """Returns a stand-in on meta. It cannot be written to, so that tensors of the same shape share one."""
-        is_parameter = isinstance(original, nn.Parameter)
-        key = (is_parameter, original.shape, original.dtype)
-        if key not in self._meta_tensors:
-            meta = torch.empty(original.shape, dtype=original.dtype, device="meta")
-            self._meta_tensors[key] = nn.Parameter(meta, requires_grad=False) if is_parameter else meta
-            setattr(self._meta_tensors[key], _INITIALIZED, True)
-        return self._meta_tensors[key]
-
-
-class _Children(dict[str, Any]):
-    """The ``_modules`` of a stand-in: stand-ins for the children, created on first access."""
-
-    def __init__(self, skeleton: Skeleton, children: Mapping[str, nn.Module | None]) -> None:
-        super().__init__(children)
-        self._skeleton = skeleton
-
-    def __getitem__(self, name: str) -> nn.Module | None:
-        child = super().__getitem__(name)
-        return None if child is None else self._skeleton.module(child)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  (that would be this method)
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-
-def _has_modules(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(item, nn.Module) for item in items)

@@ -17,7 +17,6 @@ from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import match_conversions
 from epload.mapping.mapping import Mapping, apply_renames, ignored_keys
-from epload.mapping.operations import Truncate
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
@@ -76,7 +75,7 @@ def catalog(
 
 def _truncated(rules: Mapping, names: Sequence[str]) -> set[int]:
     """Returns the checkpoint tensors that a conversion truncates, which may have padding."""
-    truncating = [rule for rule in rules.converts if any(isinstance(step, Truncate) for step in rule.operations)]
+    truncating = [rule for rule in rules.converts if any(step.name == "Truncate" for step in rule.operations)]
     if not truncating:
         return set()
     groups, _ = match_conversions(rules.converts, apply_renames(rules.renames, names))

@@ -13,7 +13,7 @@ from epload.mapping.wrappers import names_added_by_adapters
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import ModelReader
+from epload.saving.model_reader import read_targets
 from epload.sync.devices import DeviceLink, Probe, accelerator_of
 
 
@@ -42,7 +42,7 @@ class SentModel:
             snapshot: whether a copy of the tensors is sent, so that the model may change.
             through_host: whether versions pass through host memory wherever the tensors are.
         """
-        self._reader = ModelReader(model, filled=False)
+        self._model = model
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
@@ -53,10 +53,10 @@ class SentModel:
 
     def read(self) -> SentTensors:
         """Reads the model. Reshards FSDP2 modules."""
-        targets = self._reader.read()
-        added = names_added_by_adapters(self._reader.model, targets.index)
+        targets = read_targets(self._model, filled=False)
+        added = names_added_by_adapters(self._model, targets.index)
         if self._last is None or not targets.matches(self._last[0]) or added != self._last[1]:
-            manifest, placed, _ = catalog(self._reader.model, targets, self._mapping, self._names_from)
+            manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
             holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
             self._last = targets, added, manifest, holdings
         tensors = self._copy(targets.local()) if self._snapshot else targets.local()

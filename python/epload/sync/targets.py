@@ -19,7 +19,7 @@ from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
-from epload.saving.model_reader import ModelReader
+from epload.saving.model_reader import read_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.epoch import Epoch
 
@@ -66,14 +66,14 @@ class ModelTarget(Target):
     """The parameters and persistent buffers of a model."""
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
-        self._reader = ModelReader(model, filled=True)
+        self._model = model
         self._mapping = mapping
         self._strict = strict
         self._filled: Targets | None = None
 
     def holdings(self, manifest: Manifest) -> Holdings:
-        targets = self._reader.read()
-        mapping = resolve_mapping(self._mapping, self._reader.model, targets.index, manifest.names)
+        targets = read_targets(self._model, filled=True)
+        mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
         _check_ties(manifest.names, placed, targets)
         filled = {targets.index[name] for places in placed for name, _ in places}
@@ -103,7 +103,7 @@ class ModelTarget(Target):
         return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        targets = self._reader.read()
+        targets = read_targets(self._model, filled=True)
         if self._filled is not None and not targets.matches(self._filled):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"

@@ -1,0 +1,60 @@
+"""A model that was moved, swapped, retied or dropped between loads of one loader is loaded as it is now."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from epload import HierarchicalLoader, Topology
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, meta_net, state_for, wrong
+
+
+def after_loads(rank: int) -> list[str]:
+    """Moves and swaps of a model between loads work, and the loads behind them are right."""
+    problems = []
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), bucket_bytes=BUCKET, readers="one")
+    model = meta_net()
+    number = 0
+
+    def load(what: str, dtype: torch.dtype = torch.float32) -> None:
+        nonlocal number
+        number += 1
+        loader.load(model, state_for(number))
+        expected = state_for(number, dtype)  # Module.to casts buffers too
+        problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
+
+    for what in ("meta", "a load", "two loads", "three"):
+        load(what)
+    model(torch.arange(13)).sum().backward()
+    load("a step")
+    weight = model.embed.weight
+    model.to(torch.bfloat16)
+    load("to bfloat16", torch.bfloat16)
+    load("to bfloat16, again", torch.bfloat16)
+    model.to(torch.float32)
+    load("to float32")
+    load("to float32, again")
+    model.to_empty(device="cpu")
+    load("to_empty")
+    load("to_empty, again")
+    fresh = nn.Parameter(torch.zeros_like(weight))
+    torch.utils.swap_tensors(model.embed.weight, fresh)
+    load("swap_tensors")
+    model.table = torch.zeros(5, 3)
+    load("a new buffer")
+    alive = weakref.ref(model)
+    model = meta_net()
+    gc.collect()
+    if alive() is not None:
+        problems.append("the loader keeps a model alive that was trained and dropped")
+    load("another model")
+    return problems
+
+
+def test_models_can_be_moved_and_dropped_between_loads() -> None:
+    all_fine(ranks.run(2, after_loads))
