@@ -41,10 +41,7 @@ std::vector<int64_t> values_of(const py::bytes& column) {
 // Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes; and the bytes of each bucket. `extents` are
 // those of kinds of tensors of which the column `kind_of` says which each has.
 std::pair<std::vector<py::bytearray>, std::vector<int64_t>> plan_buckets(
-    const std::vector<std::array<int64_t, 3>>& extents,
-    int64_t capacity,
-    int64_t alignment,
-    int64_t header,
+    const std::vector<std::array<int64_t, 3>>& extents, int64_t capacity, int64_t alignment, int64_t header,
     const py::bytes& kind_of) {
   std::vector<epload::TensorExtent> tensors;
   for (const auto kind : values_of(kind_of)) {
@@ -78,63 +75,22 @@ std::pair<int64_t, int64_t> stripe(int64_t begin, int64_t end, int64_t count, in
   return {part.begin, part.end};
 }
 
-// The number of broadcasts and all-gathers that a rank takes part in. `intra` are the ranks of its node in order, empty
-// if it has no group for them; `inter` says whether it has a group for other nodes.
-int64_t broadcast_count(
-    int64_t nbytes, bool striped, bool inter, const epload::Ranks& intra, int64_t rank, int64_t src, int64_t leader) {
-  const epload::Position position{inter ? epload::Ranks{rank} : epload::Ranks{}, intra, rank, src, leader, striped};
-  return static_cast<int64_t>(epload::broadcast_steps(position, nbytes, epload::kOpAlignment).size());
-}
-
 using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 // `buckets`: node that reads it, begin, end.
 std::vector<Step> wave_steps(
-    const epload::Nodes& nodes,
-    int64_t src,
-    int64_t rank,
-    bool striped,
-    bool shared,
-    bool crosses,
-    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& buckets,
-    int64_t alignment) {
+    const epload::Nodes& nodes, int64_t src, int64_t rank, const std::string& algorithm, bool shared, bool crosses,
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& buckets, int64_t alignment) {
   std::vector<epload::WaveBucket> wave;
   for (const auto& [node, begin, end] : buckets) {
     wave.push_back({node, begin, end});
   }
   std::vector<Step> steps;
-  for (const auto& s : epload::wave_steps(nodes, src, rank, {striped, shared, crosses}, wave, alignment)) {
+  const epload::WaveOptions options{epload::algorithm_of(algorithm), shared, crosses};
+  for (const auto& s : epload::wave_steps(nodes, src, rank, options, wave, alignment)) {
     steps.emplace_back(s.begin, s.end, s.from_inter, s.from_intra, s.to_inter, s.to_intra);
   }
   return steps;
-}
-
-void define_schedule(py::module_& m) {
-  m.attr("OP_ALIGNMENT") = epload::kOpAlignment;
-  m.def("stripe", &stripe, py::arg("begin"), py::arg("end"), py::arg("count"), py::arg("index"), py::arg("alignment"));
-  m.def("leaders", &epload::leaders, py::arg("nodes"), py::arg("src"));
-  m.def("rails", &epload::rails, py::arg("nodes"));
-  m.def(
-      "broadcast_count",
-      &broadcast_count,
-      py::arg("nbytes"),
-      py::arg("striped"),
-      py::arg("inter"),
-      py::arg("intra"),
-      py::arg("rank"),
-      py::arg("src"),
-      py::arg("leader"));
-  m.def(
-      "wave_steps",
-      &wave_steps,
-      py::arg("nodes"),
-      py::arg("src"),
-      py::arg("rank"),
-      py::arg("striped"),
-      py::arg("shared"),
-      py::arg("crosses"),
-      py::arg("buckets"),
-      py::arg("alignment"));
 }
 
 } // namespace
@@ -145,14 +101,11 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = EPLOAD_COMPILER;
   m.attr("cuda_architectures") = EPLOAD_CUDA_ARCHITECTURES; // comma-separated; empty in a build without CUDA
   m.attr("torch_npu_version") = EPLOAD_TORCH_NPU_VERSION;   // empty in a build without the Ascend part
-  m.def(
-      "plan_buckets",
-      &plan_buckets,
-      py::arg("extents"),
-      py::arg("capacity"),
-      py::arg("alignment"),
-      py::arg("header"),
-      py::arg("kind_of"));
-  m.def("extent_of", &extent_of, py::arg("shape"), py::arg("itemsize"), py::arg("room"));
-  define_schedule(m);
+  m.attr("OP_ALIGNMENT") = epload::kOpAlignment;
+  m.def("plan_buckets", &plan_buckets); // extents, capacity, alignment, header, kind_of
+  m.def("extent_of", &extent_of);       // shape, itemsize, room
+  m.def("stripe", &stripe);             // begin, end, count, index, alignment
+  m.def("leaders", &epload::leaders);   // nodes, src
+  m.def("rails", &epload::rails);       // nodes
+  m.def("wave_steps", &wave_steps);     // nodes, src, rank, algorithm, shared, crosses, buckets, alignment
 }

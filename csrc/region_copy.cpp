@@ -1,5 +1,6 @@
 #include "region_copy.h"
 
+#include "dtypes.h"
 #include "tensor_memory.h"
 
 #include <ATen/core/grad_mode.h>
@@ -8,6 +9,9 @@
 #include <torch/library.h>
 
 #include <array>
+#include <string>
+#include <tuple>
+#include <vector>
 
 namespace epload {
 
@@ -82,10 +86,21 @@ void unpack(const at::Tensor& bucket, at::TensorList targets, const at::Tensor& 
   mark_written(targets);
 }
 
+// The table of dtypes.h: names and codes.
+std::tuple<std::vector<std::string>, std::vector<int64_t>> dtypes() {
+  std::tuple<std::vector<std::string>, std::vector<int64_t>> table;
+  for (const auto& row : kDtypes) {
+    std::get<0>(table).emplace_back(row.name);
+    std::get<1>(table).push_back(static_cast<int64_t>(row.type));
+  }
+  return table;
+}
+
 } // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("pack", TORCH_FN(epload::pack));
   m.impl("unpack", TORCH_FN(epload::unpack));
+  m.impl("dtypes", TORCH_FN(epload::dtypes));
 }

@@ -42,47 +42,9 @@ int64_t stripe_bytes(int64_t nbytes, int64_t count, int64_t alignment) {
   return nbytes / count / alignment * alignment;
 }
 
-std::vector<RelayStep> leader_relay(const Position& at, int64_t nbytes) {
-  const auto inter = chain_neighbors(at.inter, at.src, at.self);
-  const auto intra = chain_neighbors(at.intra, at.leader, at.self);
-  return {{0, nbytes, inter.before, intra.before, inter.after, intra.after}};
-}
-
-std::vector<RelayStep> striped_relay(const Position& at, int64_t nbytes, int64_t alignment, int64_t chunk_bytes) {
-  const bool source_node = at.on_source_node();
-  const auto rail = chain_neighbors(at.inter, at.leader, at.self);
-  const auto node = source_node ? chain_neighbors(at.intra, at.src, at.self) : ring_neighbors(at.intra, at.self);
-  const int64_t count = std::max<int64_t>(static_cast<int64_t>(at.intra.size()), 1);
-  const int64_t mine = index_of(at.intra, at.self);
-  const auto last = stripe({0, nbytes}, count, count - 1, alignment);
-  const int64_t longest = last.end - last.begin;
-  std::vector<RelayStep> steps;
-  for (int64_t offset = 0; offset < longest; offset += chunk_bytes) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t k = source_node ? i : (mine - i + count) % count;
-      const auto [low, high] = stripe({0, nbytes}, count, k, alignment);
-      if (low + offset >= high) {
-        continue;
-      }
-      RelayStep step{low + offset, std::min(high, low + offset + chunk_bytes), kNoRank, kNoRank, kNoRank, kNoRank};
-      if (source_node) {
-        step.from_intra = node.before;
-        step.to_intra = node.after;
-        step.to_inter = k == mine ? rail.after : kNoRank;
-      } else {
-        (i == 0 ? step.from_inter : step.from_intra) = i == 0 ? rail.before : node.before;
-        step.to_inter = i == 0 ? rail.after : kNoRank;
-        step.to_intra = i + 1 < count ? node.after : kNoRank;
-      }
-      steps.push_back(step);
-    }
-  }
-  return steps;
-}
-
 // For each node, the rank on it that is in the same ring as `rank`, which is on one of the nodes.
-Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, bool striped) {
-  if (!striped) {
+Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, Algorithm algorithm) {
+  if (algorithm == Algorithm::kTwoLevel) {
     return leaders(nodes, src);
   }
   const auto all = rails(nodes);
@@ -90,6 +52,13 @@ Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, bool striped) 
 }
 
 } // namespace
+
+Algorithm algorithm_of(const std::string& name) {
+  if (name != "two_level" && name != "striped") {
+    throw std::invalid_argument("schedule: expected algorithm 'two_level' or 'striped', got '" + name + "'");
+  }
+  return name == "striped" ? Algorithm::kStriped : Algorithm::kTwoLevel;
+}
 
 Range stripe(Range whole, int64_t count, int64_t index, int64_t alignment) {
   require(whole.begin >= 0 && whole.begin <= whole.end, "expected a range of bytes");
@@ -159,7 +128,7 @@ std::vector<BroadcastStep> broadcast_steps(const Position& at, int64_t nbytes, i
     }
   };
   const Range whole{0, nbytes};
-  if (!at.striped) {
+  if (at.algorithm == Algorithm::kTwoLevel) {
     add(whole, true, at.inter, at.src); // first, as a leader would otherwise spread what it has not received yet
     add(whole, false, at.intra, at.leader);
     return steps;
@@ -177,20 +146,33 @@ std::vector<BroadcastStep> broadcast_steps(const Position& at, int64_t nbytes, i
   return steps;
 }
 
-std::vector<RelayStep> relay_steps(const Position& position, int64_t nbytes, int64_t alignment, int64_t chunk_bytes) {
-  require(chunk_bytes > 0, "expected a positive size of a chunk");
-  return position.striped ? striped_relay(position, nbytes, alignment, chunk_bytes) : leader_relay(position, nbytes);
+std::vector<RelayStep> relay_steps(const Position& at, int64_t nbytes, int64_t alignment) {
+  if (at.algorithm == Algorithm::kTwoLevel) {
+    const auto inter = chain_neighbors(at.inter, at.src, at.self);
+    const auto intra = chain_neighbors(at.intra, at.leader, at.self);
+    return {{0, nbytes, inter.before, intra.before, inter.after, intra.after}};
+  }
+  std::vector<RelayStep> steps;
+  for (const auto& step : broadcast_steps(at, nbytes, alignment)) {
+    const auto& group = step.inter ? at.inter : at.intra;
+    const Ranks roots = step.root == kNoRank ? group : Ranks{step.root};
+    const auto count = static_cast<int64_t>(roots.size());
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [begin, end] = stripe({step.begin, step.end}, count, i, 1);
+      const auto [before, after] = chain_neighbors(group, roots[i], at.self);
+      steps.push_back(
+          step.inter ? RelayStep{begin, end, before, kNoRank, after, kNoRank}
+                     : RelayStep{begin, end, kNoRank, before, kNoRank, after});
+    }
+  }
+  return steps;
 }
 
 std::vector<RelayStep> wave_steps(
-    const Nodes& nodes,
-    int64_t src,
-    int64_t rank,
-    const WaveOptions& options,
-    const std::vector<WaveBucket>& buckets,
+    const Nodes& nodes, int64_t src, int64_t rank, const WaveOptions& options, const std::vector<WaveBucket>& buckets,
     int64_t alignment) {
   const int64_t own = node_of(nodes, rank);
-  const auto ring = ring_through(nodes, src, rank, options.striped);
+  const auto ring = ring_through(nodes, src, rank, options.algorithm);
   const auto& node = nodes[own];
   const auto links = ring_neighbors(ring, ring[own]);
   const auto chain = options.shared ? Neighbors{kNoRank, kNoRank} : chain_neighbors(node, ring[own], rank);
@@ -204,8 +186,9 @@ std::vector<RelayStep> wave_steps(
         continue;
       }
       const Range whole{bucket.begin, bucket.end};
-      const auto [begin, end] =
-          options.striped ? stripe(whole, static_cast<int64_t>(node.size()), place_of(node, rank), alignment) : whole;
+      const auto [begin, end] = options.algorithm == Algorithm::kTwoLevel
+                                    ? whole
+                                    : stripe(whole, static_cast<int64_t>(node.size()), place_of(node, rank), alignment);
       if (rank == ring[own]) {
         const int64_t from = distance > 0 ? links.before : kNoRank;
         steps.push_back({begin, end, from, kNoRank, goes_on ? links.after : kNoRank, chain.after});

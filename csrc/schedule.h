@@ -4,12 +4,18 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace epload {
 
 using Ranks = std::vector<int64_t>;
 using Nodes = std::vector<Ranks>; // the ranks of each node
+
+// How a bucket gets to the ranks of all nodes; see planning/algorithms.py.
+enum class Algorithm { kTwoLevel, kStriped };
+
+Algorithm algorithm_of(const std::string& name);
 
 constexpr int64_t kNoRank = -1;
 constexpr int64_t kOpAlignment =
@@ -64,7 +70,7 @@ struct BroadcastStep {
 struct Position {
   Ranks inter, intra;
   int64_t self, src, leader;
-  bool striped;
+  Algorithm algorithm;
 
   bool on_source_node() const;
 };
@@ -75,11 +81,9 @@ struct Position {
 // nothing.
 std::vector<BroadcastStep> broadcast_steps(const Position& position, int64_t nbytes, int64_t alignment);
 
-// The same bytes relayed: along a chain of leaders, and from each leader along its node. Striped: on the source's node
-// every stripe goes along a chain from the source, and its rank passes it on over its rail; on the other nodes it goes
-// from that rank around the node, `chunk_bytes` of each stripe in turn, so that all rails and the node are busy at
-// once.
-std::vector<RelayStep> relay_steps(const Position& position, int64_t nbytes, int64_t alignment, int64_t chunk_bytes);
+// The same bytes relayed: each broadcast goes along a chain from its root, an all-gather along one from each rank. In
+// two levels a leader passes on to its node what it has of a bucket while more arrives.
+std::vector<RelayStep> relay_steps(const Position& position, int64_t nbytes, int64_t alignment);
 
 // A bucket of a wave, and the number of the node on which it is read.
 struct WaveBucket {
@@ -87,7 +91,7 @@ struct WaveBucket {
 };
 
 struct WaveOptions {
-  bool striped;
+  Algorithm algorithm;
   bool shared;  // the ranks of a node share their staging buffers
   bool crosses; // buckets move between nodes
 };
@@ -98,11 +102,7 @@ struct WaveOptions {
 // are busy and neighbors agree on the order. Without shared buffers the same order goes on from the leader along a
 // chain of its node's ranks.
 std::vector<RelayStep> wave_steps(
-    const Nodes& nodes,
-    int64_t src,
-    int64_t rank,
-    const WaveOptions& options,
-    const std::vector<WaveBucket>& buckets,
+    const Nodes& nodes, int64_t src, int64_t rank, const WaveOptions& options, const std::vector<WaveBucket>& buckets,
     int64_t alignment);
 
 } // namespace epload

@@ -3,55 +3,35 @@
 
 #include <torch/library.h>
 
-namespace {
-
-void define_region_copies(torch::Library& m) {
-  m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
-  m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
-}
-
-void define_device_pipe(torch::Library& m) {
-  m.def("device_pipe(Device device, int threads, int piece_bytes) -> __torch__.torch.classes.epload.DevicePipe");
-  m.def(
-      "read_to_device(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
-      "Tensor copies, __torch__.torch.classes.epload.DevicePipe pipe, bool direct=False) -> (int, int, int, int)");
-  m.def(
-      "write_from_device(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor[] sources, "
-      "Tensor copies, __torch__.torch.classes.epload.DevicePipe pipe) -> (int, int, int, int)");
-  m.def(
-      "upload(Tensor[] sources, Tensor origins, Tensor(a!)[] targets, Tensor copies, "
-      "__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
-  m.def(
-      "download(Tensor[] sources, Tensor copies, Tensor(a!)[] targets, Tensor origins, "
-      "__torch__.torch.classes.epload.DevicePipe pipe) -> ()");
-}
-
-void define_shared_memory(torch::Library& m) {
-  m.def("share_memory(Tensor[] tensors) -> (Tensor, str[], int[])");
-  m.def("open_memory(str handle, int nbytes, Device device) -> Tensor");
-  m.def("close_memory(Tensor(a!) memory) -> ()");
-}
-
-} // namespace
+#define PIPE "__torch__.torch.classes.epload.DevicePipe"
+// Regions of tensors in open files.
+#define REGIONS "int[] descriptors, Tensor files, Tensor offsets, Tensor origins, "
 
 TORCH_LIBRARY(epload, m) {
   epload::register_device_pipe_class();
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
-  define_region_copies(m);
-  define_device_pipe(m);
-  define_shared_memory(m);
+  m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
+  m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
+  m.def("device_pipe(Device device, int threads, int piece_bytes) -> " PIPE);
   m.def(
-      "read_regions(int[] descriptors, Tensor files, Tensor offsets, Tensor origins, Tensor(a!)[] targets, "
-      "Tensor copies, int threads, bool direct=False) -> (int, int, int, int)");
+      "read_regions(" REGIONS "Tensor(a!)[] targets, Tensor copies, int threads, bool direct=False, " PIPE
+      "? pipe=None) -> (int, int, int, int)");
+  m.def("write_from_device(" REGIONS "Tensor[] sources, Tensor copies, " PIPE " pipe) -> (int, int, int, int)");
+  m.def("upload(Tensor[] sources, Tensor origins, Tensor(a!)[] targets, Tensor copies, " PIPE " pipe) -> ()");
+  m.def("download(Tensor[] sources, Tensor copies, Tensor(a!)[] targets, Tensor origins, " PIPE " pipe) -> ()");
+  m.def("share_memory(Tensor[] tensors) -> (Tensor, str[], int[])");
+  m.def("open_memory(str handle, int nbytes, Device device) -> Tensor");
+  m.def("close_memory(Tensor(a!) memory) -> ()");
   m.def(
-      "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, Tensor? board=None, "
-      "float seconds=0) -> int");
+      "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, "
+      "Tensor? board=None, float seconds=0) -> int");
   m.def("allocate_like(Tensor[] tensors, ScalarType dtype, Device device, int threads) -> Tensor[]");
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
+  m.def("dtypes() -> (str[], int[])");
   m.def("cuda_obstacle(Device device) -> str");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");
   m.def("board_wait(Tensor board, int[] slots, int value, float seconds) -> int");

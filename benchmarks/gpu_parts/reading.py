@@ -64,7 +64,7 @@ def pipe_rate(file: Path, pipe: ops.Pipe, expected: Tensor) -> float:
             target.zero_()
             torch.accelerator.synchronize()
             began = time.perf_counter()
-            ops.read_to_device([opened.fileno()], zero, zero, origin, [target], rows, pipe)
+            ops.read_regions([opened.fileno()], zero, zero, origin, [target], rows, 1, False, pipe)
             torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - began)
             if not torch.equal(target, expected):

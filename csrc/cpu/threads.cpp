@@ -1,7 +1,5 @@
 #include "threads.h"
 
-#include "stream_copy.h"
-
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -23,7 +21,6 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
   std::exception_ptr failure;
   std::mutex lock;
   const auto guarded = [&] {
-    const StreamFence fence;
     try {
       work();
     } catch (...) {

@@ -2,6 +2,7 @@
 // kernel. It includes no CUDA header and is part of every build. Without libepload_cuda.so in libepload's
 // folder, or on a device that cannot run its kernels, the regions are copied through ATen.
 #include "../region_copy.h"
+#include "../dtypes.h"
 #include "../sibling_library.h"
 #include "../strided.h"
 #include "api.h"
@@ -38,9 +39,7 @@ struct Library {
 
 Library open_library() {
   const SiblingLibrary sibling(
-      "libepload_cuda.so",
-      "epload_cuda_interface",
-      kEploadCudaInterface,
+      "libepload_cuda.so", "epload_cuda_interface", kEploadCudaInterface,
       "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it");
   Library library;
   if (sibling.present()) {
@@ -76,10 +75,7 @@ const std::string& obstacle(c10::Device device) {
     }
     if (!reason.empty()) {
       TORCH_WARN(
-          "epload: its CUDA kernels do not run on ",
-          device,
-          ": ",
-          reason,
+          "epload: its CUDA kernels do not run on ", device, ": ", reason,
           ". Regions are copied with one call of torch's each, which is correct but slow");
     }
     found = known.emplace(device.index(), std::move(reason)).first;
@@ -98,22 +94,11 @@ std::string cuda_obstacle(c10::Device device) {
 }
 
 cuda::Number number_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::ScalarType::BFloat16:
-      return cuda::Number::kBFloat16;
-    case at::ScalarType::Half:
-      return cuda::Number::kHalf;
-    case at::ScalarType::Float:
-      return cuda::Number::kFloat;
-    case at::ScalarType::Double:
-      return cuda::Number::kDouble;
-    case at::ScalarType::Float8_e4m3fn: // torch's own conversion clamps or not, by its version
-      return c10::Float8_e4m3fn(1e6F).isnan() ? cuda::Number::kFloat8E4M3 : cuda::Number::kFloat8E4M3Clamped;
-    case at::ScalarType::Float8_e5m2:
-      return cuda::Number::kFloat8E5M2;
-    default:
-      return cuda::Number::kNone;
+  if (dtype == at::ScalarType::Float8_e4m3fn && !c10::Float8_e4m3fn(1e6F).isnan()) {
+    return cuda::Number::kFloat8E4M3Clamped; // torch's own conversion clamps or not, by its version
   }
+  const auto* const row = find_dtype(dtype);
+  return row == nullptr ? cuda::Number::kNone : row->number;
 }
 
 // False if the kernel cannot do this region.

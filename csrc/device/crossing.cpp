@@ -1,6 +1,5 @@
 #include "crossing.h"
 
-#include "../cpu/ranged_reader.h"
 #include "../cpu/threads.h"
 #include "../strided.h"
 
@@ -23,6 +22,7 @@ namespace {
 constexpr int64_t kStraightBytes = 256 << 10; // a shorter run costs less as a part of a piece than as a copy of its own
 constexpr int64_t kRowBytes = 512;            // shorter rows are not picked out of the file one by one
 constexpr int64_t kRegionAlignment = 16;      // in a piece: of the widest access of a device
+constexpr int64_t kRequestBytes = 4 << 20;    // of rows that are read together, with what lies between them
 constexpr int64_t kManyRows = 64;             // fewer take no time worth saving
 
 int64_t aligned(int64_t at) {
@@ -37,23 +37,14 @@ at::Tensor bytes_of(const at::Tensor& tensor, int64_t at, int64_t nbytes) {
   return elements.view(at::kByte).narrow(0, at - first * item, nbytes);
 }
 
-// Calls visit(byte of the file, byte in the piece) for each row.
+// Calls visit(byte of the file) for each row, until one is false.
 template <typename Visit>
-bool for_rows(
-    const int64_t* size,
-    const int64_t* stride,
-    size_t dims,
-    int64_t row,
-    int64_t from,
-    int64_t& at,
-    const Visit& visit) {
+bool for_rows(const int64_t* size, const int64_t* stride, size_t dims, int64_t from, const Visit& visit) {
   if (dims == 0) {
-    const bool fine = visit(from, at);
-    at += row;
-    return fine;
+    return visit(from);
   }
   for (int64_t i = 0; i < size[0]; ++i, from += stride[0]) {
-    if (!for_rows(size + 1, stride + 1, dims - 1, row, from, at, visit)) {
+    if (!for_rows(size + 1, stride + 1, dims - 1, from, visit)) {
       return false;
     }
   }
@@ -62,13 +53,52 @@ bool for_rows(
 
 } // namespace
 
+// Moves rows between memory and one end of the host; those that follow one another, or nearly, in one request.
+class Requests {
+ public:
+  Requests(Move move, int64_t gap) : move_(std::move(move)), gap_(gap) {
+  }
+
+  bool add(int64_t file, int64_t offset, char* memory, int64_t nbytes) {
+    const int64_t gap = offset - end_;
+    const bool joins = count_ > 0 && file == file_ && gap >= 0 && gap <= gap_ && count_ + 2 <= kVectors &&
+                       offset + nbytes - begin_ <= kRequestBytes;
+    if (!joins && !flush()) {
+      return false;
+    }
+    if (count_ == 0) {
+      file_ = file;
+      begin_ = offset;
+    } else if (gap > 0) {
+      skipped_.resize(gap_);
+      vectors_[count_++] = {skipped_.data(), static_cast<size_t>(gap)};
+    }
+    vectors_[count_++] = {memory, static_cast<size_t>(nbytes)};
+    end_ = offset + nbytes;
+    return true;
+  }
+
+  bool flush() {
+    return count_ == 0 || move_(file_, begin_, vectors_.data(), std::exchange(count_, 0));
+  }
+
+ private:
+  const Move move_;
+  const int64_t gap_;
+  std::vector<char> skipped_;
+  std::array<iovec, kVectors> vectors_{};
+  size_t count_ = 0;
+  int64_t file_ = 0, begin_ = 0, end_ = 0;
+};
+
+int64_t Crossing::Gathered::rows() const {
+  return std::accumulate(size.begin(), size.end(), int64_t{1}, std::multiplies<>());
+}
+
 Crossing::Crossing(
-    c10::IntArrayRef files,
-    at::TensorList tensors,
-    const std::vector<RegionCopy>& copies,
-    Direction direction,
-    int64_t piece_bytes)
-    : direction_(direction), piece_bytes_(piece_bytes) {
+    c10::IntArrayRef files, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction,
+    int64_t piece_bytes, int64_t run_bytes)
+    : direction_(direction), piece_bytes_(piece_bytes), run_bytes_(run_bytes) {
   for (size_t i = 0; i < copies.size(); ++i) {
     add(files[i], tensors[copies[i].tensor], copies[i]);
   }
@@ -77,8 +107,7 @@ Crossing::Crossing(
 }
 
 void Crossing::add(int64_t file, const at::Tensor& tensor, const RegionCopy& copy) {
-  const int64_t span = span_of(copy);
-  if (span == 0) {
+  if (span_of(copy) == 0) {
     return;
   }
   const auto item = static_cast<int64_t>(c10::elementSize(copy.dtype));
@@ -90,41 +119,27 @@ void Crossing::add(int64_t file, const at::Tensor& tensor, const RegionCopy& cop
     }
   }
   Gathered region{copy, file, copy.bucket_offset, item, {}, {}};
-  int64_t rows = 1;
+  int64_t nbytes = item; // in the piece
   for (size_t d = copy.size.size(); d-- > 0;) {
-    const int64_t stride = copy.bucket_stride[d] * item;
-    if (copy.size[d] == 1) {
-      continue;
-    }
-    if (region.size.empty() && stride == region.row) {
-      region.row *= copy.size[d];
-    } else {
-      region.size.push_back(copy.size[d]);
+    const int64_t size = copy.size[d], stride = copy.bucket_stride[d] * item, gap = stride - region.row;
+    // Of short rows what lies between them comes along; not when writing.
+    const bool covers = direction_ == Direction::kUnpack && region.row < kRowBytes && gap >= 0 && gap <= kGapBytes;
+    if (size > 1 && region.size.empty() && (gap == 0 || covers)) {
+      nbytes = region.row += (size - 1) * stride;
+    } else if (size > 1) {
+      region.size.push_back(size);
       region.stride.push_back(stride);
-      rows *= copy.size[d];
+      region.copy.bucket_stride[d] = nbytes / item;
+      nbytes *= size;
     }
   }
-  // Of short rows all that lies between the first and the last comes along; not when writing.
-  const bool whole = rows > 1 && region.row < kRowBytes && direction_ == Direction::kUnpack;
-  const int64_t nbytes = whole ? span : region.row * rows;
   if (RegionCopy first, second; nbytes > piece_bytes_ && halve(copy, first, second)) {
     add(file, tensor, first);
     add(file, tensor, second);
     return;
   }
-  if (whole) {
-    region.row = span;
-    region.size.clear();
-    region.stride.clear();
-  } else {
-    std::reverse(region.size.begin(), region.size.end());
-    std::reverse(region.stride.begin(), region.stride.end());
-    int64_t inner = 1;
-    for (size_t d = copy.size.size(); d-- > 0;) {
-      region.copy.bucket_stride[d] = inner;
-      inner *= copy.size[d];
-    }
-  }
+  std::reverse(region.size.begin(), region.size.end());
+  std::reverse(region.stride.begin(), region.stride.end());
   gathered_.push_back(std::move(region));
 }
 
@@ -136,10 +151,11 @@ void Crossing::join_runs() {
   if (!std::is_sorted(runs_.begin(), runs_.end(), before)) {
     std::stable_sort(runs_.begin(), runs_.end(), before);
   }
-  size_t count = 0;
+  std::vector<Run> joined;
+  joined.reserve(runs_.size());
   for (auto& run : runs_) {
-    if (count > 0) {
-      auto& last = runs_[count - 1];
+    if (!joined.empty()) {
+      auto& last = joined.back();
       if (run.file == last.file && run.tensor == last.tensor && run.offset == last.offset + last.nbytes &&
           run.at == last.at + last.nbytes) {
         last.nbytes += run.nbytes;
@@ -147,12 +163,9 @@ void Crossing::join_runs() {
         continue;
       }
     }
-    if (runs_.data() + count != &run) {
-      runs_[count] = std::move(run);
-    }
-    ++count;
+    joined.push_back(std::move(run));
   }
-  runs_.erase(runs_.begin() + static_cast<std::ptrdiff_t>(count), runs_.end());
+  runs_ = std::move(joined);
 }
 
 // Long runs are cut, short ones are gathered.
@@ -170,8 +183,8 @@ void Crossing::make_loads() {
     }
     // A run lies as far into a page of the piece as in the file (lead), and is cut where pages begin: so that what is
     // read past the page cache comes straight into the piece.
-    int64_t room = piece_bytes_ - run.offset % kPieceAlignment;
-    for (int64_t begin = 0; begin < run.nbytes; room = piece_bytes_) {
+    int64_t room = run_bytes_ - run.offset % kPieceAlignment;
+    for (int64_t begin = 0; begin < run.nbytes; room = run_bytes_) {
       const int64_t nbytes = std::min(room, run.nbytes - begin);
       loads_.push_back({static_cast<int64_t>(i), begin, begin + nbytes, nbytes});
       begin += nbytes;
@@ -183,10 +196,7 @@ void Crossing::make_loads() {
   int64_t nbytes = 0;
   for (size_t i = 0; i < gathered_.size(); ++i) {
     auto& region = gathered_[i];
-    int64_t rows = region.row;
-    for (const auto size : region.size) {
-      rows *= size;
-    }
+    const int64_t rows = region.row * region.rows();
     const bool follows = i > 0 && !loads_.empty() && loads_.back().run < 0 && aligned(nbytes) + rows <= piece_bytes_;
     if (!follows) {
       loads_.push_back({-1, static_cast<int64_t>(i), static_cast<int64_t>(i), 0});
@@ -212,189 +222,183 @@ std::pair<int64_t, int64_t> Crossing::place(const Load& load) const {
 // One thread's work.
 class Crossing::Worker {
  public:
-  Worker(const Crossing& crossing, at::TensorList tensors, DevicePipe::Lane& lane, HostEnd& end, int64_t gap)
-      : crossing_(crossing), tensors_(tensors), lane_(lane), end_(end), gap_(gap) {
+  Worker(const Crossing& crossing, at::TensorList tensors, Move move, int64_t gap)
+      : crossing_(crossing), tensors_(tensors), requests_(std::move(move), gap) {
+  }
+
+  // Between the host's end and memory of the load's bytes.
+  bool move(const Load& load, char* memory) {
+    if (load.run >= 0) {
+      const auto [file, offset] = crossing_.place(load);
+      return requests_.add(file, offset, memory, load.nbytes) && requests_.flush();
+    }
+    for (int64_t i = load.begin; i < load.end; ++i) {
+      const auto& region = crossing_.gathered_[i];
+      char* at = memory + region.copy.bucket_offset;
+      const auto move_row = [&](int64_t from) {
+        return requests_.add(region.file, from, std::exchange(at, at + region.row), region.row);
+      };
+      if (!for_rows(region.size.data(), region.stride.data(), region.size.size(), region.offset, move_row)) {
+        return false;
+      }
+    }
+    return requests_.flush();
+  }
+
+  // Between a piece (where the tensors are) and the tensors of gathered regions.
+  void copy(const Load& load, const at::Tensor& piece) {
+    std::vector<at::Tensor> tensors;
+    std::vector<RegionCopy> copies;
+    for (int64_t i = load.begin; i < load.end; ++i) {
+      const auto& region = crossing_.gathered_[i];
+      const auto& tensor = tensors_[region.copy.tensor];
+      copies.push_back(region.copy);
+      copies.back().tensor = i - load.begin;
+      if (region.as_bytes) {
+        tensors.push_back(bytes_of(tensor, region.copy.start[0], region.copy.size[0]));
+        copies.back().start[0] = 0;
+      } else {
+        tensors.push_back(tensor);
+      }
+    }
+    region_copy(piece, tensors, copies, crossing_.direction_);
   }
 
   // Host to device. False if the end has failed.
-  bool send(const Load& load) {
-    auto& piece = lane_.next();
-    if (!move(load, piece.host)) {
+  bool send(const Load& load, DevicePipe::Lane& lane) {
+    auto& piece = lane.next();
+    if (!move(load, memory_of(load, piece))) {
       return false;
     }
-    cross(load, piece);
+    cross(load, lane, piece);
     return true;
   }
 
   // Device to host: what was asked for before is written while this load crosses.
-  bool fetch(const Load& load) {
-    auto& piece = lane_.next();
-    cross(load, piece);
-    const auto before = std::exchange(behind_, {&load, &piece});
-    return write(before);
+  bool fetch(const Load& load, DevicePipe::Lane& lane) {
+    auto& piece = lane.next();
+    cross(load, lane, piece);
+    return finish(&load, &piece);
   }
 
-  bool finish() {
-    return write(std::exchange(behind_, {}));
-  }
-
- private:
-  using Behind = std::pair<const Load*, DevicePipe::Piece*>;
-
-  bool write(const Behind& behind) {
+  bool finish(const Load* load = nullptr, DevicePipe::Piece* piece = nullptr) {
+    const auto behind = std::exchange(behind_, {load, piece});
     if (behind.first == nullptr) {
       return true;
     }
     behind.second->done.synchronize();
-    return move(*behind.first, behind.second->host);
+    return move(*behind.first, memory_of(*behind.first, *behind.second));
   }
 
+ private:
   // Where a load begins in its piece: a run as far into a page as in the file.
   int64_t lead(const Load& load) const {
     return load.run >= 0 ? crossing_.place(load).second % kPieceAlignment : 0;
   }
 
-  // Between the piece and the device. Even what has failed may have queued something.
-  void cross(const Load& load, DevicePipe::Piece& piece) {
-    try {
-      queue(load, piece);
-    } catch (...) {
-      piece.done.record(lane_.stream);
-      throw;
-    }
-    piece.done.record(lane_.stream);
+  char* memory_of(const Load& load, const DevicePipe::Piece& piece) const {
+    return static_cast<char*>(piece.host.data_ptr()) + lead(load);
   }
 
-  void queue(const Load& load, DevicePipe::Piece& piece) {
+  // Between the piece and the device. Even what has failed may have queued something.
+  void cross(const Load& load, DevicePipe::Lane& lane, DevicePipe::Piece& piece) {
+    try {
+      queue(load, lane, piece);
+    } catch (...) {
+      piece.done.record(lane.stream);
+      throw;
+    }
+    piece.done.record(lane.stream);
+  }
+
+  void queue(const Load& load, DevicePipe::Lane& lane, DevicePipe::Piece& piece) {
     const auto host = piece.host.narrow(0, lead(load), load.nbytes);
     const bool sends = crossing_.direction_ == Direction::kUnpack;
-    const auto copy = [&](const at::Tensor& device) {
+    const auto transfer = [&](const at::Tensor& device) {
       sends ? device.copy_(host, /*non_blocking=*/true) : host.copy_(device, /*non_blocking=*/true);
     };
     if (load.run >= 0) {
       const auto& run = crossing_.runs_[load.run];
-      copy(bytes_of(tensors_[run.tensor], run.at + load.begin, load.nbytes));
+      transfer(bytes_of(tensors_[run.tensor], run.at + load.begin, load.nbytes));
+      return;
+    }
+    const auto device = piece.on_device(lane.stream.device()).narrow(0, 0, load.nbytes);
+    if (sends) {
+      transfer(device);
+      copy(load, device);
     } else {
-      const auto device = piece.on_device(lane_.stream.device()).narrow(0, 0, load.nbytes);
-      std::vector<at::Tensor> tensors;
-      std::vector<RegionCopy> copies;
-      for (int64_t i = load.begin; i < load.end; ++i) {
-        const auto& region = crossing_.gathered_[i];
-        copies.push_back(region.copy);
-        copies.back().tensor = i - load.begin;
-        if (region.as_bytes) {
-          tensors.push_back(bytes_of(tensors_[region.copy.tensor], region.copy.start[0], region.copy.size[0]));
-          copies.back().start[0] = 0;
-        } else {
-          tensors.push_back(tensors_[region.copy.tensor]);
-        }
-      }
-      if (sends) {
-        copy(device);
-        region_copy(device, tensors, copies, Direction::kUnpack);
-      } else {
-        region_copy(device, tensors, copies, Direction::kPack);
-        copy(device);
-      }
+      copy(load, device);
+      transfer(device);
     }
-  }
-
-  // Between the host's end and the piece.
-  bool move(const Load& load, const at::Tensor& host) {
-    char* const piece = static_cast<char*>(host.data_ptr());
-    if (load.run >= 0) {
-      const auto& run = crossing_.runs_[load.run];
-      iovec whole{piece + lead(load), static_cast<size_t>(load.nbytes)};
-      return end_.move(run.file, run.offset + load.begin, &whole, 1);
-    }
-    for (int64_t i = load.begin; i < load.end; ++i) {
-      const auto& region = crossing_.gathered_[i];
-      int64_t at = region.copy.bucket_offset;
-      const bool fine = for_rows(
-          region.size.data(),
-          region.stride.data(),
-          region.size.size(),
-          region.row,
-          region.offset,
-          at,
-          [&](int64_t from, int64_t to) {
-            return add(region.file, from, {piece + to, static_cast<size_t>(region.row)});
-          });
-      if (!fine) {
-        return false;
-      }
-    }
-    return flush();
-  }
-
-  // Collects vectors that follow one another.
-  bool add(int64_t file, int64_t offset, iovec vector) {
-    const int64_t gap = offset - end_of_last_;
-    if (count_ > 0 && (file != file_ || gap < 0 || gap > gap_ || count_ + 2 > kVectors) && !flush()) {
-      return false;
-    }
-    if (count_ == 0) {
-      file_ = file;
-      first_ = offset;
-    } else if (gap > 0) {
-      vectors_[count_++] = {trash(), static_cast<size_t>(gap)};
-    }
-    vectors_[count_++] = vector;
-    end_of_last_ = offset + static_cast<int64_t>(vector.iov_len);
-    return true;
-  }
-
-  bool flush() {
-    return count_ == 0 || end_.move(file_, first_, vectors_.data(), std::exchange(count_, 0));
-  }
-
-  void* trash() {
-    if (!trash_.defined()) {
-      trash_ = at::empty({gap_}, at::TensorOptions().dtype(at::kByte));
-    }
-    return trash_.data_ptr();
   }
 
   const Crossing& crossing_;
   at::TensorList tensors_;
-  DevicePipe::Lane& lane_;
-  HostEnd& end_;
-  const int64_t gap_;
-  at::Tensor trash_;
-  Behind behind_{};
-  std::array<iovec, kVectors> vectors_{};
-  size_t count_ = 0;
-  int64_t file_ = 0, first_ = 0, end_of_last_ = 0;
+  Requests requests_;
+  std::pair<const Load*, DevicePipe::Piece*> behind_{};
 };
 
-bool Crossing::run(
-    DevicePipe& pipe,
-    at::TensorList tensors,
-    const std::function<std::unique_ptr<HostEnd>()>& make_end,
-    int64_t gap) const {
-  DevicePipe::Use use(pipe);
-  std::atomic<size_t> next_lane{0};
-  std::atomic<bool> fine{true};
+// Runs `work` on threads that take the loads in turn. False if one of them returned false, which ends all.
+bool Crossing::share(int64_t threads, const std::function<bool(const Next& next)>& work) const {
+  std::atomic<bool> valid{true};
   Tasks tasks(loads_.size());
-  on_threads(pipe.threads(), tasks, [&] {
-    auto& lane = use.lane(next_lane++);
-    const c10::StreamGuard on_stream(lane.stream);
-    const at::AutoDispatchBelowADInplaceOrView
-        plain; // of no concern to autograd: the op itself says what it has written
-    const auto end = make_end();
-    Worker worker(*this, tensors, lane, *end, gap);
-    const bool sends = direction_ == Direction::kUnpack;
-    bool mine = true;
-    for (size_t task = 0; mine && (task = tasks.take()) < loads_.size();) {
-      mine = sends ? worker.send(loads_[task]) : worker.fetch(loads_[task]);
-    }
-    if (!mine || !worker.finish()) {
-      fine = false;
+  on_threads(threads, tasks, [&] {
+    // Of no concern to autograd: the op itself says what it has written.
+    const at::AutoDispatchBelowADInplaceOrView plain;
+    const auto next = [&]() -> const Load* {
+      const size_t task = tasks.take();
+      return task < loads_.size() ? &loads_[task] : nullptr;
+    };
+    if (!work(next)) {
+      valid = false;
       tasks.stop();
     }
   });
+  return valid;
+}
+
+bool Crossing::run(DevicePipe& pipe, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const {
+  DevicePipe::Use use(pipe);
+  std::atomic<size_t> next_lane{0};
+  const bool valid = share(pipe.threads(), [&](const Next& next) {
+    auto& lane = use.lane(next_lane++);
+    const c10::StreamGuard on_stream(lane.stream);
+    Worker worker(*this, tensors, make_end(), gap);
+    const bool sends = direction_ == Direction::kUnpack;
+    while (const Load* load = next()) {
+      if (!(sends ? worker.send(*load, lane) : worker.fetch(*load, lane))) {
+        return false;
+      }
+    }
+    return worker.finish();
+  });
   use.finish();
-  return fine;
+  return valid;
+}
+
+bool Crossing::run(int64_t threads, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const {
+  std::vector<char*> data;
+  for (const auto& tensor : tensors) {
+    data.push_back(tensor.numel() > 0 ? static_cast<char*>(tensor.data_ptr()) : nullptr);
+  }
+  return share(threads, [&](const Next& next) {
+    Worker worker(*this, tensors, make_end(), gap);
+    at::Tensor piece;
+    while (const Load* load = next()) {
+      if (load->run < 0 && !piece.defined()) {
+        piece = at::empty({piece_bytes_}, at::TensorOptions().dtype(at::kByte));
+      }
+      char* const memory = load->run < 0 ? static_cast<char*>(piece.data_ptr())
+                                         : data[runs_[load->run].tensor] + runs_[load->run].at + load->begin;
+      if (!worker.move(*load, memory)) {
+        return false;
+      }
+      if (load->run < 0) {
+        worker.copy(*load, piece.narrow(0, 0, load->nbytes));
+      }
+    }
+    return true;
+  });
 }
 
 std::vector<std::array<int64_t, 3>> Crossing::short_rows(size_t count, int64_t most) const {
@@ -404,21 +408,13 @@ std::vector<std::array<int64_t, 3>> Crossing::short_rows(size_t count, int64_t m
     if (region.row > most) {
       continue;
     }
-    rows += std::accumulate(region.size.begin(), region.size.end(), int64_t{1}, std::multiplies<>());
-    int64_t at = 0;
-    for_rows(
-        region.size.data(),
-        region.stride.data(),
-        region.size.size(),
-        region.row,
-        region.offset,
-        at,
-        [&](int64_t from, int64_t) {
-          if (found.size() < count) {
-            found.push_back({region.file, from, region.row});
-          }
-          return found.size() < count;
-        });
+    rows += region.rows();
+    for_rows(region.size.data(), region.stride.data(), region.size.size(), region.offset, [&](int64_t from) {
+      if (found.size() < count) {
+        found.push_back({region.file, from, region.row});
+      }
+      return found.size() < count;
+    });
   }
   return rows < kManyRows ? std::vector<std::array<int64_t, 3>>() : found;
 }

@@ -1,59 +1,48 @@
-// Regions of tensors on a device that cross to or from the host through a pipe: the region copy with files, or other
-// memory of the host, in place of the bucket.
+// Regions of tensors that are read from files or written to them, or that cross between memory of the host and a
+// device: the region copy with files, or other memory of the host, in place of the bucket.
 #pragma once
 
+#include "../cpu/files.h"
 #include "../region_copy.h"
 #include "pipe.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include <sys/uio.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <utility>
 #include <vector>
 
 namespace epload {
 
-// The host's end of a pipe: open files, or memory. Used by one thread.
-class HostEnd {
- public:
-  virtual ~HostEnd() = default;
-
-  // Moves bytes between the vectors, which it may change, and what follows byte `offset` of a file. False if that
-  // failed.
-  virtual bool move(int64_t file, int64_t offset, iovec* vectors, size_t count) = 0;
-};
+constexpr int64_t kGapBytes = 4096; // a gap that is cheaper to read than to skip
 
 // What crosses, worked out from where the regions lie.
 //
 // A run that is contiguous on both sides and long crosses straight to its tensor. Everything else is gathered in a
-// piece, row by row, and goes from there to a piece on the device, out of which the regions are copied: so little more
-// than what is wanted crosses, in few copies. Only of short rows what lies between them comes along.
+// piece, row by row, and the regions are copied out of that, or out of a piece on the device that it goes to: so little
+// more than what is needed crosses, in few copies. Only of short rows what lies between them comes along.
 class Crossing {
  public:
   // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of
-  // the tensors are used.
+  // the tensors are used. Runs are cut into parts of `run_bytes`, other regions into pieces of `piece_bytes`.
   Crossing(
-      c10::IntArrayRef files,
-      at::TensorList tensors,
-      const std::vector<RegionCopy>& copies,
-      Direction direction,
-      int64_t piece_bytes);
+      c10::IntArrayRef files, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction,
+      int64_t piece_bytes, int64_t run_bytes);
 
-  // Moves everything. Each thread has an end of its own, from `make_end`, whose reads may be joined over gaps of up to
-  // `gap` bytes. Returns when all that is the host's has been read or written; what crosses to the device may still be
-  // on its way, before whatever the current stream gets next. False if an end has failed.
-  bool run(
-      DevicePipe& pipe,
-      at::TensorList tensors,
-      const std::function<std::unique_ptr<HostEnd>()>& make_end,
-      int64_t gap) const;
+  using MakeEnd = std::function<Move()>;
+
+  // Moves everything between the host and a device. Each thread has a host's end of its own, from `make_end`, whose
+  // reads may be joined over gaps of up to `gap` bytes. Returns when all that is the host's has been read or written;
+  // what crosses to the device may still be on its way, before whatever the current stream gets next. False if an end
+  // has failed.
+  bool run(DevicePipe& pipe, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const;
+
+  // The same into tensors on CPU.
+  bool run(int64_t threads, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const;
 
   // Up to `count` places of the host's with at most `most` bytes each, if there are many such: {file, offset, bytes}.
   std::vector<std::array<int64_t, 3>> short_rows(size_t count, int64_t most) const;
@@ -73,6 +62,8 @@ class Crossing {
     int64_t file, offset, row;
     Dims size, stride;     // of what repeats the row, outermost first; strides in the file, in bytes
     bool as_bytes = false; // the copy is of the tensor's data as bytes
+
+    int64_t rows() const;
   };
 
   // What takes a piece: bytes [begin, end) of a run, or gathered regions [begin, end).
@@ -83,14 +74,16 @@ class Crossing {
   };
 
   class Worker;
+  using Next = std::function<const Load*()>; // null when none is left
 
   void add(int64_t file, const at::Tensor& tensor, const RegionCopy& copy);
   void join_runs();
   void make_loads();
   std::pair<int64_t, int64_t> place(const Load& load) const; // the file and byte at which it begins
+  bool share(int64_t threads, const std::function<bool(const Next& next)>& work) const;
 
   Direction direction_;
-  int64_t piece_bytes_;
+  int64_t piece_bytes_, run_bytes_;
   std::vector<Run> runs_;
   std::vector<Gathered> gathered_;
   std::vector<Load> loads_;

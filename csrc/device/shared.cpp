@@ -25,31 +25,10 @@ const Driver& sharing_of(const char* op, c10::Device device) {
   return driver;
 }
 
-// Where memory of other processes is that is open.
-class Opened {
- public:
-  void add(const void* memory) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    memory_.insert(memory);
-  }
-  void remove(const void* memory) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    memory_.erase(memory);
-  }
-  bool has(const void* memory) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return memory_.count(memory) > 0;
-  }
-
- private:
-  std::mutex mutex_;
-  std::set<const void*> memory_;
-};
-
-Opened& opened() {
-  static auto* const one = new Opened; // tensors may outlive static destructors
-  return *one;
-}
+// Where memory of other processes is that is open. Neither is ever destroyed, as tensors may outlive static
+// destructors.
+std::mutex& opened_mutex = *new std::mutex;
+std::set<const void*>& opened = *new std::set<const void*>;
 
 std::string to_hex(const std::array<char, kHandleBytes>& bytes) {
   constexpr const char* kDigits = "0123456789abcdef";
@@ -88,11 +67,8 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
   std::vector<uint64_t> begins;
   for (size_t i = 0; i < tensors.size(); ++i, place += 2) {
     TORCH_CHECK_VALUE(
-        tensors[i].device() == device,
-        "share_memory: expected tensors on one device, got one on ",
-        device,
-        " and one on ",
-        tensors[i].device());
+        tensors[i].device() == device, "share_memory: expected tensors on one device, got one on ", device,
+        " and one on ", tensors[i].device());
     place[0] = -1;
     place[1] = 0;
     if (tensors[i].numel() == 0) {
@@ -126,12 +102,18 @@ at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device de
   void* memory = nullptr;
   const auto obstacle = driver.open(bytes, memory);
   TORCH_CHECK(obstacle.empty(), "memory of another process cannot be opened on ", device, ": ", obstacle);
-  opened().add(memory);
+  {
+    const std::lock_guard<std::mutex> lock(opened_mutex);
+    opened.insert(memory);
+  }
   const auto close = [device, close = driver.close, owner = getpid()](void* data) {
     if (getpid() != owner) {
       return; // a child of a fork has never had it
     }
-    opened().remove(data);
+    {
+      const std::lock_guard<std::mutex> lock(opened_mutex);
+      opened.erase(data);
+    }
     try {
       const c10::DeviceGuard closed_there(device);
       close(data);
@@ -150,7 +132,10 @@ at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device de
 void close_memory(const at::Tensor& memory) {
   check_memory("close_memory", memory, 0);
   auto* const storage = memory.storage().unsafeGetStorageImpl();
-  TORCH_CHECK_VALUE(opened().has(storage->data()), "close_memory: expected memory that open_memory has opened");
+  {
+    const std::lock_guard<std::mutex> lock(opened_mutex);
+    TORCH_CHECK_VALUE(opened.count(storage->data()) > 0, "close_memory: expected memory that open_memory has opened");
+  }
   storage->set_data_ptr_noswap(at::DataPtr(nullptr, memory.device()));
   storage->set_nbytes(0);
 }

@@ -190,25 +190,27 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
     "device_pipe": lambda s: [torch.device(DEVICE), 1, 4096],
-    "read_to_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe, False],
     "write_from_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe],
     "upload": lambda s: [[s.bucket], torch.tensor([[0, 0]]), s.on_device, s.copies, s.pipe],
     "download": lambda s: [s.on_device, s.copies, [s.bucket], torch.tensor([[0, 0]]), s.pipe],
     "share_memory": lambda s: [s.on_device],
     "open_memory": lambda s: [*s.lent, torch.device(DEVICE)],
     "close_memory": lambda s: [s.open()],
-    "read_regions": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.tensors, s.copies, 2, True],
+    "read_regions": lambda s: [
+        s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, 2, True, s.pipe
+    ],
     "relay": lambda s: [s.bucket, s.steps, GROUP, "", 8, s.board, 1.0],
     "allocate_like": lambda s: [s.tensors, torch.float32, torch.device("cpu"), 2],
     "checksum": lambda s: [s.bucket],
     "digest_tensors": lambda s: [s.tensors, s.copies],
+    "dtypes": lambda s: [],
     "digest_bucket": lambda s: [s.bucket, torch.tensor([[FLOAT, *ROW[1:]]])],
     "cuda_obstacle": lambda s: [torch.device("cuda", 0)],
     "board_post": lambda s: [s.board, 0, 1],
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip
 """For each op the arguments of a call that is right."""
-PIPE_OPS = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
+PIPE_OPS = ("device_pipe", "read_regions", "write_from_device", "upload", "download")
 """Those for the fake accelerator."""
 SHARING_OPS = ("share_memory", "open_memory", "close_memory")
 """Ops for a fake accelerator with the library for CUDA, which shares memory."""

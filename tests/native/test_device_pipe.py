@@ -80,7 +80,7 @@ def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
         way = pipe(rng.randrange(1, 4), rng.choice([4096, PIECE, 1 << 20]))
         where = table_of(rows)
         placed = [target.to(DEVICE) for target in targets]
-        read, *bad = ops.read_to_device(files.descriptors, *where[:3], placed, where[3], way)
+        read, *bad = ops.read_regions(files.descriptors, *where[:3], placed, where[3], 1, False, way)
         if bad != [-1, 0, 0]:
             problems.append(f"seed {seed}: {bad}")
         wanted = sum(torch.Size(row.size).numel() * row.dtype.itemsize for row in rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,20 +36,17 @@ def test_words_that_change_places_are_seen() -> None:
 
 
 def reference(data: bytes) -> int:
-    """As csrc/checksum.h describes it, a bit at a time."""
-    lanes = [0xFFFFFFFF] * 4
+    """The checksum as csrc/digest.cpp describes it."""
+
+    def step(lane: int, word: int) -> int:
+        lane = (lane ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
+        return lane ^ lane >> 32
+
+    lanes = [1, 2, 3, 4]
     for at in range(0, len(data), 32):
         block = data[at : at + 32].ljust(32, b"\0")
-        for i, byte in enumerate(block):
-            crc = lanes[i // 8] ^ byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-            lanes[i // 8] = crc
-    mixed = len(data)
-    for lane in lanes:
-        mixed = (mixed ^ lane) * 0x9E3779B97F4A7C15 % (1 << 64)
-        mixed ^= mixed >> 32
-    return mixed or 1
+        lanes = [step(lane, int.from_bytes(block[8 * i : 8 * i + 8], "little")) for i, lane in enumerate(lanes)]
+    return functools.reduce(step, lanes, len(data)) or 1
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 31, 32, 33, 64, 100, 1000])

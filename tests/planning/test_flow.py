@@ -188,9 +188,10 @@ def test_stripes_partition(begin: int, size: int, count: int, alignment: int) ->
         lambda: _C.leaders([[0, 1], []], 0),
         lambda: _C.leaders([[0, 1]], 2),
         lambda: _C.rails([[0, 1], [2]]),
-        lambda: _C.wave_steps([[0, 1]], 0, 5, False, True, True, [(0, 0, 9)], 64),
-        lambda: _C.wave_steps([[0, 1]], 5, 0, False, True, True, [(0, 0, 9)], 64),
-        lambda: _C.wave_steps([[0, 1]], 0, 5, True, True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 0, 5, "two_level", True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 0, 0, "tree", True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 5, 0, "two_level", True, True, [(0, 0, 9)], 64),
+        lambda: _C.wave_steps([[0, 1]], 0, 5, "striped", True, True, [(0, 0, 9)], 64),
     ],
 )
 def test_numbers_that_make_no_schedule_are_refused(call: Callable[[], object]) -> None:

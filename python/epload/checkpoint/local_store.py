@@ -186,9 +186,7 @@ class LocalStore(ByteStore):
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
         targets, copies, origins, pipe = regions
         table = self._descriptors, files, offsets, origins, targets, copies.rows
-        if pipe is not None:
-            return self._check(ops.read_to_device(*table, pipe, self.direct_io))
-        return self._check(ops.read_regions(*table, self._threads, self.direct_io))
+        return self._check(ops.read_regions(*table, self._threads, self.direct_io, pipe))
 
     @property
     def _descriptors(self) -> list[int]:

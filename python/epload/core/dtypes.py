@@ -1,72 +1,60 @@
-"""Names and codes of dtypes in torch, in safetensors files and in the native copy table."""
+"""The dtypes that epload moves: one table, whose rows are also those of csrc/dtypes.h."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-SAFETENSORS = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+
+class _Dtype(NamedTuple):
+    """A row of the table."""
+
+    code: int
+    """``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change."""
+    safetensors: str = ""
+    """Name in ``safetensors::tensor::Dtype`` (https://github.com/huggingface/safetensors), if there is one."""
+    kind: str = ""
+    """``integer``: packed weights are stored as it; ``float``: has at least 16 bits; ``fp8``: weights that scales multiply."""
+
+
+_TABLE = {
+    torch.uint8: _Dtype(0, "U8", "integer"),
+    torch.int8: _Dtype(1, "I8", "integer"),
+    torch.int16: _Dtype(2, "I16", "integer"),
+    torch.int32: _Dtype(3, "I32", "integer"),
+    torch.int64: _Dtype(4, "I64", "integer"),
+    torch.float16: _Dtype(5, "F16", "float"),
+    torch.float32: _Dtype(6, "F32", "float"),
+    torch.float64: _Dtype(7, "F64", "float"),
+    torch.complex32: _Dtype(8),
+    torch.complex64: _Dtype(9, "C64"),
+    torch.complex128: _Dtype(10),
+    torch.bool: _Dtype(11, "BOOL"),
+    torch.bfloat16: _Dtype(15, "BF16", "float"),
+    torch.float8_e5m2: _Dtype(23, "F8_E5M2", "fp8"),
+    torch.float8_e4m3fn: _Dtype(24, "F8_E4M3", "fp8"),
+    torch.float8_e5m2fnuz: _Dtype(25, "", "fp8"),
+    torch.float8_e4m3fnuz: _Dtype(26, "", "fp8"),
+    torch.uint16: _Dtype(27, "U16", "integer"),
+    torch.uint32: _Dtype(28, "U32", "integer"),
+    torch.uint64: _Dtype(29, "U64", "integer"),
+    torch.float8_e8m0fnu: _Dtype(44, "F8_E8M0"),
 }
-"""The dtypes of ``safetensors::tensor::Dtype`` that torch has (https://github.com/huggingface/safetensors)."""
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Dtypes of weights that scales multiply. One value an element."""
-INTEGERS = (
-    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
-)  # fmt: skip
-"""Dtypes that packed weights are stored as."""
-
-_SCALAR_TYPE = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.complex32: 8,
-    torch.complex64: 9,
-    torch.complex128: 10,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-    torch.float8_e5m2: 23,
-    torch.float8_e4m3fn: 24,
-    torch.float8_e5m2fnuz: 25,
-    torch.float8_e4m3fnuz: 26,
-    torch.uint16: 27,
-    torch.uint32: 28,
-    torch.uint64: 29,
-    torch.float8_e8m0fnu: 44,
-}
-"""``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change."""
-
-_BY_CODE = {number: dtype for dtype, number in _SCALAR_TYPE.items()}
+_BY_CODE = {row.code: dtype for dtype, row in _TABLE.items()}
+CODES = {str(dtype).removeprefix("torch."): row.code for dtype, row in _TABLE.items()}
+SAFETENSORS = {row.safetensors: dtype for dtype, row in _TABLE.items() if row.safetensors}
+FP8 = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "fp8")
+INTEGERS = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "integer")
 
 
 def name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for torch.bfloat16."""
+    """Returns ``"bfloat16"`` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def from_name(text: str) -> torch.dtype:
-    """The inverse of :func:`name`.
+    """Inverts :func:`name`.
 
     Raises:
         ValueError: ``text`` does not name a torch dtype.
@@ -78,18 +66,18 @@ def from_name(text: str) -> torch.dtype:
 
 
 def code(dtype: torch.dtype) -> int:
-    """The dtype's number in the native copy table.
+    """Returns the dtype's number in the native copy table.
 
     Raises:
         ValueError: epload cannot move this dtype.
     """
-    if dtype not in _SCALAR_TYPE:
+    if dtype not in _TABLE:
         raise ValueError(f"epload does not support {dtype}")
-    return _SCALAR_TYPE[dtype]
+    return _TABLE[dtype].code
 
 
 def from_code(number: int) -> torch.dtype:
-    """The inverse of :func:`code`."""
+    """Inverts :func:`code`."""
     return _BY_CODE[number]
 
 
@@ -103,4 +91,4 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def is_wide(dtype: torch.dtype) -> bool:
     """Returns True if ``dtype`` is a float of at least 16 bits."""
-    return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return dtype in _TABLE and _TABLE[dtype].kind == "float"

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from epload.native import fakes
 from epload.native.build import load_native_library
 
 load_native_library()
-fakes.register()
 
-_coalesced_bcast = torch.ops.epload.coalesced_bcast.default
-_pack = torch.ops.epload.pack.default
-_unpack = torch.ops.epload.unpack.default
-_device_pipe = torch.ops.epload.device_pipe.default
-_read_to_device = torch.ops.epload.read_to_device.default
-_write_from_device = torch.ops.epload.write_from_device.default
-_upload = torch.ops.epload.upload.default
-_download = torch.ops.epload.download.default
-_share_memory = torch.ops.epload.share_memory.default
-_close_memory = torch.ops.epload.close_memory.default
-_open_memory = torch.ops.epload.open_memory.default
-_read_regions = torch.ops.epload.read_regions.default
-_relay = torch.ops.epload.relay.default
-_checksum = torch.ops.epload.checksum.default
-_digest_tensors = torch.ops.epload.digest_tensors.default
-_digest_bucket = torch.ops.epload.digest_bucket.default
-_allocate_like = torch.ops.epload.allocate_like.default
-_cuda_obstacle = torch.ops.epload.cuda_obstacle.default
-_board_post = torch.ops.epload.board_post.default
-_board_wait = torch.ops.epload.board_wait.default
+_ops = torch.ops.epload
 
 Pipe: TypeAlias = torch.ScriptObject
 """An object of the class in csrc/device/pipe.h: data crosses between the host and a device through its pinned pieces, on its
@@ -69,12 +48,12 @@ def coalesced_bcast(
     Raises:
         ValueError: wrong arguments; nothing has moved.
     """
-    _coalesced_bcast(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
+    _ops.coalesced_bcast.default(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
 
 
 def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
     """Copies regions of ``sources`` into ``bucket``; the inverse of :func:`unpack`, with the same copy table."""
-    _pack(bucket, sources, copies)
+    _ops.pack.default(bucket, sources, copies)
 
 
 def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
@@ -89,7 +68,7 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
     Raises:
         ValueError: a row reaches outside the bucket or its target; nothing has been copied.
     """
-    _unpack(bucket, targets, copies)
+    _ops.unpack.default(bucket, targets, copies)
 
 
 def device_pipe(device: torch.device, threads: int, piece_bytes: int) -> Pipe:
@@ -103,30 +82,8 @@ def device_pipe(device: torch.device, threads: int, piece_bytes: int) -> Pipe:
     Raises:
         ValueError: all pieces together have more than 4 GiB, or ``piece_bytes`` is no such multiple.
     """
-    pipe: Pipe = _device_pipe(device, threads, piece_bytes)
+    pipe: Pipe = _ops.device_pipe.default(device, threads, piece_bytes)
     return pipe
-
-
-def read_to_device(
-    descriptors: Sequence[int],
-    files: Tensor,
-    offsets: Tensor,
-    origins: Tensor,
-    targets: Sequence[Tensor],
-    copies: Tensor,
-    pipe: Pipe,
-    direct: bool = False,
-) -> tuple[int, int, int, int]:
-    """:func:`read_regions` into tensors on a device. Returns when all has been read; the last of it may still be crossing.
-
-    Args:
-        targets: on the pipe's device.
-
-    Raises:
-        ValueError: as for :func:`read_regions`.
-    """
-    outcome = _read_to_device(descriptors, files, offsets, origins, targets, copies, pipe, direct)
-    return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def write_from_device(
@@ -138,7 +95,7 @@ def write_from_device(
     copies: Tensor,
     pipe: Pipe,
 ) -> tuple[int, int, int, int]:
-    """Writes regions of tensors on a device to open files; the inverse of :func:`read_to_device`, with the same tables. Returns
+    """Writes regions of tensors on a device to open files; the inverse of :func:`read_regions`, with the same tables. Returns
     when all has been written.
 
     Returns:
@@ -147,12 +104,12 @@ def write_from_device(
     Raises:
         ValueError: as for :func:`read_regions`.
     """
-    outcome = _write_from_device(descriptors, files, offsets, origins, sources, copies, pipe)
+    outcome = _ops.write_from_device.default(descriptors, files, offsets, origins, sources, copies, pipe)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor], copies: Tensor, pipe: Pipe) -> None:
-    """:func:`read_to_device` with tensors on CPU in place of files. ``sources`` may be changed when it returns.
+    """Copies regions as :func:`read_regions` does, from tensors on CPU in place of files. ``sources`` may be changed when it returns.
 
     Args:
         sources: contiguous, any dtypes.
@@ -161,12 +118,12 @@ def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor]
     Raises:
         ValueError: a row reaches outside its source or its target; nothing has been copied.
     """
-    _upload(sources, origins, targets, copies, pipe)
+    _ops.upload.default(sources, origins, targets, copies, pipe)
 
 
 def download(sources: Sequence[Tensor], copies: Tensor, targets: Sequence[Tensor], origins: Tensor, pipe: Pipe) -> None:
     """The inverse of :func:`upload`, with the same tables: ``sources`` are on the device. Returns when ``targets`` hold all."""
-    _download(sources, copies, targets, origins, pipe)
+    _ops.download.default(sources, copies, targets, origins, pipe)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
@@ -177,7 +134,7 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
         RuntimeError: some of the memory cannot be shared; with the reason.
         ValueError: the tensors are on several devices, or the memory of one has not all of its elements.
     """
-    places, handles, sizes = _share_memory(tensors)
+    places, handles, sizes = _ops.share_memory.default(tensors)
     return places, list(handles), list(map(int, sizes))
 
 
@@ -189,13 +146,13 @@ def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
         RuntimeError: it cannot be opened; with the reason.
         ValueError: the handle is none.
     """
-    memory: Tensor = _open_memory(handle, nbytes, device)
+    memory: Tensor = _ops.open_memory.default(handle, nbytes, device)
     return memory
 
 
 def close_memory(memory: Tensor) -> None:
     """Closes what :func:`open_memory` has opened, else ValueError. Nothing may use it any more, also nothing that is queued."""
-    _close_memory(memory)
+    _ops.close_memory.default(memory)
 
 
 def read_ranges(
@@ -233,17 +190,21 @@ def read_regions(
     copies: Tensor,
     threads: int,
     direct: bool = False,
+    pipe: Pipe | None = None,
 ) -> tuple[int, int, int, int]:
-    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
+    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket. Returns when all
+    has been read; the last of it may still be crossing to a device.
 
     Args:
         descriptors: open file descriptors.
         files: int64 CPU tensor [t], for each tensor in a file an index into ``descriptors``.
         offsets: int64 CPU tensor [t], where each starts in its file (bytes).
         origins: int64 CPU tensor [n, 2], for each row of ``copies`` the tensor that it is of and where in it it starts (bytes).
-        targets: on CPU, any dtypes, any strides.
+        targets: on CPU, or on the pipe's device; any dtypes, any strides.
         copies: as for :func:`unpack`, but the offsets are ignored; strides are those of the tensor in the file.
+        threads: for targets on CPU.
         direct: as for :func:`read_ranges`.
+        pipe: for targets on a device.
 
     Returns:
         bytes read; the index of a file that could not be read, or -1; where, in bytes; the errno, 0 if it ended there.
@@ -251,7 +212,7 @@ def read_regions(
     Raises:
         ValueError: a row reaches outside its target or names no tensor or file; nothing has been read.
     """
-    outcome = _read_regions(descriptors, files, offsets, origins, targets, copies, threads, direct)
+    outcome = _ops.read_regions.default(descriptors, files, offsets, origins, targets, copies, threads, direct, pipe)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
@@ -279,12 +240,12 @@ def relay(
         RuntimeError: the network failed, a rank did not answer in time, or a failure was posted. No message writes to the
             bucket any more; the groups are of no further use.
     """
-    return int(_relay(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
+    return int(_ops.relay.default(bucket, steps, inter_group, intra_group, chunk_bytes, board, seconds))
 
 
 def checksum(data: Tensor) -> int:
     """A 64-bit checksum of a contiguous CPU tensor's bytes; never 0. See csrc/checksum.h."""
-    return int(_checksum(data)) & (1 << 64) - 1
+    return int(_ops.checksum.default(data)) & (1 << 64) - 1
 
 
 def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
@@ -296,7 +257,7 @@ def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
     Raises:
         ValueError: a row reaches outside its tensor.
     """
-    digests: Tensor = _digest_tensors(tensors, copies)
+    digests: Tensor = _ops.digest_tensors.default(tensors, copies)
     return digests
 
 
@@ -309,15 +270,14 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
     Raises:
         ValueError: a row reaches outside the bucket.
     """
-    digests: Tensor = _digest_bucket(bucket, copies)
+    digests: Tensor = _ops.digest_bucket.default(bucket, copies)
     return digests
 
 
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int) -> list[Tensor]:
     """Uninitialized tensors with the shapes and strides of others, each with a storage of its own.
 
-    On CPU, parts of common blocks of memory whose pages are touched at once. The memory of a tensor that is freed goes back to
-    the system, except for what it has of a page with others.
+    On CPU, the pages are touched at once.
 
     Args:
         tensors: dense; may be on meta.
@@ -325,22 +285,56 @@ def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
 
     Raises:
         ValueError: a tensor is not dense.
-        torch.OutOfMemoryError: there is not enough memory.
+        RuntimeError: there is not enough memory.
     """
-    made: list[Tensor] = _allocate_like(tensors, dtype, device, threads)
+    made: list[Tensor] = _ops.allocate_like.default(tensors, dtype, device, threads)
     return made
 
 
 def cuda_obstacle(device: torch.device) -> str:
     """Returns why the CUDA kernels do not run on a CUDA device (ValueError for others), and warns once; empty if they do."""
-    return str(_cuda_obstacle(device))
+    return str(_ops.cuda_obstacle.default(device))
 
 
 def board_post(board: Tensor, slot: int, value: int) -> None:
     """Sets a counter of a board (int32 words that threads or processes share) and wakes all who wait. Slot -1: failure."""
-    _board_post(board, slot, value)
+    _ops.board_post.default(board, slot, value)
 
 
 def board_wait(board: Tensor, slots: Sequence[int], value: int, seconds: float) -> int:
     """Waits until all of ``slots`` are at least ``value``: BOARD_REACHED, BOARD_FAILED, or the first slot that is behind."""
-    return int(_board_wait(board, slots, value, seconds))
+    return int(_ops.board_wait.default(board, slots, value, seconds))
+
+
+def dtypes() -> dict[str, int]:
+    """Returns the code of each dtype that the native code moves, by its name. See csrc/dtypes.h."""
+    names, codes = _ops.dtypes.default()
+    return dict(zip(names, codes, strict=True))
+
+
+def _reject_meta(name: str, label: str) -> None:
+    """Registers an op for fake tensors. It also stands for the meta device, where there is nothing to copy."""
+
+    def fake(*arguments: Any, **_: Any) -> None:
+        values = [value for each in arguments for value in (each if isinstance(each, (list, tuple)) else [each])]
+        for i, tensor in enumerate(value for value in values if isinstance(value, Tensor)):
+            if tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter):  # fake tensors are a type of their own
+                raise ValueError(f"{label}: tensor {i} is on meta and holds no data; materialize it first (to_empty)")
+
+    torch.library.register_fake(f"epload::{name}", fake)
+
+
+def _reject_fakes(name: str, expected: str) -> None:
+    """Registers an op that cannot be traced."""
+
+    def fake(*_: object, **__: object) -> None:
+        raise ValueError(f"{name}: expected {expected} on cpu with data, got fake or meta tensors")
+
+    torch.library.register_fake(f"epload::{name}", fake)
+
+
+_reject_meta("coalesced_bcast", "coalesced_bcast")
+_reject_meta("pack", "region_copy")
+_reject_meta("unpack", "region_copy")
+_reject_fakes("read_regions", "targets")
+_reject_fakes("relay", "a bucket")

@@ -145,8 +145,8 @@ class Flow:
             buckets: number of the bucket, begin and end in the wave.
         """
         read_on = [(self._node_of[self.reader(number)], begin, end) for number, begin, end in buckets]
-        striped, crosses = self._algorithm.striped, self.crosses
-        return _C.wave_steps(self.nodes, self.src, self.rank, striped, self.shared, crosses, read_on, STRIPE_ALIGNMENT)
+        who = self.nodes, self.src, self.rank, self.algorithm, self.shared, self.crosses
+        return _C.wave_steps(*who, read_on, STRIPE_ALIGNMENT)
 
     def chunk_bytes(self, total: int, bucket: int = 0, per_wave: int = 1) -> int:
         """Bytes of a message: large, but so that filling the longest chain takes little of the time of ``total`` bytes.

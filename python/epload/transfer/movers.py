@@ -11,7 +11,6 @@ from torch import Tensor
 from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
 from epload.native.extension import _C
-from epload.planning.algorithms import ALGORITHMS
 from epload.planning.schedule import Flow, Step
 from epload.planning.waves import Wave
 from epload.ranks.topology import Route
@@ -102,7 +101,7 @@ class Collective:
                         span.nbytes = wave.ends[i] - wave.begins[i]
                 except RuntimeError as error:
                     raise explain(self._context, error, number) from error
-            report.transport_steps += broadcast_steps(self._routes[reader], flow, bucket.nbytes)
+            report.transport_steps += bool(self._routes[reader].inter_group) + bool(self._routes[reader].intra_group)
 
 
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
@@ -111,13 +110,6 @@ def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream |
     ops.coalesced_bcast(
         [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=route.leader
     )
-
-
-def broadcast_steps(route: Route, flow: Flow, nbytes: int) -> int:
-    """Number of broadcasts that a rank takes part in for a bucket of so many bytes."""
-    node = sorted(flow.nodes[flow.node]) if route.intra_group else []
-    striped = ALGORITHMS[flow.algorithm].striped
-    return _C.broadcast_count(nbytes, striped, bool(route.inter_group), node, flow.rank, route.src, route.leader)
 
 
 def explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:

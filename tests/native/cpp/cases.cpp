@@ -1,7 +1,7 @@
 #include "cases.h"
 
 #include "../../../csrc/bucket_plan.h"
-#include "../../../csrc/cpu/reads.h"
+#include "../../../csrc/device/crossing.h"
 #include "../../../csrc/digest.h"
 #include "../../../csrc/region_copy.h"
 
@@ -90,10 +90,10 @@ void file_case(
       std::memset(tensor.data_ptr(), 0x11, tensor.nbytes());
     }
   }
-  const epload::Reads reads(files, 1, tensors, copies);
-  const auto outcome = reads.run({file}, epload::memory_of(tensors, copies), 1, false);
+  const epload::Crossing crossing(files, tensors, copies, epload::Direction::kUnpack, 4096, 4096);
+  epload::OpenFiles open("cases", file);
+  require(crossing.run(1, tensors, [&] { return open.reader(); }, epload::kGapBytes), "all is read");
   close(file);
-  require(outcome.file == -1, "all is read");
   // Random rows may lie on one another, and are read in the order of the file.
   for (size_t i = 0; copies.size() == 1 && i < tensors.size(); ++i) {
     require(

@@ -1,10 +1,9 @@
-// The native code without Python, to be run under sanitizers: the fuzzed cases on a corpus and on random bytes, the
-// checksum however its stream is cut, and a board and a region copy that several threads work on.
+// The native code without Python, to be run under sanitizers: the fuzzed cases on a corpus and on random bytes, and
+// a board and a region copy that several threads work on.
 #include "cases.h"
 
-#include "../../../csrc/checksum.h"
 #include "../../../csrc/comm/board.h"
-#include "../../../csrc/cpu/reads.h"
+#include "../../../csrc/device/crossing.h"
 #include "../../../csrc/region_copy.h"
 
 #include <ATen/Parallel.h>
@@ -49,31 +48,6 @@ void random_bytes(Case run, std::mt19937& random, int count) {
       byte = static_cast<uint8_t>(random());
     }
     run(data.data(), data.size());
-  }
-}
-
-void checksums(std::mt19937& random) {
-  for (int i = 0; i < 300; ++i) {
-    std::vector<uint8_t> data(random() % 500);
-    for (auto& byte : data) {
-      byte = static_cast<uint8_t>(random());
-    }
-    epload::Checksum whole, portable(true), cut;
-    whole.update(data.data(), data.size());
-    portable.update(data.data(), data.size());
-    for (size_t at = 0; at < data.size();) {
-      const size_t piece = std::min<size_t>(random() % 70, data.size() - at);
-      cut.update(data.data() + at, piece);
-      at += piece;
-    }
-    require(whole.value() == portable.value(), "with and without the instruction the same");
-    require(whole.value() == cut.value(), "however the stream is cut");
-    if (!data.empty()) {
-      data[random() % data.size()] ^= static_cast<uint8_t>(1 << random() % 8);
-      epload::Checksum changed;
-      changed.update(data.data(), data.size());
-      require(whole.value() != changed.value(), "a flipped bit is seen");
-    }
   }
 }
 
@@ -149,7 +123,6 @@ void cold_file() {
   require(write(file, expected, nbytes) == nbytes, "a file");
   const auto buffer = at::empty({nbytes}, at::kByte);
   auto* const memory = static_cast<char*>(buffer.mutable_data_ptr());
-  const epload::Memory into{{memory}, buffer};
   for (const bool cold : {true, false}) {
     if (cold) {
       fsync(file);
@@ -162,8 +135,9 @@ void cold_file() {
          {std::pair{cut, nbytes - cut}, {int64_t{0}, int64_t{100}}, {int64_t{100}, cut - 100}}) {
       copies.push_back({0, at, at::kByte, {at}, {size}, {1}});
     }
-    const epload::Reads reads({0, 0, 0}, 1, buffer, copies);
-    require(reads.run({file}, into, 2, true).file == -1, "all is read");
+    const epload::Crossing crossing({0, 0, 0}, buffer, copies, epload::Direction::kUnpack, 1 << 20, 4 << 20);
+    epload::OpenFiles open("cold_file", file, true);
+    require(crossing.run(2, buffer, [&] { return open.reader(); }, epload::kGapBytes), "all is read");
     require(std::memcmp(memory, expected, nbytes) == 0, "what is in the file");
   }
   close(file);
@@ -180,7 +154,6 @@ int main(int argc, char** argv) {
   const auto plans = replay(planner_case, corpus / "planner");
   random_bytes(copy_table_case, random, count);
   random_bytes(planner_case, random, count);
-  checksums(random);
   handing_over();
   failing();
   several_threads();
