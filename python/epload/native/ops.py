@@ -109,7 +109,7 @@ def write_from_device(
 
 
 def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor], copies: Tensor, pipe: Pipe) -> None:
-    """Copies regions as :func:`read_regions` does, from tensors on CPU in place of files. ``sources`` may be changed when it returns.
+    """Copies regions as :func:`read_regions` does, from tensors on CPU instead of files, which may be changed when it returns.
 
     Args:
         sources: contiguous, any dtypes.
@@ -192,8 +192,9 @@ def read_regions(
     direct: bool = False,
     pipe: Pipe | None = None,
 ) -> tuple[int, int, int, int]:
-    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket. Returns when all
-    has been read; the last of it may still be crossing to a device.
+    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
+
+    Returns when all has been read; the last of it may still be crossing to a device.
 
     Args:
         descriptors: open file descriptors.
