@@ -17,7 +17,7 @@ import torch
 
 import epload
 from epload import _C
-from epload.native.build import check_torch
+from epload.native.extension import check_torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(epload.__file__).parent

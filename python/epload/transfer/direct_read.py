@@ -25,13 +25,7 @@ DEVICE_READ_BYTES = 512 << 20
 class DirectRead:
     """Reads some of a plan's buckets. Single use; has the interface of an Engine."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        checkpoint: Checkpoint,
-        groups: Sequence[range],
-        local: Local,
-    ) -> None:
+    def __init__(self, context: TransferContext, checkpoint: Checkpoint, groups: Sequence[range], local: Local) -> None:
         """``groups``: numbers of buckets that are read together."""
         self._context = context
         self._checkpoint = checkpoint

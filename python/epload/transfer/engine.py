@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
+from torch import Tensor
+
 from epload.errors import LoadError
 from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
@@ -102,28 +104,26 @@ class Engine:
     # ---- steps ----
 
     def _read(self, wave: Wave) -> bool:
-        mine = self._context.read_here(wave.numbers)
-        if not mine:
+        positions = self._context.read_here(wave.numbers)
+        if not positions:
             return True
         self._ring.wait("read", wave)
         if self._over.is_set():
             return False
-        with self._report.timed("read", list_numbers("bucket", [wave.numbers[i] for i in mine])) as span:
-            for i in mine:
-                span.nbytes += self._fill(wave, i)
+        numbers = [wave.numbers[i] for i in positions]
+        with self._report.timed("read", list_numbers("bucket", numbers)) as span:
+            for i, number in zip(positions, numbers, strict=True):
+                span.nbytes += self._fill(number, self._ring.bucket(wave, i))
         self._ring.done("read", wave)
-        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
+        return all(self._read_outcomes[number] is None for number in numbers)
 
-    def _fill(self, wave: Wave, i: int) -> int:
+    def _fill(self, number: int, buffer: Tensor) -> int:
         """Returns the bytes read."""
-        number = wave.numbers[i]
-        buffer = self._ring.bucket(wave, i)
         assert self._context.fill is not None
         with self._context.activity.doing(f"reads bucket {number}"):
             failure = self._context.framing.fill(number, buffer, self._context.fill)
         self._read_outcomes[number] = failure
-        if failure is not None:
-            self._failure = self._failure or failure
+        self._failure = self._failure or failure
         self._context.control.progress += buffer.nbytes
         return buffer.nbytes - HEADER_BYTES
 
@@ -148,7 +148,7 @@ class Engine:
             self._verify(wave)
         with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
             for i, number in enumerate(wave.numbers):
-                span.nbytes += self._take(wave, i, number)
+                span.nbytes += self._take(number, self._ring.bucket(wave, i))
         self._ring.done("unpack", wave)
         return True
 
@@ -157,17 +157,15 @@ class Engine:
         if wave.index in self._checked:
             return
         for i, number in enumerate(wave.numbers):
-            failure = self._abort_of(wave, i, number)
+            if number in self._read_outcomes:
+                failure = self._read_outcomes[number]
+            else:
+                body = self._ring.bucket(wave, i)[HEADER_BYTES:]
+                failure = self._context.framing.check(number, self._ring.header(wave, i), body)
             if failure is not None:
                 self._failure = self._failure or failure
                 self._aborted = min(self._aborted, wave.index)
         self._checked.add(wave.index)
-
-    def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
-        if number in self._read_outcomes:
-            return self._read_outcomes[number]
-        body = self._ring.bucket(wave, i)[HEADER_BYTES:]
-        return self._context.framing.check(number, self._ring.header(wave, i), body)
 
     def _verify(self, wave: Wave) -> None:
         with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
@@ -179,9 +177,8 @@ class Engine:
 
             self._ring.verify(wave, check)
 
-    def _take(self, wave: Wave, i: int, number: int) -> int:
+    def _take(self, number: int, bucket: Tensor) -> int:
         """Returns the bytes of the bucket."""
-        bucket = self._ring.bucket(wave, i)
         if self._failure is None:
             try:
                 self._sink.unpack(number, bucket)

@@ -70,8 +70,8 @@ class Framing:
         """
         Args:
             identity: index and fingerprint of a bucket's header, equal on all ranks that send or receive it.
-            names: what is in some consecutive buckets, for messages.
-            control: where failures are told.
+            names: describes some consecutive buckets, for messages.
+            control: publishes failures.
             checked: True if buckets carry a checksum, for a plan whose receivers cannot read the source. Equal on all ranks.
             version: of the weights.
             ends_in_order: whether all ranks receive a bucket from whoever aborts the transfer. Otherwise a failure is raised, and

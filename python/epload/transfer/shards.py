@@ -40,13 +40,7 @@ class Shards:
     """The local tensors of one rank, for one sync."""
 
     def __init__(
-        self,
-        plan: PackPlan,
-        tensors: list[Tensor],
-        prove: bool,
-        who: str,
-        ranks: int,
-        direct: bool = False,
+        self, plan: PackPlan, tensors: list[Tensor], prove: bool, who: str, ranks: int, direct: bool = False
     ) -> None:
         """
         Args:
