@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from epload.errors import LoadError, message_of
@@ -28,15 +28,15 @@ class PointToPoint:
         try:
             for begin, end, *peers in context.flow.steps(list(zip(wave.numbers, wave.begins, wave.ends, strict=True))):
                 data = self._ring.bucket(wave)[begin:end]
-                for peer, group in zip(peers[:2], self._groups, strict=True):
-                    if peer >= 0:
-                        dist.recv(data, peer, group=group)
-                sends += [
-                    dist.isend(data, peer, group=group)
-                    for peer, group in zip(peers[2:], self._groups, strict=True)
-                    if peer >= 0
-                ]
-                context.report.transport_steps += sum(peer >= 0 for peer in peers)
+                for i, peer in enumerate(peers):  # from a rank in either group, then to one in either
+                    group = self._groups[i % 2]
+                    if peer < 0 or group is None:
+                        continue
+                    ranks = group._get_backend(torch.device("cpu")).options.global_ranks_in_group or range(group.size())
+                    call = group.recv if i < 2 else group.send
+                    work = call([data], list(ranks).index(peer), 0)
+                    sends.append(work) if i >= 2 else work.wait()
+                    context.report.transport_steps += 1
             for work in sends:
                 work.wait()
         except RuntimeError as error:
