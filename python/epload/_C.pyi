@@ -14,14 +14,11 @@ def extent_of(shape: list[int] | tuple[int, ...], itemsize: int, room: int) -> t
 def stripe(begin: int, end: int, count: int, index: int, alignment: int) -> tuple[int, int]: ...
 def leaders(nodes: Sequence[Sequence[int]], src: int) -> list[int]: ...
 def rails(nodes: Sequence[Sequence[int]]) -> list[list[int]]: ...
-def broadcast_count(
-    nbytes: int, striped: bool, inter: bool, intra: Sequence[int], rank: int, src: int, leader: int
-) -> int: ...
 def wave_steps(
     nodes: Sequence[Sequence[int]],
     src: int,
     rank: int,
-    striped: bool,
+    algorithm: str,
     shared: bool,
     crosses: bool,
     buckets: Sequence[tuple[int, int, int]],

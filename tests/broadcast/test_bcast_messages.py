@@ -74,9 +74,9 @@ def test_buckets_on_cpu_have_16_mib_by_default() -> None:
 
 
 def count_striped_steps(rank: int) -> list[str]:
-    """One bucket from rank 0. It gives each half to rank 1, and both pass one on; those of the other node swap theirs."""
+    """One bucket from rank 0. Each rank of its node passes a half on; those of the other swap theirs, and a rest."""
     counts = {
-        ((0, 1), (2, 3)): [(3, 0), (1, 2), (1, 2), (1, 2)],
+        ((0, 1), (2, 3)): [(2, 0), (1, 1), (1, 3), (2, 2)],
         ((0,), (1,), (2,), (3,)): [(1, 0), (1, 1), (1, 1), (0, 1)],
     }
     wrong = []

@@ -53,11 +53,6 @@ def test_each_storage_is_its_tensors_alone() -> None:
     assert bool((made[2] == 2).all()), "a storage that grows moves away"
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool])
-def test_dtypes(dtype: torch.dtype) -> None:
-    allocate(SHAPES[:7], dtype)
-
-
 def test_strides_are_kept() -> None:
     like = [torch.empty(4, 6, device="meta").t(), torch.empty(5, device="meta").expand(3, 5), torch.empty(9)[::2]]
     made = ops.allocate_like(like, torch.float32, CPU, 1)

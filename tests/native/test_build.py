@@ -17,7 +17,6 @@ import torch
 
 import epload
 from epload import _C
-from epload.native.build import check_torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(epload.__file__).parent
@@ -37,24 +36,6 @@ def test_build_info() -> None:
     assert info["cuda_obstacle"] or torch.cuda.is_available()
     assert info["npu"] == (PACKAGE / "libepload_npu.so").is_file()
     assert info["npu"] == bool(info["torch_npu_version"])
-
-
-@pytest.mark.parametrize(
-    ("built", "running"),
-    [("2.13.0", "2.14.1"), ("2.14.0+cpu", "2.13.0+cu130"), ("2.1.0", "2.11.0"), ("1.13.0", "2.13.0")],
-)
-def test_other_minor_is_refused(built: str, running: str) -> None:
-    with pytest.raises(ImportError) as caught:
-        check_torch(built, running)
-    for part in (built, running, "pip install"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("built", "running"), [("2.13.0", "2.13.0"), ("2.13.0", "2.13.1+cpu"), ("2.13.0a0+git1234", "2.13.0.dev20260101")]
-)
-def test_same_minor_is_accepted(built: str, running: str) -> None:
-    check_torch(built, running)
 
 
 IMPORT_WITH = """
@@ -91,13 +72,6 @@ def test_stale_build_is_refused_before_it_is_loaded() -> None:
         assert part in message, message
 
 
-def test_fresh_build_is_loaded() -> None:
-    """So that the test above fails for its own reason only."""
-    message = import_with(torch.__version__)
-    for part in ("ops: ['coalesced_bcast', 'pack', 'unpack']", "mapped: True"):
-        assert part in message, message
-
-
 def run_setup(executable: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Without CUDA kernels, unless ``environment`` asks for them."""
     command = [executable, "setup.py", "-q", *arguments]
@@ -106,27 +80,18 @@ def run_setup(executable: str, *arguments: str, **environment: str) -> subproces
 
 
 @pytest.mark.parametrize(
-    ("wanted", "parts"),
-    [("1", ["EPLOAD_CUDA=1", "nvcc", "CUDA_HOME", "EPLOAD_CUDA=0"]), ("yes", ["auto, 0 or 1", "'yes'"])],
+    ("variable", "wanted", "parts"),
+    [
+        ("EPLOAD_CUDA", "1", ["EPLOAD_CUDA=1", "nvcc", "CUDA_HOME", "EPLOAD_CUDA=0"]),
+        ("EPLOAD_CUDA", "yes", ["auto, 0 or 1", "'yes'"]),
+        ("EPLOAD_NPU", "1", ["EPLOAD_NPU=1", "torch_npu", "no CANN", "EPLOAD_NPU=0"]),
+        ("EPLOAD_NPU", "auto", ["0 or 1", "'auto'"]),
+    ],
 )
-def test_a_build_with_cuda_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
-    """In one sentence, before anything is compiled."""
-    wishes = {"EPLOAD_CUDA": wanted, "CUDA_HOME": str(tmp_path)}
+def test_a_build_that_cannot_be_is_refused(variable: str, wanted: str, parts: list[str], tmp_path: Path) -> None:
+    """In one sentence, before anything is compiled. The environment of these tests has no torch_npu."""
+    wishes = {variable: wanted, "CUDA_HOME": str(tmp_path)}
     done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), **wishes)
-    assert done.returncode != 0
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("epload: "), done.stderr
-    assert [part for part in parts if part not in message] == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("wanted", "parts"),
-    [("1", ["EPLOAD_NPU=1", "torch_npu", "no CANN", "EPLOAD_NPU=0"]), ("auto", ["0 or 1", "'auto'"])],
-)
-def test_a_build_for_ascend_that_cannot_be_is_refused(wanted: str, parts: list[str], tmp_path: Path) -> None:
-    """The environment of these tests has no torch_npu: with it, importing torch alone would want CANN."""
-    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), EPLOAD_NPU=wanted)
     assert done.returncode != 0
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("epload: "), done.stderr

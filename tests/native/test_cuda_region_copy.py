@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -253,37 +252,7 @@ def test_machine_code(architecture: str, tmp_path: Path) -> None:
             assert f"STG.{width} x 4" in runs, "and four of what is strided"
 
 
-WIDTHS = 5
-"""Of the units that are not converted: each has code of its own."""
-
-
-@needs_nvcc
-def test_a_table_is_read_by_wide_loads(tmp_path: Path) -> None:
-    """What a kernel reads that finds its table in memory, and not the one that has it as an argument: a chunk by two loads, which
-    come first and do not wait for each other, and the dims of what is strided by two, of the outermost by one."""
-    kernels, _ = cubin(tmp_path, "sm_90", KERNELS)
-    there, here = (found(kernels, inline, converts=False) for inline in (False, True))
-    more = Counter(there)
-    more.subtract(here)
-    assert {name: count for name, count in more.items() if count} == {"LDG.128": 2 + WIDTHS * (2 + 1)}
-    copies = there[there.index("LDG.128") :]
-    assert copies[:2] == ["LDG.128"] * 2
-    assert copies == there, "nothing comes before"
-
-
 def found(kernels: dict[str, list[str]], inline: bool, converts: bool) -> list[str]:
     names = [n for n in kernels if ("region_copy_inline" in n) is inline and ("ILb1E" in n) is converts]
     assert len(names) == 1, list(kernels)
     return kernels[names[0]]
-
-
-@needs_nvcc
-def test_spills_would_be_seen(tmp_path: Path) -> None:
-    """So that the test above fails for its own reason: the same kernels with too few registers."""
-    source = tmp_path / "tight.cu"
-    text = KERNELS.read_text()
-    assert text.count("kConvert ? 2 : 3;") == 1
-    source.write_text(text.replace("kConvert ? 2 : 3;", "6;"))
-    kernels, log = cubin(tmp_path, "sm_90", source)
-    assert " 0 bytes stack frame" not in log
-    assert all({"LDL.32", "STL.32"} <= set(instructions) for instructions in kernels.values())

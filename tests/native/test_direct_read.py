@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
 from epload.native import ops
 from page_cache import cached, drop
 from support.checkpoints import make_cold, tensor
@@ -72,33 +71,6 @@ def test_what_is_in_the_cache_is_read_there(path: Path, descriptor: int, content
     buffer = torch.zeros(NBYTES, dtype=torch.uint8)
     ops.read_ranges([descriptor], torch.tensor([[0, 0, 0, NBYTES]]), buffer, 2, direct=True)
     assert torch.equal(buffer, changed)
-
-
-def test_adjacent_ranges_that_go_to_different_places(path: Path, descriptor: int, content: Tensor) -> None:
-    sizes = torch.randint(1, 400_000, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    rows, begin, at = [], 77, 10 * MIB
-    for size in sizes:
-        if begin + size > NBYTES:
-            break
-        at -= size + 3
-        rows.append((0, begin, at, size))
-        begin += size
-    buffer = torch.zeros(10 * MIB, dtype=torch.uint8)
-    assert ops.read_ranges([descriptor], torch.tensor(rows), buffer, 3, direct=True)[1] == -1
-    for _, offset, place, size in rows:
-        assert torch.equal(buffer[place : place + size], content[offset : offset + size])
-
-
-def test_regions(path: Path, descriptor: int, content: Tensor) -> None:
-    """A tensor of floats at byte 64, of which a part of each row is taken."""
-    values = content[64 : 64 + 8 * MIB].view(torch.float32).view(1024, 2048)
-    target = torch.zeros(1024, 1500, dtype=torch.bfloat16)
-    table = torch.tensor([[0, 0, dtypes.code(torch.float32), 2, 0, 0, 1024, 1500, 2048, 1]])
-    where = torch.tensor([0]), torch.tensor([64]), torch.tensor([[0, 4 * 100]])
-    outcome = ops.read_regions([descriptor], *where, [target], table, 2, direct=True)
-    assert outcome[1] == -1
-    expected = values[:, 100:1600].to(torch.bfloat16)
-    assert torch.equal(target.view(torch.int16), expected.view(torch.int16))
 
 
 def test_a_file_that_is_too_short(path: Path, descriptor: int) -> None:

@@ -17,7 +17,6 @@ from support.region_copies import (
     Problem,
     Row,
     as_bytes,
-    big_problem,
     check_equal,
     problems,
     random_values,
@@ -29,26 +28,6 @@ from support.region_copies import (
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
     check_equal(problem, unpack, ops.unpack if unpack else ops.pack)
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_unpack_undoes_pack(problem: Problem) -> None:
-    """Bit for bit, where no dtype is converted."""
-    rows = [row for row in problem.rows if row.dtype == problem.bases[row.tensor].dtype]
-    bucket = problem.bucket()
-    ops.pack(bucket, problem.tensors(problem.bases), table_of(rows, problem.dims))
-    bases = [base.clone() for base in problem.bases]
-    for row in rows:
-        shape, strides, front = problem.views[row.tensor]
-        bytes_of = as_bytes(bases[row.tensor]).view(-1, row.dtype.itemsize)
-        ids = torch.arange(len(bytes_of)).as_strided(shape, strides, front)
-        for dim, (start, size) in enumerate(zip(row.start, row.size, strict=True)):
-            ids = ids.narrow(dim, start, size)
-        bytes_of[ids.reshape(-1)] = 0
-    ops.unpack(bucket, problem.tensors(bases), table_of(rows, problem.dims))
-    for got, want in zip(bases, problem.bases, strict=True):
-        assert torch.equal(as_bytes(got), as_bytes(want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,24 +90,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def test_two_threads_equal_one(two_threads: None) -> None:
-    tensors, rows, nbytes = big_problem()
-    table = table_of(rows, 2)
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        bucket = torch.zeros(nbytes, dtype=torch.uint8)
-        ops.pack(bucket, tensors, table)
-        targets = [torch.zeros_like(t) for t in tensors]
-        ops.unpack(bucket, targets, table)
-        results.append((bucket, targets))
-    assert torch.equal(results[0][0], results[1][0])
-    for index, tensor in enumerate(tensors):
-        want = tensor.bfloat16().float() if index == 2 else tensor
-        assert torch.equal(results[0][1][index], want)
-        assert torch.equal(results[1][1][index], want)
 
 
 MEGABYTES = 9 << 20

@@ -141,7 +141,7 @@ def test_a_commit_on_another_stream(stage: str) -> None:
 
 def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
     model, found = build("plain", 1, where=DEVICE), []
-    opens, tries = ops._open_memory, []
+    opens, tries = ops.open_memory, []
 
     def some(*args: Any) -> Tensor:
         tries.append(args)
@@ -150,7 +150,7 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
         return opens(*args)
 
     with (
-        mock.patch.object(ops, "_open_memory", some),
+        mock.patch.object(ops, "open_memory", some),
         epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver,
     ):
         for version in (1, 2, 3):

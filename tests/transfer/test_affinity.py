@@ -47,15 +47,6 @@ def test_the_cpus_near_a_device(node: str | None, cpus: str | None, expected: se
     assert affinity.cpus_near("", tmp_path) == frozenset(), "a device of no known address"
 
 
-def test_a_system_that_says_and_allows_nothing(tmp_path: Path) -> None:
-    refused = {"sched_getaffinity": mock.Mock(side_effect=OSError), "sched_setaffinity": mock.Mock(side_effect=OSError)}
-    with near_cpus({0}, tmp_path), mock.patch.multiple(os, **refused):
-        assert affinity.read_threads(1) == 2
-        with affinity.near(torch.device("cpu")):
-            pass
-    assert affinity._pci_address(torch.device("cpu")) == ""
-
-
 def near_cpus(cpus: set[int], folder: Path) -> Any:
     """Makes the fake accelerator seem to be on a NUMA node with these CPUs."""
     tree = sysfs(folder, "1", ",".join(map(str, cpus)))
@@ -74,8 +65,3 @@ def test_a_thread_goes_back(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert os.sched_getaffinity(0) == HERE
-
-
-def test_cpus_that_this_process_may_not_use(tmp_path: Path) -> None:
-    with near_cpus({10_000}, tmp_path), affinity.near(torch.device("cpu")):
-        assert os.sched_getaffinity(0) == HERE

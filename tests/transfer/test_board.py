@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -112,69 +108,7 @@ def test_a_post_wakes_those_who_wait_for_it(slot: int) -> None:
     assert got == {slot: ops.BOARD_REACHED, **dict.fromkeys(others, ops.BOARD_FAILED)}
 
 
-def test_threads_wait_for_one_another() -> None:
-    """Each of three goes on only when all have come so far, and sees what they wrote before they posted it."""
-    board, written, count, turns = words(3), torch.zeros(3, 200, dtype=torch.int64), 3, 200
-    problems: list[str] = []
-
-    def work(me: int) -> None:
-        for turn in range(turns):
-            written[me, turn] = 1000 * me + turn
-            ops.board_post(board, me, turn + 1)
-            if (got := ops.board_wait(board, list(range(count)), turn + 1, LONG)) != ops.BOARD_REACHED:
-                problems.append(f"thread {me} turn {turn}: {got}")
-                return
-            if written[:, turn].tolist() != [1000 * i + turn for i in range(count)]:
-                problems.append(f"thread {me} turn {turn}: {written[:, turn]}")
-
-    run_threads([lambda i=i: work(i) for i in range(count)])  # type: ignore[misc]
-    assert problems == []
-
-
-def run_threads(works: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(thread.is_alive() for thread in threads)
-
-
 # ---- processes ----
-
-
-def other_process(fd: int, pid: int, link: Connection) -> None:
-    """Maps the memory by its own means, answers every turn, then waits for what only a failure ends."""
-    file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    board = torch.frombuffer(mmap.mmap(file, 4096), dtype=torch.int32)[:8]
-    for turn in range(1, 101):
-        if ops.board_wait(board, [0], turn, LONG) != ops.BOARD_REACHED:
-            break
-        ops.board_post(board, 1, turn)
-    ops.board_post(board, 2, 1)
-    link.send(ops.board_wait(board, [3], 1, LONG))
-
-
-def test_processes_wait_for_one_another() -> None:
-    context = multiprocessing.get_context("forkserver")
-    fd = os.memfd_create("board")
-    os.ftruncate(fd, 4096)
-    board = torch.frombuffer(mmap.mmap(fd, 4096), dtype=torch.int32)[:8]
-    ours, theirs = context.Pipe()
-    process = context.Process(target=other_process, args=(fd, os.getpid(), theirs), daemon=True)
-    process.start()
-    try:
-        for turn in range(1, 101):
-            ops.board_post(board, 0, turn)
-            assert ops.board_wait(board, [1], turn, LONG) == ops.BOARD_REACHED
-        assert ops.board_wait(board, [2], 1, LONG) == ops.BOARD_REACHED
-        ops.board_post(board, -1, 1)
-        assert ours.poll(LONG)
-        assert ours.recv() == ops.BOARD_FAILED
-    finally:
-        process.join(LONG)
-        os.close(fd)
-    assert process.exitcode == 0
 
 
 # ---- Board ----

@@ -45,25 +45,3 @@ def test_an_exception_of_a_stage_is_raised_when_all_have_ended(count: int, faili
     assert caught.value is error
     assert log == ["fails", "stop"] + ["ends"] * (count - 1)
     assert left_threads() == []
-
-
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_first_of_several_exceptions_is_raised(first: int) -> None:
-    stop = threading.Event()
-    stops: list[str] = []
-
-    def before() -> None:
-        raise KeyError("the cause")
-
-    def after() -> None:
-        assert stop.wait(LIMIT)
-        raise ValueError("a consequence")
-
-    def stopped(by: BaseException) -> None:
-        stops.append(threading.current_thread().name)
-        stop.set()
-
-    with pytest.raises(KeyError, match="the cause"):
-        pipeline.run([(f"s{i}", before if i == first else after) for i in range(3)], stopped)
-    assert stops[0] == (threading.current_thread().name if first == 2 else f"epload-s{first}")
-    assert left_threads() == []

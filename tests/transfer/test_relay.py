@@ -18,7 +18,6 @@ from torch import Tensor
 from epload import _C
 from epload.native import ops
 from epload.planning.algorithms import STRIPE_ALIGNMENT
-from epload.planning.schedule import Flow
 from support import ranks
 from support.checks import all_fine
 from support.failures import raised
@@ -113,42 +112,6 @@ def tiny_and_empty(rank: int, world: int, group: dist.ProcessGroup) -> list[str]
 @pytest.mark.parametrize("world", [2, 3])
 def test_rings(world: int) -> None:
     all_fine(ranks.run(world, rings, world))
-
-
-def node_chains(rank: int, shapes: list[list[list[int]]]) -> list[str]:
-    """Around the nodes from leader to leader, and from each leader on along its node."""
-    problems, salt = [], 0
-    for nodes in shapes:
-        node = next(n for n in nodes if rank in n)
-        made = {tuple(n): dist.new_group(n) for n in nodes if len(n) > 1}
-        intra = name_of(made[tuple(node)]) if len(node) > 1 else ""
-        for src in sorted(r for n in nodes for r in n):
-            view = Flow(tuple(map(tuple, nodes)), rank, src, "one", "two_level", shared=False)
-            leaders = dist.new_group(sorted(view.leaders))
-            inter = name_of(leaders) if rank in view.leaders and len(nodes) > 1 else ""
-            for chunk in (1 << 20, 997):
-                salt += 1
-                steps = view.steps([(0, 0, 5000), (1, 5000, 5001), (2, 5056, SIZE)])
-                own = [(0, SIZE)] if rank == src else []
-                what = f"{nodes} from {src} in chunks of {chunk}"
-                before = len(problems)
-                problems += check(what, rank, steps, inter, intra, chunk, own, salt) if rank != src else []
-                if rank == src:
-                    bucket = content(salt=salt)
-                    if ops.relay(bucket, table(steps), inter, intra, chunk) != messages(steps, chunk):
-                        problems.append(f"{what}: number of messages")
-                    if not torch.equal(bucket, content(salt=salt)):
-                        problems.append(f"{what}: the source's own bytes changed")
-                assert len(problems) - before < 5
-    return problems
-
-
-SHAPES = {3: [[[0, 1], [2]], [[2], [1, 0]], [[1, 2, 0]]], 4: [[[0, 1], [3, 2]], [[0, 1, 2], [3]], [[0], [1], [2], [3]]]}
-
-
-@pytest.mark.parametrize("world", SHAPES)
-def test_leaders_pass_on_to_their_nodes(world: int) -> None:
-    all_fine(ranks.run(world, node_chains, SHAPES[world]))
 
 
 # ---- wrong use ----

@@ -15,12 +15,11 @@ from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.engine import Engine
+from epload.transfer.engine import Engine, Transfer, through_memory
 from epload.transfer.framing import Framing
 from epload.transfer.local import Local
-from epload.transfer.movers import Collective, Relay
-from epload.transfer.sources import CheckpointSource
-from epload.transfer.transfers import through_memory
+from epload.transfer.movers import MOVERS, Link
+from epload.transfer.sources import checkpoint_source
 
 
 def make_engine(
@@ -29,12 +28,12 @@ def make_engine(
     local: Local,
     resources: Resources,
     report: LoadReport,
-) -> Engine | direct_read.DirectRead:
+) -> Transfer:
     """Returns what fills this rank's tensors, and passes on what other ranks need."""
     plan, flow, staging = load.plan, route.flow, resources.device.staging
     topology, options = resources.topology, resources.options
     checkpoint = load.inputs.checkpoint if flow.reads else None
-    source = None
+    fill = None
     if checkpoint is not None:
         # A proof reads all bytes once more.
         again = options.verify or (flow.readers == "every" and _reads_repeat(load, topology))
@@ -42,9 +41,9 @@ def make_engine(
         threads = None if load.device == CPU else read_threads(readers)
         checkpoint.configure_reads(options.direct_io and not again, threads)
         pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
-        source = CheckpointSource(plan, checkpoint, pipe)
+        fill = checkpoint_source(plan, checkpoint, pipe)
     framing = Framing(plan.identity, partial(plan.describe, load.manifest), topology.rank, topology.control)
-    context = TransferContext(plan, flow, source, framing, topology.control, report)
+    context = TransferContext(plan, flow, fill, framing, topology.control, report)
     if flow.readers == "every":
         assert checkpoint is not None
         limit = direct_read.READ_BYTES if load.device == CPU else direct_read.DEVICE_READ_BYTES
@@ -52,17 +51,14 @@ def make_engine(
         return direct_read.DirectRead(context, checkpoint, groups, local)
     if not route.on_host:
         assert staging is not None
-        ring = DeviceRing(staging, flow, report, "inter_node" if flow.crosses else "intra_node")
-        mover = Collective(context, flow, ring, route.routes, staging.stream) if route.routes else None
+        phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
+        ring = DeviceRing(staging, flow, report, phase, in_order=True, moves=moves)
+        mover = MOVERS["device"](context, Link(ring, route.routes)) if moves else None
         return Engine(context, make_waves(plan), ring, mover, local)
     memory = resources.memory
     assert memory is not None
-
     chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
-    return through_memory(
-        context, memory, make_waves(plan, load.per_wave), local,
-        lambda ring, seconds: Relay(context, ring, next(iter(route.routes.values())), chunk, memory.board.words, seconds),
-    )  # fmt: skip
+    return through_memory(context, memory, make_waves(plan, load.per_wave), local, route.routes, chunk)
 
 
 def _reads_repeat(load: AgreedLoad, topology: Topology) -> bool:

@@ -10,8 +10,7 @@ from epload.loading.routes import Router
 from epload.model.devices import check_stream
 from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.ranks.topology import Topology
-from epload.transfer.device import DeviceStaging, StagingNeeds
-from epload.transfer.device_resources import DeviceResources
+from epload.transfer.device import DeviceResources, DeviceStaging
 from epload.transfer.shared_memory import NodeMemory
 
 
@@ -53,7 +52,7 @@ class Resources:
         stripes = len(self.topology.node) * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
         nbytes = -(-load.plan.largest // stripes) * stripes if in_buckets else 0
         ranks = len(self.topology.node) if flow.shared or flow.reads else 0
-        return self.device.reserve(StagingNeeds(load.device, nbytes, ranks))
+        return self.device.reserve(load.device, nbytes, ranks)
 
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""

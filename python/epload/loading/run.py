@@ -22,8 +22,8 @@ from epload.observe.slow import describe_slow, pace, slow_readers
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
+from epload.transfer.engine import run_transfer
 from epload.transfer.local import Local
-from epload.transfer.transfers import run_transfer
 from epload.verify.digests import digest_shards, verify_digests
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from epload.native import ops
-from epload.native.build import LIBRARY
-from epload.native.extension import _C
+from epload.native.extension import _C, LIBRARY
 
 VERSION: str = _C.version
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from epload.native.build import load_native_library
+from epload.native.extension import load_native_library
 
 load_native_library()
 
@@ -95,21 +95,17 @@ def write_from_device(
     copies: Tensor,
     pipe: Pipe,
 ) -> tuple[int, int, int, int]:
-    """Writes regions of tensors on a device to open files; the inverse of :func:`read_regions`, with the same tables. Returns
-    when all has been written.
+    """Inverts :func:`read_regions`, with the same tables and errors. Returns when all has been written.
 
     Returns:
         bytes written; the index of a file that could not be written, or -1; where, in bytes; the errno.
-
-    Raises:
-        ValueError: as for :func:`read_regions`.
     """
     outcome = _ops.write_from_device.default(descriptors, files, offsets, origins, sources, copies, pipe)
     return tuple(map(int, outcome))  # type: ignore[return-value]
 
 
 def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor], copies: Tensor, pipe: Pipe) -> None:
-    """Copies regions as :func:`read_regions` does, from tensors on CPU in place of files. ``sources`` may be changed when it returns.
+    """Copies regions as :func:`read_regions` does, from tensors on CPU instead of files, which may be changed when it returns.
 
     Args:
         sources: contiguous, any dtypes.
@@ -122,13 +118,16 @@ def upload(sources: Sequence[Tensor], origins: Tensor, targets: Sequence[Tensor]
 
 
 def download(sources: Sequence[Tensor], copies: Tensor, targets: Sequence[Tensor], origins: Tensor, pipe: Pipe) -> None:
-    """The inverse of :func:`upload`, with the same tables: ``sources`` are on the device. Returns when ``targets`` hold all."""
+    """Inverts :func:`upload`, with the same tables: ``sources`` are on the device. Returns when ``targets`` hold all."""
     _ops.download.default(sources, copies, targets, origins, pipe)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
-    """Returns by what other processes open the memory of tensors on one device: int64 CPU tensor [n, 2], for each tensor the
-    allocation that it begins in, and where (bytes), -1 and 0 for an empty one; the handle of each allocation; its bytes.
+    """Shares the memory of tensors on one device with other processes.
+
+    Returns:
+        int64 CPU tensor [n, 2], for each tensor the allocation that it begins in, and where (bytes), -1 and 0 for an empty one;
+        the handle of each allocation; its bytes.
 
     Raises:
         RuntimeError: some of the memory cannot be shared; with the reason.
@@ -192,8 +191,9 @@ def read_regions(
     direct: bool = False,
     pipe: Pipe | None = None,
 ) -> tuple[int, int, int, int]:
-    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket. Returns when all
-    has been read; the last of it may still be crossing to a device.
+    """Copies regions of tensors in open files into ``targets``: :func:`unpack` with files in place of the bucket.
+
+    Returns when all has been read; the last of it may still be crossing to a device.
 
     Args:
         descriptors: open file descriptors.
@@ -223,7 +223,7 @@ def relay(
     intra_group: str,
     chunk_bytes: int,
     board: Tensor | None = None,
-    seconds: float = 0.0,
+    seconds: float = 0,
 ) -> int:
     """Receives pieces of ``bucket`` and passes them on, chunk by chunk; returns the number of messages.
 

@@ -18,11 +18,11 @@ from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
-from epload.transfer.engine import Engine
-from epload.transfer.exchange_ring import ExchangeRing, ExchangeStaging
+from epload.transfer.device import DeviceStaging
+from epload.transfer.device_ring import DeviceRing
+from epload.transfer.engine import Engine, message_timeout
 from epload.transfer.movers import broadcast, explain
 from epload.transfer.sinks import Sink
-from epload.transfer.transfers import message_timeout
 
 MOST_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
@@ -79,7 +79,7 @@ class DeviceRoute:
         """
         most = max((len(wave.numbers) for wave in self.waves), default=1)
         nbytes = max((wave.nbytes for wave in self.waves), default=1)
-        staging, failure = attempt(lambda: ExchangeStaging(self.device, nbytes, most))
+        staging, failure = attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=most))
         if failure is not None:
             failure = LoadError(f"{message_of(failure)}; transport='host' needs less memory of {self.device}")
         self._control.settle("making buffers on devices", failure)
@@ -94,12 +94,15 @@ class DeviceRoute:
 
     def entered(self) -> AbstractContextManager[object]:
         """Returns a context for moving a version, whose stream orders it after what the caller has queued."""
-        return self.staging.local
+        return self.staging.entered()
 
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
         """Returns the engine that moves one version."""
         seconds = message_timeout(context.control, self.waves).total_seconds()
-        ring = ExchangeRing(self.staging, context.flow, context.report, seconds, verifies=not self._keeps_whole)
+        verifies = not self._keeps_whole
+        ring = DeviceRing(
+            self.staging, context.flow, context.report, "inter_node", in_order=False, seconds=seconds, verifies=verifies
+        )
         mover = Broadcasts(context, ring, self) if self.waves else None
         return Engine(context, self.waves, ring, mover, sink)
 
@@ -160,7 +163,7 @@ class Broadcasts:
     """See :class:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
     the wave before is passed on."""
 
-    def __init__(self, context: TransferContext, ring: ExchangeRing, route: DeviceRoute) -> None:
+    def __init__(self, context: TransferContext, ring: DeviceRing, route: DeviceRoute) -> None:
         self._context = context
         self._ring = ring
         self._route = route

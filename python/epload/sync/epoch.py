@@ -22,13 +22,13 @@ from epload.sync.device_route import DeviceRoute
 from epload.sync.host_route import HostRoute
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import ExchangeRoles, MemorySink, ShardSink, ShardSource
+from epload.sync.transfer import ExchangeRoles, MemorySink, ShardSink
 from epload.transfer.context import TransferContext
 from epload.transfer.device_pipe import DevicePipe
+from epload.transfer.engine import run_transfer
 from epload.transfer.framing import Framing
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.transfers import run_transfer
 
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
@@ -171,7 +171,7 @@ class Epoch:
         framing = Framing(
             plan.identity, plan.describe, control.rank, control, self.verify, version=version, ends_in_order=False
         )
-        source = ShardSource(shards) if shards is not None and self.sends else None
+        fill = shards.pack if shards is not None and self.sends else None
         sink: ShardSink | MemorySink = ShardSink(None if self.sends else shards)
         if isinstance(self.route, DeviceRoute) and self.memory is not None:
 
@@ -179,7 +179,7 @@ class Epoch:
                 framing.verify(number, roles.reader(number), bucket)
 
             sink = MemorySink(dict(self.staged_buckets()), check if self.verify else None)
-        engine = self.route.engine(TransferContext(plan, roles, source, framing, control, report), sink)
+        engine = self.route.engine(TransferContext(plan, roles, fill, framing, control, report), sink)
         with self.route.entered(), Progress(plan.nbytes, show_progress) as bar:
             run_transfer(engine, control, self.route.groups, bar)
 

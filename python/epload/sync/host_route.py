@@ -9,12 +9,9 @@ from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
-from epload.transfer.engine import Engine
-from epload.transfer.host_ring import HostRing
-from epload.transfer.movers import Relay
+from epload.transfer.engine import Engine, through_memory
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
-from epload.transfer.transfers import through_memory
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
@@ -45,12 +42,10 @@ class HostRoute:
     def engine(self, context: TransferContext, sink: Sink) -> Engine:
         """Returns the engine that moves one version."""
         chunk_bytes = _CHUNK_BYTES if len(self._members.nodes) > 1 else _LONE_CHUNK_BYTES
-
-        def connect(ring: HostRing, seconds: float) -> Relay:
+        routes = {}
+        if self._rank in context.flow.relays:
             group = self.groups.name(self._members.rail(self._members.rail_of[self._rank]))
-            route = Route(self._rank, self._rank, group, "")
-            return Relay(context, ring, route, chunk_bytes, self._memory.board.words, seconds)
-
-        engine = through_memory(context, self._memory, self._plan.waves, sink, connect, self._waves_before)
+            routes[self._rank] = Route(self._rank, self._rank, group, "")
+        engine = through_memory(context, self._memory, self._plan.waves, sink, routes, chunk_bytes, self._waves_before)
         self._waves_before += len(self._plan.waves)
         return engine

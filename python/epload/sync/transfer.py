@@ -12,8 +12,7 @@ from torch import Tensor
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
 from epload.transfer.shards import Shards
-from epload.transfer.sinks import PlainSink
-from epload.transfer.sources import HostSource
+from epload.transfer.sinks import Sink
 
 _NO_RANK = -1
 
@@ -66,17 +65,7 @@ class ExchangeRoles:
         return steps
 
 
-class ShardSource(HostSource):
-    """Fills buckets out of the sender's shards. See :class:`~epload.transfer.sources.BucketSource`."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-
-    def fill(self, number: int, buffer: Tensor) -> None:
-        self._shards.pack(number, buffer)
-
-
-class ShardSink(PlainSink):
+class ShardSink(Sink):
     """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transfer.sinks.Sink`."""
 
     def __init__(self, shards: Shards | None) -> None:
@@ -96,7 +85,7 @@ class ShardSink(PlainSink):
             self._shards.unpack(number, bucket)
 
 
-class MemorySink(PlainSink):
+class MemorySink(Sink):
     """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transfer.sinks.Sink`."""
 
     def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:

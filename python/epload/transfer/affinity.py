@@ -1,8 +1,7 @@
 """Runs the threads that read for an accelerator on the CPUs of its NUMA node, from which pinned memory is allocated too.
 
-The node is known for CUDA devices, by their PCI address. Threads of other devices, of a virtual machine that says nothing about
-its nodes, or of a process that may use few of the CPUs there, stay where the system puts them. All of this is for speed: what
-the system does not say or allow is left as it is.
+The node is known for CUDA devices, by their PCI address. This is for speed alone: threads stay where the system puts them if it
+says nothing of its nodes, or does not allow it, or if the process may use few of the CPUs there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SYSFS = Path("/sys")
 def read_threads(readers: int) -> int:
     """Returns the number of threads that each of ``readers`` ranks of this node reads with, from 2 to 16: one a CPU of the rank.
 
-    A rank that may use all CPUs shares them with the others. One that may not has its own, as launchers give them.
+    A rank that may use all CPUs shares them with the others. One that may not has its own, as launchers assign them.
     """
     cpus = len(_allowed())
     if cpus >= (os.cpu_count() or 1):
@@ -46,39 +45,30 @@ def near(device: torch.device) -> Iterator[None]:
 def move_thread(device: torch.device) -> bool:
     """Moves the calling thread, and those that it will start, to the CPUs near a device. False if it stays where it is."""
     allowed = _allowed()
-    found = cpus_near(_pci_address(device), _SYSFS) & allowed
+    cpus = cpus_near(_pci_address(device), _SYSFS) & allowed
     # Fewer CPUs would hold up the reading threads more than distant memory does.
-    return (len(found) >= MAX_READ_THREADS or 2 * len(found) >= len(allowed) > 0) and _run_on(found)
+    return (len(cpus) >= MAX_READ_THREADS or 2 * len(cpus) >= len(allowed) > 0) and _run_on(cpus)
 
 
 def cpus_near(address: str, sysfs: Path) -> frozenset[int]:
-    """The CPUs of the NUMA node of a PCI device; empty if the system does not say.
+    """Returns the CPUs of the NUMA node of a PCI device, such as ``0000:3b:00.0``; none if the system does not say.
 
     Args:
-        address: such as ``0000:3b:00.0``; may be empty.
-        sysfs: where ``/sys`` is; see sysfs-bus-pci and sysfs-devices-node in the kernel's ABI documentation.
+        sysfs: folder of ``/sys``; see sysfs-bus-pci and sysfs-devices-node in the kernel's ABI documentation.
     """
-    try:
+    cpus: set[int] = set()
+    with suppress(OSError, ValueError):
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text()) if address else -1
-        return (
-            _parse_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text()) if node >= 0 else frozenset()
-        )
-    except (OSError, ValueError):
-        return frozenset()
-
-
-def _parse_list(text: str) -> frozenset[int]:
-    """Such as ``0-3,8``. Empty for a node without CPUs. Raises ValueError."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+        for part in filter(None, text.strip().split(",")):  # such as 0-3,8
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
 
 
 @cache
 def _pci_address(device: torch.device) -> str:
-    """Empty if it is not known."""
+    """Returns ``""`` if it is not known."""
     if device.type != "cuda":
         return ""
     found: Any = torch.cuda.get_device_properties(device)
@@ -89,7 +79,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def _allowed() -> frozenset[int]:
-    """The CPUs that the calling thread may use; empty if the system does not say."""
+    """Returns the CPUs that the calling thread may use; none if the system does not say."""
     try:
         return frozenset(os.sched_getaffinity(0))  # 0 is the calling thread, not the process
     except (AttributeError, OSError):
@@ -97,7 +87,6 @@ def _allowed() -> frozenset[int]:
 
 
 def _run_on(cpus: frozenset[int]) -> bool:
-    """Moves the calling thread. False if the system does not allow it."""
     with suppress(OSError):
         os.sched_setaffinity(0, cpus)
         return True

@@ -27,16 +27,15 @@ class Board:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Words that a board for so many ranks takes."""
+        """Returns the words that a board for so many ranks takes."""
         return ops.BOARD_FIXED_WORDS + ranks * len(STAGES)
 
     def clear(self) -> None:
-        """Back to the start of a load. For this rank only; all do it before any of them goes on."""
+        """Sets this rank back to the start of a load; all do it before any of them goes on."""
         for stage in STAGES:
             self.post(stage, 0)
 
     def _slot(self, stage: str, rank: int) -> int:
-        """The counter of a rank, as the native ops take it."""
         return self._ranks.index(rank) * len(STAGES) + STAGES.index(stage)
 
     def post(self, stage: str, waves: int) -> None:

@@ -1,113 +1,157 @@
-"""The device buffers of one rank, paced by events: a bucket is filled through the pipe from the host, or by another rank."""
+"""The device buffers of one rank, paced by events: a bucket is filled from the host or from tensors, or by another rank."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from epload.errors import RemoteFailure
-from epload.planning.schedule import Flow
+from epload.errors import RemoteFailure, WaitTimeout
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.schedule import Roles
 from epload.planning.waves import Wave
 from epload.report import TransferReport
 from epload.transfer.affinity import move_thread
-from epload.transfer.device import DeviceStaging
+from epload.transfer.device import BUFFERS, DeviceStaging, wait_for
 
 
 class DeviceRing:
-    """See :class:`~epload.transfer.ring.Ring`. Every wave is one bucket.
+    """See :class:`~epload.transfer.host_ring.HostRing`. A rank either fills all buckets of a wave or receives them."""
 
-    Moving and unpacking queue their work on the staging's stream, in the same order on every rank.
-    """
+    checks_moved = False
 
-    lanes = (("read",), ("move", "unpack"))
-    checks_moved = True
-
-    def __init__(self, staging: DeviceStaging, flow: Flow, report: TransferReport, phase: str) -> None:
-        """``phase``: of the report, that waiting for a bucket from another rank counts as."""
-        self._staging = staging
+    def __init__(
+        self,
+        staging: DeviceStaging,
+        flow: Roles,
+        report: TransferReport,
+        phase: str,
+        in_order: bool,
+        moves: bool = True,
+        seconds: float = math.inf,
+        verifies: bool = True,
+    ) -> None:
+        """
+        Args:
+            phase: of the report, that waiting for a wave from another rank counts as.
+            in_order: True if no rank may begin to move a wave before the headers of the one before are checked: its reader may
+                have aborted the transfer, and not join.
+            moves: False if this rank passes nothing on and receives nothing.
+            seconds: within which a wave has to arrive once it is its turn.
+            verifies: whether checksums are of what is in these buffers, and not of what the sink has made of it.
+        """
+        self.lanes: tuple[tuple[str, ...], ...] = (
+            (("read",), ("move", "unpack")) if in_order else (("read",), ("move",), ("unpack",))
+        )
+        self.staging = staging
         self._flow = flow
         self._report = report
         self._phase = phase
+        self._moves = moves
+        self._seconds = seconds
+        self._verifies = verifies
         self._turn = threading.Condition()
-        self._ready = -1
-        """The last wave of this rank's that is being filled."""
-        self._joined = -1
-        """The last wave of this rank's that the stream waits for."""
-        self._released = 0
-        """Waves whose buffers may be filled again, once the work that is queued on them is done."""
+        self._done = {"read": 0, "move": 0, "unpack": 0}
+        """The number of waves for which each step is queued."""
         self._ended = self._failed = False
 
     def enter_thread(self) -> None:
-        torch.accelerator.set_device_index(self._staging.device)
-        torch.accelerator.set_stream(self._staging.copies)  # of the thread that reads, until it ends
-        move_thread(self._staging.device)
+        torch.accelerator.set_device_index(self.staging.device)
+        torch.accelerator.set_stream(self.staging.copies)  # of the thread, until it ends
+        move_thread(self.staging.device)
 
     def wait(self, step: str, wave: Wave) -> None:
-        if step == "read":
-            if self._wait_for(lambda: self._released > wave.index - len(self._staging.buckets)):
-                self._staging.wait_until_used(self._place(wave), self._check)
-        elif step == "end":
+        staging, place, fills = self.staging, self._place(wave), self._fills(wave)
+        if step == "end":
             # A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones,
             # this rank has to notice here: what comes later may wait for the stream in the driver.
             with self._report.timed(self._phase):
-                self._staging.wait(self._check)
-        elif wave.index > self._joined and self._reads(wave) and self._wait_for(lambda: self._ready >= wave.index):
-            self._staging.wait_until_filled(self._place(wave))
-            self._joined = wave.index
+                for stream in staging.streams:
+                    event = torch.Event(staging.device)
+                    event.record(stream)
+                    self._wait_for(event, "the last waves")
+        elif step == "read":
+            self._wait_until("unpack", wave.index - BUFFERS + 1)
+            if not self._ended:
+                staging.wait_until_used(place, self._check)
+        elif step == "unpack" and not fills:
+            with self._report.timed(self._phase):
+                self._wait_until("move", wave.index + 1)
+                self._wait_for(staging.moved[place], f"wave {wave.index}")
+        elif step == "unpack" and self._moves:
+            self._wait_until("move", wave.index + 1)
+            staging.stream.wait_event(staging.moved[place])
+        elif fills:  # to be moved, or unpacked where nothing moves
+            self._wait_until("read", wave.index + 1)
+            staging.wait_until_filled(place)
+        else:
+            self._wait_until("unpack", wave.index - BUFFERS + 1)
+            staging.wait_until_free(place)
 
     def done(self, step: str, wave: Wave, last: bool = False) -> None:
+        staging, place = self.staging, self._place(wave)
         if step == "read":
-            self._staging.filled(self._place(wave))
-        if step == "unpack":
-            self._staging.used(self._place(wave))
+            staging.filled(place)
+        elif step == "move":
+            if not self._fills(wave):
+                with staging.spread:
+                    for i in range(len(wave.numbers)):
+                        header = self.bucket(wave, i)[:HEADER_BYTES]
+                        staging.headers[place, i].copy_(header, non_blocking=True)
+            staging.moved[place].record(staging.spread)
+        elif step == "unpack":
+            staging.used(place)
         with self._turn:
-            self._ready = wave.index if step == "read" else self._ready
-            self._released = wave.index + 1 if step == "unpack" else self._released
+            self._done[step] = wave.index + 1
             self._turn.notify_all()
 
-    def bucket(self, wave: Wave, i: int) -> Tensor:
-        return self._staging.buckets[self._place(wave)][: wave.ends[i]]
-
-    def sent(self, wave: Wave) -> Tensor:
-        """Returns the bucket, and bytes without meaning behind it that make whole stripes of it."""
-        multiple = self._flow.stripes_multiple
-        return self._staging.buckets[self._place(wave)][: -(-wave.ends[0] // multiple) * multiple]
+    def bucket(self, wave: Wave, i: int, multiple: int = 1) -> Tensor:
+        """Returns the bucket, and bytes without meaning behind it that make its size a multiple."""
+        nbytes = -(-(wave.ends[i] - wave.begins[i]) // multiple) * multiple
+        return self.staging.buckets[self._place(wave)][wave.begins[i] : wave.begins[i] + nbytes]
 
     def header(self, wave: Wave, i: int) -> Tensor:
-        """Waits for the bucket: one that was aborted must not reach the model, and no rank may begin a broadcast that its reader
-        will not join."""
-        with self._report.timed(self._phase):
-            return self._staging.fetch_header(self._place(wave), self._check)
+        return self.staging.headers[self._place(wave), i]
 
     def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
-        if not self._reads(wave):
-            check(0)
+        if self._verifies and not self._fills(wave):
+            for i in range(len(wave.numbers)):
+                check(i)
 
     def stop(self, failed: bool = True) -> None:
         with self._turn:
             self._failed, self._ended = self._failed or failed, self._ended or not failed
             self._turn.notify_all()
 
-    def abandon(self) -> None:
-        if not self._staging.drained():
-            self._staging.abandon()
-
-    def _reads(self, wave: Wave) -> bool:
+    def _fills(self, wave: Wave) -> bool:
         return self._flow.reader(wave.numbers[0]) == self._flow.rank
 
-    def _place(self, wave: Wave) -> int:
-        """The number of its device buffer."""
-        return wave.index % len(self._staging.buckets)
+    @staticmethod
+    def _place(wave: Wave) -> int:
+        """Returns the number of a wave's buffer."""
+        return wave.index % BUFFERS
 
-    def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """False if the transfer has ended."""
+    def _wait_until(self, step: str, count: int) -> None:
+        """Waits for another thread of this rank, whose own waits for other ranks are limited in time."""
         with self._turn:
-            self._turn.wait_for(lambda: self._failed or self._ended or condition())
+            self._turn.wait_for(lambda: self._failed or self._ended or self._done[step] >= count)
+        self._check()
+
+    def _wait_for(self, event: torch.Event, what: str) -> None:
+        until = time.monotonic() + self._seconds
+
+        def check() -> None:
             self._check()
-            return not self._ended
+            if time.monotonic() > until:
+                raise WaitTimeout(
+                    f"rank {self._flow.rank}: {what} did not pass {self.staging.device} within {self._seconds:.0f} s"
+                )
+
+        wait_for(event, check)
 
     def _check(self) -> None:
         if self._failed:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.attempt import attempt
-from epload.errors import LoadError
+from epload.core.attempt import Attempt
 from epload.observe.progress import Progress
 from epload.transfer.context import TransferContext
 from epload.transfer.framing import list_numbers
@@ -24,15 +23,9 @@ DEVICE_READ_BYTES = 512 << 20
 
 
 class DirectRead:
-    """Reads some of a plan's buckets. Single use. The same interface as :class:`~epload.transfer.engine.Engine`."""
+    """Reads some of a plan's buckets. Single use; has the interface of an Engine."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        checkpoint: Checkpoint,
-        groups: Sequence[range],
-        local: Local,
-    ) -> None:
+    def __init__(self, context: TransferContext, checkpoint: Checkpoint, groups: Sequence[range], local: Local) -> None:
         """``groups``: numbers of buckets that are read together."""
         self._context = context
         self._checkpoint = checkpoint
@@ -47,17 +40,11 @@ class DirectRead:
         Raises:
             LoadError: another rank failed, or this rank could not read.
         """
-        try:
-            with self._local.entered():
-                for numbers in self._groups:
-                    if not self._step(self._read_regions, numbers, bar):
-                        for number in numbers:
-                            self._step(self._read_whole, range(number, number + 1), bar)
-        except LoadError:  # a checkpoint that cannot be read, or another rank's failure: what was queued is in order
-            raise
-        except BaseException:  # interrupted: something may still write to the buffers
-            self._local.abandon()
-            raise
+        with self._local.entered():
+            for numbers in self._groups:
+                if not self._step(self._read_regions, numbers, bar):
+                    for number in numbers:
+                        self._step(self._read_whole, range(number, number + 1), bar)
 
     def fail(self) -> None:
         """Nothing here waits for another rank."""
@@ -89,14 +76,14 @@ class DirectRead:
         """Reads the buckets once more, one by one; returns the first that fails, or all if none does, and the error."""
         for number in numbers if len(numbers) > 1 else ():
             alone = range(number, number + 1)
-            _, again = attempt(partial(self._local.read, alone, checkpoint))
-            if again is not None:
-                return alone, again
+            again = Attempt(partial(self._local.read, alone, checkpoint))
+            if again.failure is not None:
+                return alone, again.failure
         return numbers, error
 
     def _read_whole(self, numbers: range) -> int:
         """One bucket by way of a buffer, from a checkpoint that cannot read single regions."""
-        assert self._context.source is not None
+        assert self._context.fill is not None
         (number,) = numbers
         plan = self._context.plan
         bucket = plan.buckets[number]
@@ -110,7 +97,7 @@ class DirectRead:
         step = "read"
         try:
             with self._context.report.timed("read", f"bucket {number}") as span:
-                self._context.source.fill(number, buffer)
+                self._context.fill(number, buffer)
                 span.nbytes = bucket.nbytes
             step = "unpack"
             self._local.unpack(number, buffer)

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
+
+from torch import Tensor
 
 from epload.errors import LoadError
 from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
+from epload.ranks.control import Control
+from epload.ranks.group_cache import GroupCache
+from epload.ranks.topology import Route
 from epload.transfer import pipeline
 from epload.transfer.context import TransferContext
+from epload.transfer.direct_read import DirectRead
 from epload.transfer.framing import list_numbers
-from epload.transfer.movers import Mover
-from epload.transfer.ring import Ring
+from epload.transfer.host_ring import HostRing
+from epload.transfer.movers import MOVERS, SLOWEST, Link, Mover, Ring
+from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
 Step = Callable[[Wave], bool]
@@ -57,16 +65,11 @@ class Engine:
             LoadError: a reader aborted the transfer, or what went wrong on this rank.
         """
         self._bar = bar
-        try:
-            if self._waves:
-                with self._sink.entered():
-                    pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
-                    if self._mover is not None:
-                        self._ring.wait("end", self._waves[-1])
-        except BaseException:
-            self._ring.abandon()
-            self._sink.abandon()
-            raise
+        if self._waves:
+            with self._sink.entered():
+                pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
+                if self._mover is not None:
+                    self._ring.wait("end", self._waves[-1])
         if self._failure is not None:
             raise self._failure
 
@@ -85,7 +88,7 @@ class Engine:
         steps: dict[str, Step] = {"unpack": self._unpack}
         if self._mover is not None:
             steps["move"] = self._move
-        if self._context.source is not None:
+        if self._context.fill is not None:
             steps["read"] = self._read
         lanes = [[name for name in lane if name in steps] for lane in self._ring.lanes]
         return [(lane[0], partial(self._run_lane, [steps[name] for name in lane])) for lane in lanes if lane]
@@ -101,28 +104,26 @@ class Engine:
     # ---- steps ----
 
     def _read(self, wave: Wave) -> bool:
-        mine = self._context.read_here(wave.numbers)
-        if not mine:
+        positions = self._context.read_here(wave.numbers)
+        if not positions:
             return True
         self._ring.wait("read", wave)
         if self._over.is_set():
             return False
-        with self._report.timed("read", list_numbers("bucket", [wave.numbers[i] for i in mine])) as span:
-            for i in mine:
-                span.nbytes += self._fill(wave, i)
+        numbers = [wave.numbers[i] for i in positions]
+        with self._report.timed("read", list_numbers("bucket", numbers)) as span:
+            for i, number in zip(positions, numbers, strict=True):
+                span.nbytes += self._fill(number, self._ring.bucket(wave, i))
         self._ring.done("read", wave)
-        return all(self._read_outcomes[wave.numbers[i]] is None for i in mine)
+        return all(self._read_outcomes[number] is None for number in numbers)
 
-    def _fill(self, wave: Wave, i: int) -> int:
+    def _fill(self, number: int, buffer: Tensor) -> int:
         """Returns the bytes read."""
-        number = wave.numbers[i]
-        buffer = self._ring.bucket(wave, i)
-        assert self._context.source is not None
+        assert self._context.fill is not None
         with self._context.activity.doing(f"reads bucket {number}"):
-            failure = self._context.framing.fill(number, buffer, self._context.source)
+            failure = self._context.framing.fill(number, buffer, self._context.fill)
         self._read_outcomes[number] = failure
-        if failure is not None:
-            self._failure = self._failure or failure
+        self._failure = self._failure or failure
         self._context.control.progress += buffer.nbytes
         return buffer.nbytes - HEADER_BYTES
 
@@ -147,7 +148,7 @@ class Engine:
             self._verify(wave)
         with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
             for i, number in enumerate(wave.numbers):
-                span.nbytes += self._take(wave, i, number)
+                span.nbytes += self._take(number, self._ring.bucket(wave, i))
         self._ring.done("unpack", wave)
         return True
 
@@ -156,17 +157,15 @@ class Engine:
         if wave.index in self._checked:
             return
         for i, number in enumerate(wave.numbers):
-            failure = self._abort_of(wave, i, number)
+            if number in self._read_outcomes:
+                failure = self._read_outcomes[number]
+            else:
+                body = self._ring.bucket(wave, i)[HEADER_BYTES:]
+                failure = self._context.framing.check(number, self._ring.header(wave, i), body)
             if failure is not None:
                 self._failure = self._failure or failure
                 self._aborted = min(self._aborted, wave.index)
         self._checked.add(wave.index)
-
-    def _abort_of(self, wave: Wave, i: int, number: int) -> LoadError | None:
-        if number in self._read_outcomes:
-            return self._read_outcomes[number]
-        body = self._ring.bucket(wave, i)[HEADER_BYTES:]
-        return self._context.framing.check(number, self._ring.header(wave, i), body)
 
     def _verify(self, wave: Wave) -> None:
         with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
@@ -178,9 +177,8 @@ class Engine:
 
             self._ring.verify(wave, check)
 
-    def _take(self, wave: Wave, i: int, number: int) -> int:
+    def _take(self, number: int, bucket: Tensor) -> int:
         """Returns the bytes of the bucket."""
-        bucket = self._ring.bucket(wave, i)
         if self._failure is None:
             try:
                 self._sink.unpack(number, bucket)
@@ -189,3 +187,43 @@ class Engine:
         self._context.control.progress += bucket.nbytes
         self._bar.update(bucket.nbytes)
         return bucket.nbytes - HEADER_BYTES
+
+
+Transfer = Engine | DirectRead
+
+
+def through_memory(
+    context: TransferContext,
+    memory: NodeMemory,
+    waves: Sequence[Wave],
+    sink: Sink,
+    routes: Mapping[int, Route],
+    chunk_bytes: int,
+    waves_before: int = 0,
+) -> Engine:
+    """Returns an engine whose buckets are staged in host memory.
+
+    Args:
+        memory: of the node, with buffers for the largest wave.
+        routes: see :class:`Link`.
+        chunk_bytes: of a message.
+        waves_before: number of waves of this operation that went through the memory before.
+    """
+    timeout = message_timeout(context.control, waves)
+    # The network's limit is over first, and its error says more.
+    ring = HostRing(memory, context.flow, 1.25 * timeout + timedelta(seconds=2), context.activity, waves_before)
+    relays = context.flow.rank in context.flow.relays
+    mover = MOVERS["host"](context, Link(ring, routes, chunk_bytes, timeout.total_seconds())) if relays else None
+    return Engine(context, waves, ring, mover, sink)
+
+
+def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
+    """Returns the time that a message may take, in a transfer of these waves."""
+    largest = max((wave.nbytes for wave in waves), default=0)
+    return control.timeout + timedelta(seconds=largest / SLOWEST)
+
+
+def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
+    """Runs a transfer until it is done or a rank fails; raises as the transfer's own ``run``. ``groups``: those that it uses."""
+    with control.watch.guards(transfer, groups):
+        transfer.run(bar)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from epload.errors import CheckpointError, LoadError, RemoteFailure, message_of
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.ranks.control import Control
-from epload.transfer.sources import BucketSource
 
+Fill = Callable[[int, Tensor], None]
+"""Fills a bucket, by its number, behind its header; the buffer (uint8) is the whole bucket. Called by one thread. Raises
+CheckpointError if it cannot be read."""
 _HEADER = struct.Struct("<8sIIQQ16sQ8x")
 _MAGIC = b"epload01"
 STATUS_OK = 0
@@ -41,8 +43,7 @@ class BucketHeader:
     """Version of the weights, where there are versions; else 0."""
 
     def pack(self) -> bytes:
-        fields = self.index, self.status, self.nbytes, self.checksum, self.fingerprint, self.version
-        return _HEADER.pack(_MAGIC, *fields)
+        return _HEADER.pack(_MAGIC, *astuple(self))
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> BucketHeader:
@@ -69,8 +70,8 @@ class Framing:
         """
         Args:
             identity: index and fingerprint of a bucket's header, equal on all ranks that send or receive it.
-            names: what is in some consecutive buckets, for messages.
-            control: where failures are told.
+            names: describes some consecutive buckets, for messages.
+            control: publishes failures.
             checked: True if buckets carry a checksum, for a plan whose receivers cannot read the source. Equal on all ranks.
             version: of the weights.
             ends_in_order: whether all ranks receive a bucket from whoever aborts the transfer. Otherwise a failure is raised, and
@@ -84,27 +85,27 @@ class Framing:
         self._version = version
         self._ends_in_order = ends_in_order
 
-    def fill(self, number: int, buffer: Tensor, source: BucketSource) -> LoadError | None:
+    def fill(self, number: int, buffer: Tensor, fill: Fill) -> LoadError | None:
         """Fills a bucket in ``buffer`` (uint8, on any device), or makes it one that tells everybody why there will be no more.
 
-        Returns what went wrong.
+        Returns the failure.
         """
-        nbytes = buffer.nbytes - HEADER_BYTES
-        status = STATUS_OK
         failure: LoadError | None = self.remote_failure()
         if failure is not None and not self._ends_in_order:
             raise failure
         if failure is None:
             try:
-                source.fill(number, buffer)
+                fill(number, buffer)
             except Exception as error:
                 failure = self.publish_failure("read", [number], error)
+        body = buffer[HEADER_BYTES:]
+        status, nbytes = STATUS_OK, body.nbytes
         if failure is not None:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
-            source.write(_bytes(text), buffer[HEADER_BYTES : HEADER_BYTES + len(text)])
             status, nbytes = STATUS_ABORT, len(text)
-        checksum = ops.checksum(buffer[HEADER_BYTES:].cpu()) if self.checked else 0
-        source.write(_bytes(self._header(number, status, nbytes, checksum).pack()), buffer[:HEADER_BYTES])
+            body[:nbytes].copy_(_bytes(text))
+        checksum = ops.checksum(body.cpu()) if self.checked else 0
+        buffer[:HEADER_BYTES].copy_(_bytes(self._header(number, status, nbytes, checksum).pack()))
         return failure
 
     def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
@@ -117,15 +118,15 @@ class Framing:
         Raises:
             LoadError: this is not the bucket that was expected.
         """
-        found = BucketHeader.unpack(bytes(header.tolist()))
-        expected = self._header(number)
-        if (found.index, found.fingerprint, found.version) != (expected.index, expected.fingerprint, self._version):
+        received = BucketHeader.unpack(bytes(header.tolist()))
+        expected = _describe(self._header(number))
+        if _describe(received) != expected:
             raise LoadError(
-                f"rank {self._rank} expected {_describe(expected)}, got {_describe(found)}: the ranks are out of step"
+                f"rank {self._rank} expected {expected}, got {_describe(received)}: the ranks are out of step"
             )
-        if found.status != STATUS_ABORT:
+        if received.status != STATUS_ABORT:
             return None
-        return RemoteFailure(bytes(body[: found.nbytes].tolist()).decode(errors="replace"))
+        return RemoteFailure(bytes(body[: received.nbytes].tolist()).decode(errors="replace"))
 
     def _header(self, number: int, status: int = STATUS_OK, nbytes: int = 0, checksum: int = 0) -> BucketHeader:
         index, fingerprint = self._identity(number)
@@ -141,12 +142,12 @@ class Framing:
             )
 
     def remote_failure(self) -> RemoteFailure | None:
-        """The failure that another rank has published, if any."""
+        """Returns the failure that another rank has published, if any."""
         failure = self._control.known()
         return RemoteFailure(failure.text) if failure is not None else None
 
     def describe_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
-        """``what``: "read" or "unpack"."""
+        """Returns an error that names the rank and the buckets. ``what``: "read" or "unpack"."""
         buckets = list_numbers("bucket", numbers)
         kind = CheckpointError if isinstance(error, CheckpointError) else LoadError
         failure = kind(f"rank {self._rank} could not {what} {buckets} ({self.names(numbers)}): {message_of(error)}")
@@ -164,6 +165,7 @@ class Framing:
 
 
 def list_numbers(what: str, numbers: Sequence[int]) -> str:
+    """Returns ``"bucket 3"`` or ``"buckets 3, 4"``."""
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
     return f"{what}s {', '.join(map(str, numbers))}"

@@ -1,4 +1,4 @@
-"""The staging buffers in host memory, of one rank or of all ranks of a node, paced by the node's board."""
+"""The staging buffers in host memory, of one rank or of all ranks of a node, as a ring that the node's board paces."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from epload.transfer.shared_memory import NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
-
-
 _STAGES = {"read": "read", "move": "relayed", "check": "checked", "unpack": "unpacked"}
 """The board's stage that each step has done."""
 
 
 class HostRing:
-    """See :class:`~epload.transfer.ring.Ring`."""
+    """Holds reading, moving and unpacking, which go through the waves in order, each at its own pace, back until the buffer that
+    they are about to use is in the right state.
 
-    lanes = (("read",), ("move",), ("unpack",))
+    Methods that wait raise RemoteFailure after :meth:`stop`, and WaitTimeout where another rank takes too long.
+    """
+
+    lanes: tuple[tuple[str, ...], ...] = (("read",), ("move",), ("unpack",))
+    """Steps: each lane runs on a thread of its own, the last on the calling thread, and takes its steps in turn for each wave."""
     checks_moved = True
+    """True if headers are checked once a wave has been moved, rather than when it is unpacked."""
 
     def __init__(
         self, memory: NodeMemory, flow: Roles, timeout: timedelta, activity: Activity, waves_before: int = 0
@@ -36,41 +40,52 @@ class HostRing:
             timeout: of one wait for another rank of the node.
             waves_before: number of waves of this sync that went through the same memory before; no rank uses them any more.
         """
-        self._memory = memory
+        self.memory = memory
         self._flow = flow
         self._timeout = timeout
         self._activity = activity
         self._before = waves_before
 
     def enter_thread(self) -> None:
-        pass
+        """Prepares a thread that uses the ring, other than the one that made it."""
 
     def wait(self, step: str, wave: Wave) -> None:
-        if step in ("read", "move") and (count := wave.index + 1 - len(self._memory.buffers)) > 0:
+        """Waits until a step may begin: "read" until the buffer is free, "move" until it is and what this node reads is in it,
+        "unpack" until the whole wave has arrived, and "end", with the last wave, until all that this rank sends and receives has
+        arrived."""
+        if step in ("read", "move") and (count := wave.index + 1 - len(self.memory.buffers)) > 0:
             self._wait("unpacked", count, self._flow.sharers)
             self._wait("checked", count, self._flow.relays)
         if step == "unpack":
             self._wait("relayed", wave.index + 1, self._flow.relays)
         if step in ("move", "unpack"):
-            self._wait("read", wave.index + 1, self._local_readers(wave))
+            readers = {self._flow.reader(number) for number in wave.numbers}
+            self._wait("read", wave.index + 1, sorted(readers & set(self._flow.sharers)))
 
     def done(self, step: str, wave: Wave, last: bool = False) -> None:
+        """Says that this rank has done a step, or has queued the work for it. "move" returns when all ranks that move the wave
+        through this buffer have; "check" is that of headers of a moved wave; after "unpack" this rank needs the wave no more.
+
+        Args:
+            last: True if this rank does the step for no other wave.
+        """
         self._post(_STAGES[step], _ENDED if last else wave.index + 1)
         if step == "move":
             # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
             self._wait("relayed", wave.index + 1, self._flow.relays)
 
-    def bucket(self, wave: Wave, i: int) -> Tensor:
-        return self.buffer(wave)[wave.begins[i] : wave.ends[i]]
-
-    def buffer(self, wave: Wave) -> Tensor:
-        """The whole buffer of a wave."""
-        return self._memory.buffers[wave.index % len(self._memory.buffers)]
+    def bucket(self, wave: Wave, i: int | None = None) -> Tensor:
+        """Returns the buffer of the bucket at position ``i``, or of the whole wave; uint8."""
+        buffer = self.memory.buffers[wave.index % len(self.memory.buffers)]
+        return buffer if i is None else buffer[wave.begins[i] : wave.ends[i]]
 
     def header(self, wave: Wave, i: int) -> Tensor:
+        """Returns the header of a bucket that has arrived; uint8 on CPU."""
         return self.bucket(wave, i)[:HEADER_BYTES]
 
     def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
+        """Calls ``check`` with the position of each bucket whose checksum is for this rank to check; returns when all of the wave
+        are checked."""
         sharers = self._flow.sharers
         for i, number in enumerate(wave.numbers):
             if sharers[number % len(sharers)] == self._flow.rank:
@@ -79,24 +94,19 @@ class HostRing:
         self._wait("verified", wave.index + 1, sharers)
 
     def stop(self, failed: bool = True) -> None:
+        """Ends all steps: wakes all waits, now and later, with an error, or without ``failed`` in order, as a reader has aborted
+        the transfer."""
         if failed:
-            self._memory.board.fail()
+            self.memory.board.fail()
         else:
             self._post("unpacked", _ENDED)
 
-    def abandon(self) -> None:
-        """Does nothing: once a relay has ended, nothing writes to the buffers."""
-
-    def _local_readers(self, wave: Wave) -> list[int]:
-        """The ranks that read buckets of a wave into this buffer."""
-        return sorted({self._flow.reader(number) for number in wave.numbers} & set(self._flow.sharers))
-
     def _post(self, stage: str, count: int) -> None:
-        self._memory.board.post(stage, self._before + count)
+        self.memory.board.post(stage, self._before + count)
 
     def _wait(self, stage: str, count: int, ranks: Sequence[int]) -> None:
         if not ranks:
             return
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         with self._activity.waiting(f"{names} has {stage} wave {count - 1}", ranks):
-            self._memory.board.wait(stage, self._before + count, ranks, self._timeout)
+            self.memory.board.wait(stage, self._before + count, ranks, self._timeout)

@@ -13,10 +13,11 @@ from epload.core.regions import Regions
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
 from epload.transfer.device import DeviceStaging
+from epload.transfer.sinks import Sink
 
 
-class Local:
-    """The local tensors of a plan's targets, for one load. See :class:`~epload.transfer.sinks.Sink`.
+class Local(Sink):
+    """The local tensors of a plan's targets, for one load.
 
     What goes to a device is on the staging's stream. Bytes of the host get there through the staging's pipe, and no more than
     what this rank keeps.
@@ -55,10 +56,6 @@ class Local:
             total += nbytes
         return total
 
-    def abandon(self) -> None:
-        if self._staging is not None and not self._staging.drained():
-            self._staging.abandon()
-
     def regions(self, numbers: range) -> list[Regions]:
         """Returns what this rank takes out of some buckets: the regions on CPU and those on the device, where there are any."""
         targets, copies, origins = self._plan.taken(numbers)
@@ -69,9 +66,9 @@ class Local:
         if all(on_cpu) or not any(on_cpu):
             return [Regions(tensors, copies, origins, None if on_cpu[0] else native)] if tensors else []
         mask = torch.tensor(on_cpu, dtype=torch.bool, device="cpu")[copies.target]
-        found = []
-        for rows, of_part in ((mask, None), (~mask, native)):
+        regions = []
+        for rows, pipe_of_part in ((mask, None), (~mask, native)):
             part = copies.select(rows)
-            some = [tensors[i] for i in part.renumber_targets()]
-            found.append(Regions(some, part, origins[rows], of_part))
-        return found
+            targets_of_part = [tensors[i] for i in part.renumber_targets()]
+            regions.append(Regions(targets_of_part, part, origins[rows], pipe_of_part))
+        return regions

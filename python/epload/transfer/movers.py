@@ -1,9 +1,12 @@
-"""Movers: how a wave's buckets go from rank to rank. A relay passes chunks on through host memory; a collective broadcasts."""
+"""Movers: how a wave's buckets go from rank to rank. A relay passes chunks on through host memory; a collective broadcasts.
+
+A new one is a class with a method ``move`` and a row in :data:`MOVERS`; see tests/support/example_mover.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +23,25 @@ from epload.transfer.host_ring import HostRing
 
 SLOWEST = 10e6
 """Bytes a second; a step that moves bytes has the timeout and what they take at this rate."""
+Ring = HostRing | DeviceRing
+
+
+class Link(NamedTuple):
+    """What a mover moves buckets between, and over what."""
+
+    ring: Ring
+    """Buffers of this rank, or of its node."""
+    routes: Mapping[int, Route]
+    """Groups of ranks, for each rank that fills buckets for this one."""
+    chunk_bytes: int = 0
+    """Bytes of a message; 0 for a whole bucket."""
+    seconds: float = 0.0
+    """Seconds that a message may take; 0 for the timeout of its group."""
 
 
 class Mover(Protocol):
+    """Made for one transfer, of a context and a link. Used by one thread."""
+
     def move(self, wave: Wave) -> None:
         """Sends and receives this rank's part of a wave. Raises LoadError if a message did not arrive."""
         ...
@@ -31,77 +50,63 @@ class Mover(Protocol):
 class Relay:
     """Passes a wave on through host memory, chunk by chunk: in a ring of nodes, then a chain inside a node that shares none."""
 
-    def __init__(
-        self, context: TransferContext, ring: HostRing, route: Route, chunk_bytes: int, board: Tensor, seconds: float
-    ) -> None:
-        """
-        Args:
-            board: a failure posted on it ends the wait for a message.
-            seconds: that a message may take.
-        """
+    def __init__(self, context: TransferContext, link: Link) -> None:
+        assert isinstance(link.ring, HostRing)
         self._context = context
-        self._ring = ring
-        self._route = route
-        self._chunk_bytes = chunk_bytes
-        self._board = board
-        self._seconds = seconds
-        crosses = context.flow.crosses and bool(route.inter_group)
-        self._phase = "inter_node" if crosses else "intra_node"
+        self._link = link
+        self._ring = link.ring
+        self._route = next(iter(link.routes.values()))
+        self._phase = "inter_node" if context.flow.crosses and self._route.inter_group else "intra_node"
 
     def move(self, wave: Wave) -> None:
         steps = self._context.flow.steps(list(zip(wave.numbers, wave.begins, wave.ends, strict=True)))
         if not steps:
             return
         numbers, report = wave.numbers, self._context.report
+        groups = self._route.inter_group, self._route.intra_group
+        board = self._ring.memory.board.words  # on which a failure ends the wait for a message
         doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, {_peers(steps)}"
         with self._context.activity.doing(doing), report.timed(self._phase, doing) as span:
             try:
-                messages = ops.relay(
-                    self._ring.buffer(wave), torch.tensor(steps, dtype=torch.int64), self._route.inter_group,
-                    self._route.intra_group, self._chunk_bytes, self._board, self._seconds,
-                )  # fmt: skip
+                rows = torch.tensor(steps, dtype=torch.int64)
+                report.transport_steps += ops.relay(
+                    self._ring.bucket(wave), rows, *groups, self._link.chunk_bytes, board, self._link.seconds
+                )
             except RuntimeError as error:
                 raise explain(self._context, error, numbers[0]) from error
             span.nbytes = sum(end - begin for begin, end, *_ in steps)
-        report.transport_steps += messages
 
 
 class Collective:
     """Broadcasts each bucket from the rank that reads it, on a device's stream."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        flow: Flow,
-        ring: DeviceRing,
-        routes: Mapping[int, Route],
-        stream: torch.Stream,
-    ) -> None:
-        """
-        Args:
-            routes: for each rank that reads for this one.
-            stream: where the broadcasts are.
-        """
+    def __init__(self, context: TransferContext, link: Link) -> None:
+        assert isinstance(link.ring, DeviceRing)
+        assert isinstance(context.flow, Flow)
         self._context = context
-        self._flow = flow
-        self._ring = ring
-        self._routes = routes
-        self._stream = stream
-        self._phase = "inter_node" if flow.crosses else "intra_node"
+        self._flow = context.flow
+        self._ring = link.ring
+        self._routes = link.routes
+        self._phase = "inter_node" if context.flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
         flow, report = self._flow, self._context.report
         for i, number in enumerate(wave.numbers):
-            reader, bucket = flow.reader(number), self._ring.sent(wave)
+            reader, bucket = flow.reader(number), self._ring.bucket(wave, i, flow.stripes_multiple)
+            route = self._routes[reader]
             doing = f"broadcasts bucket {number} from rank {reader}"
             with self._context.activity.doing(doing):
                 try:
                     with report.timed(self._phase, doing) as span:
-                        broadcast(bucket, self._routes[reader], flow.algorithm, self._stream)
+                        broadcast(bucket, route, flow.algorithm, self._ring.staging.stream)
                         span.nbytes = wave.ends[i] - wave.begins[i]
                 except RuntimeError as error:
                     raise explain(self._context, error, number) from error
-            report.transport_steps += bool(self._routes[reader].inter_group) + bool(self._routes[reader].intra_group)
+            report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
+
+
+MOVERS: dict[str, Callable[[TransferContext, Link], Mover]] = {"host": Relay, "device": Collective}
+"""The mover of each kind of memory."""
 
 
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:

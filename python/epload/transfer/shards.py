@@ -7,7 +7,7 @@ it in the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,13 +40,7 @@ class Shards:
     """The local tensors of one rank, for one sync."""
 
     def __init__(
-        self,
-        plan: PackPlan,
-        tensors: list[Tensor],
-        prove: bool,
-        who: str,
-        ranks: int,
-        direct: bool = False,
+        self, plan: PackPlan, tensors: list[Tensor], prove: bool, who: str, ranks: int, direct: bool = False
     ) -> None:
         """
         Args:
@@ -73,11 +67,11 @@ class Shards:
 
     def pack(self, number: int, bucket: Tensor) -> None:
         """Copies this rank's boxes of a bucket into it, behind its header."""
-        self._copy(number, bucket, _PACK)
+        self._copy(number, bucket, packs=True)
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
-        self._copy(number, bucket, _UNPACK)
+        self._copy(number, bucket, packs=False)
 
     def on_device(self, targets: Sequence[int]) -> bool:
         """Returns whether all of these tensors cross to the host through the pipe."""
@@ -101,34 +95,34 @@ class Shards:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _copy(self, number: int, bucket: Tensor, direction: _Direction) -> None:
+    def _copy(self, number: int, bucket: Tensor, packs: bool) -> None:
         planned = self._plan.buckets[number]
         if not planned.targets:
             return
+        plain = ops.pack if packs else ops.unpack
         if not bucket.is_cpu or self._stream is None:
-            direction.plain(bucket, [self._tensors[target] for target in planned.targets], planned.copies.rows)
+            plain(bucket, [self._tensors[target] for target in planned.targets], planned.copies.rows)
         else:
-            on_cpu, on_device = self._divide(planned)
-            if on_device is not None:
-                assert self.pipe is not None
-                with self._stream:
-                    direction.through_pipe(bucket, *on_device, self.pipe.native)
-            if on_cpu is not None:
-                direction.plain(bucket, on_cpu[0], on_cpu[1].rows)
+            on_device = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
+            for mask in (on_device, ~on_device):
+                table = planned.copies.select(mask[planned.copies.target]).clone()
+                tensors = [self._tensors[planned.targets[i]] for i in table.renumber_targets()]
+                if tensors and tensors[0].is_cpu:
+                    plain(bucket, tensors, table.rows)
+                elif tensors:
+                    self._cross(bucket, tensors, table, packs)
         if self._prove:
             self.finish()
-            self._compare(number, bucket.cpu(), direction.done)
+            self._compare(number, bucket.cpu(), "packed" if packs else "unpacked")
 
-    def _divide(self, planned: BucketCopies) -> list[tuple[list[Tensor], CopyTable] | None]:
-        """The tensors and copies of a bucket on CPU, and those on the device; None for none."""
-        there = torch.tensor([not self._tensors[target].is_cpu for target in planned.targets])
-        found: list[tuple[list[Tensor], CopyTable] | None] = []
-        for mask in (~there, there):
-            table = planned.copies.select(mask[planned.copies.target]).clone()
-            which = table.renumber_targets()
-            tensors = [self._tensors[planned.targets[i]] for i in which]
-            found.append((tensors, table) if tensors else None)
-        return found
+    def _cross(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable, packs: bool) -> None:
+        assert self.pipe is not None
+        assert self._stream is not None
+        with self._stream:
+            if packs:
+                ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), self.pipe.native)
+            else:
+                ops.upload([bucket], copies.in_bucket(), tensors, copies.rows, self.pipe.native)
 
     def _compare(self, number: int, bucket: Tensor, what: str) -> None:
         """Raises LoadError if the tensors do not hold what the bucket does, or the bucket not what the tensors do."""
@@ -146,23 +140,3 @@ class Shards:
                 f"{self._who} {what} {self._plan.describe([number])}, but the bucket and the tensors differ: the memory of this "
                 "machine changes bits, or the tensors were changed meanwhile"
             )
-
-
-class _Direction(NamedTuple):
-    through_pipe: Callable[[Tensor, list[Tensor], CopyTable, ops.Pipe], None]
-    plain: Callable[[Tensor, list[Tensor], Tensor], None]
-    """Called if the bucket is on the device of the tensors."""
-    done: str
-    """Past participle for messages."""
-
-
-def _download(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
-    ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), pipe)
-
-
-def _upload(bucket: Tensor, tensors: list[Tensor], copies: CopyTable, pipe: ops.Pipe) -> None:
-    ops.upload([bucket], copies.in_bucket(), tensors, copies.rows, pipe)
-
-
-_PACK = _Direction(_download, ops.pack, "packed")
-_UNPACK = _Direction(_upload, ops.unpack, "unpacked")

@@ -58,37 +58,34 @@ class NodeMemory:
     def for_node(
         cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int, count: int = BUFFERS
     ) -> NodeMemory:
-        """Shared by the node's ranks, or private for every rank of the job if any cannot share. Collective."""
+        """Returns memory that the node's ranks share, or private memory for every rank of the job if any cannot. Collective."""
         rank, node = control.rank, next(node for node in nodes if control.rank in node)
         if all(len(node) == 1 for node in nodes):
             return cls.private(rank, nbytes, True, count)
         total = _total(len(node), nbytes, count)
         mapped: mmap.mmap | None = None
-        with ExitStack() as unless_done, ExitStack() as stack:
-            offer: list[Any] | None = None
+        with ExitStack() as unless_shared, ExitStack() as until_open:
+            announced: list[Any] | None = None
             if rank == node[0] and len(node) > 1:
-                with suppress(OSError):  # the others find no offer
+                with suppress(OSError):  # the others hear of none
                     fd, mapped, token = _make(total)
-                    stack.callback(os.close, fd)
-                    unless_done.callback(mapped.close)
-                    offer = [os.getpid(), fd, token.hex()]
-            offers = control.settle("sharing memory", None, offer, _made)
-            if mapped is None and len(node) > 1 and (theirs := offers.get(str(node[0]))) is not None:
-                pid, fd, token = theirs
-                if (mapped := _open(pid, fd, token, total)) is not None:
-                    unless_done.callback(mapped.close)
+                    until_open.callback(os.close, fd)
+                    announced = [os.getpid(), fd, token.hex()]
+            made = control.settle(
+                "sharing memory", None, announced, lambda views: {str(r): m for r, m in views.items() if m}
+            )
+            if mapped is None and str(node[0]) in made:
+                pid, fd, token_text = made[str(node[0])]
+                mapped = _open(pid, fd, token_text, total)
+            if mapped is not None:
+                unless_shared.callback(mapped.close)
             usable = len(node) == 1 or mapped is not None
             shared = control.settle("sharing memory", None, usable, lambda views: all(views.values()))
             if shared:
-                unless_done.pop_all()
+                unless_shared.pop_all()
         if not shared or mapped is None:
             return cls.private(rank, nbytes, shared, count)
         return cls(torch.frombuffer(mapped, dtype=torch.uint8), nbytes, node, rank, True, count)
-
-
-def _made(offers: dict[int, list[Any] | None]) -> dict[str, list[Any]]:
-    """The offers that were made."""
-    return {str(rank): offer for rank, offer in offers.items() if offer is not None}
 
 
 def _rounded(nbytes: int) -> int:
@@ -104,7 +101,7 @@ def _total(ranks: int, nbytes: int, count: int) -> int:
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap, bytes]:
-    """File descriptor, mapping and the token at its start, by which the others know that they have opened the same."""
+    """Returns a descriptor, its mapping and the token at its start, by which others know that they have opened the same."""
     fd = os.memfd_create("epload", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)

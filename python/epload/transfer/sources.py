@@ -1,8 +1,6 @@
-"""Sources: where a transfer's bytes come from. A checkpoint, or the shards of a model."""
+"""Fills buckets from a checkpoint."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,69 +8,34 @@ from torch import Tensor
 from epload.checkpoint.base import Checkpoint
 from epload.core.copy_table import CopyTable
 from epload.native import ops
-from epload.native.ops import Pipe
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
+from epload.transfer.framing import Fill
 
 
-class BucketSource(Protocol):
-    """Used by one thread."""
+def checkpoint_source(plan: LoadPlan, checkpoint: Checkpoint, pipe: ops.Pipe | None) -> Fill:
+    """Returns a function that fills buckets of a checkpoint that this rank has opened.
 
-    def fill(self, number: int, buffer: Tensor) -> None:
-        """Fills a bucket behind its header.
+    Args:
+        pipe: of the device that the buckets are on, if they are on one.
+    """
+    host = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-        Args:
-            buffer: the whole bucket; uint8.
-
-        Raises:
-            CheckpointError: what is in it cannot be read.
-        """
-        ...
-
-    def write(self, data: Tensor, buffer: Tensor) -> None:
-        """Copies bytes of the host into a part of a bucket, which may be on a device. ``data`` may be changed afterwards."""
-        ...
-
-
-class HostSource:
-    """Base of each :class:`BucketSource` that fills buckets in host memory, or on the current stream."""
-
-    def write(self, data: Tensor, buffer: Tensor) -> None:
-        buffer.copy_(data)
-
-
-class CheckpointSource:
-    """Buckets of a checkpoint that this rank has opened."""
-
-    def __init__(self, plan: LoadPlan, checkpoint: Checkpoint, pipe: Pipe | None) -> None:
-        """
-        Args:
-            pipe: of the device that the buckets are on, if they are on one.
-        """
-        self._plan = plan
-        self._checkpoint = checkpoint
-        self._pipe = pipe
-        self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
-        """A bucket, where none is filled on the device."""
-
-    def fill(self, number: int, buffer: Tensor) -> None:
-        pieces = self._plan.pieces(self._plan.buckets[number])
+    def fill(number: int, buffer: Tensor) -> None:
+        nonlocal host
+        pieces = plan.pieces(plan.buckets[number])
         if buffer.is_cpu:
-            self._checkpoint.fill(buffer, pieces)
+            checkpoint.fill(buffer, pieces)
             return
-        assert self._pipe is not None
-        if self._checkpoint.fill_on_device(buffer, pieces, self._pipe):
+        assert pipe is not None
+        if checkpoint.fill_on_device(buffer, pieces, pipe):
             return
-        if self._host.numel() == 0:
-            self._host = torch.empty(self._plan.largest, dtype=torch.uint8, device="cpu")
-        self._checkpoint.fill(self._host[: buffer.nbytes], pieces)
-        self.write(self._host[HEADER_BYTES : buffer.nbytes], buffer[HEADER_BYTES:])
-
-    def write(self, data: Tensor, buffer: Tensor) -> None:
-        if buffer.is_cpu:
-            buffer.copy_(data)
-            return
-        assert self._pipe is not None
+        if host.numel() == 0:
+            host = torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
+        checkpoint.fill(host[: buffer.nbytes], pieces)
+        data = host[HEADER_BYTES : buffer.nbytes]
         begin = torch.zeros(1, dtype=torch.int64, device="cpu")
         rows = CopyTable.of_bytes(begin, begin + data.nbytes).rows
-        ops.upload([data], torch.stack([begin, begin], 1), [buffer], rows, self._pipe)
+        ops.upload([data], torch.stack([begin, begin], 1), [buffer[HEADER_BYTES:]], rows, pipe)
+
+    return fill

@@ -59,13 +59,19 @@ def setup(semantics: str = "nccl", lazy: bool = False, shares: bool = True) -> s
     return BACKENDS
 
 
+class _Kernels:
+    """``torch.ops.epload``, but for the ops that know a kind of device."""
+
+    def __getattr__(self, name: str) -> Any:
+        of_pipes = ("device_pipe", "read_regions", "write_from_device", "upload", "download")
+        of_device = ("pack", "unpack", "cuda_obstacle", "share_memory", "open_memory", "close_memory", *of_pipes)
+        return getattr(torch.ops.epload_test if name in of_device else torch.ops.epload, name)
+
+
 def use_kernels() -> None:
     """From here on epload's ops run the kernels' code on the device. The library that is shipped has kernels for CUDA only."""
     torch.ops.load_library(str(build.library()))
-    of_pipes = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
-    of_processes = ("share_memory", "open_memory", "close_memory")
-    for name in ("pack", "unpack", "cuda_obstacle", *of_pipes, *of_processes):
-        setattr(ops, f"_{name}", getattr(torch.ops.epload_test, name).default)
+    ops._ops = _Kernels()
 
 
 def hold(stream: torch.Stream) -> None:
