@@ -155,9 +155,7 @@ def _merge_message_queries(inputs: TensorLists, _: TargetShapes) -> TensorLists:
     return [[views.concatenate([query, inner, mlp], 1)]]
 
 
-def _fuse_and_split_experts(
-    inputs: TensorLists, targets: TargetShapes, stack_dim: int, concat_dim: int
-) -> TensorLists:
+def _fuse_and_split_experts(inputs: TensorLists, targets: TargetShapes, stack_dim: int, concat_dim: int) -> TensorLists:
     """Divides each input's list evenly among the targets; each target stacks its part of each input and concatenates those."""
     outputs = []
     for i in range(len(targets)):

@@ -81,7 +81,10 @@ def with_scales(
         wide = [(target, view) for target, view in wide if targets.dtypes[target] is not dtype]
         if not wide:
             continue
-        shape, scale = manifest.shapes[i], _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in wide])
+        shape, scale = (
+            manifest.shapes[i],
+            _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in wide]),
+        )
         blocks = _block_shape(manifest, i, scale)
         boxes: list[Box] = []
         for target, view in wide:
@@ -228,10 +231,18 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
 def _is_unambiguous(shape: Shape, counts: Shape, even: Shape) -> bool:
     """Returns True if no other division of a weight has as many scales as one into these ``even`` blocks: blocks of the usual
     sizes may end in a smaller one, and scales that vary along the rows alone may be for unequal parts of a fused weight."""
-    return len(shape) >= 2 and counts[-1] != 1 and all(
-        count in (1, n)
-        or (count and not n % count and not any(other != block and -(-n // other) == count for other in _USUAL_BLOCKS))
-        for n, count, block in zip(shape, counts, even, strict=True)
+    return (
+        len(shape) >= 2
+        and counts[-1] != 1
+        and all(
+            count in (1, n)
+            or (
+                count
+                and not n % count
+                and not any(other != block and -(-n // other) == count for other in _USUAL_BLOCKS)
+            )
+            for n, count, block in zip(shape, counts, even, strict=True)
+        )
     )
 
 
@@ -269,7 +280,8 @@ def _keeps_blocks(view: View, shape: Shape) -> bool:
     (start, size), runs = _span(view, shape)
     strides = row_major_strides(shape)
     exact = all(
-        n == 1 or step == strides[dim] * count for n, step, (dim, count) in zip(view.size, view.strides, runs, strict=True)
+        n == 1 or step == strides[dim] * count
+        for n, step, (dim, count) in zip(view.size, view.strides, runs, strict=True)
     )
     return 0 in view.size or (exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True)))
 
