@@ -57,7 +57,8 @@ def materialize(
     """DTensors, which FSDP and optimizers refer to: they keep their identity."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensors alive, so that ids stay unique
     for module in modules.unique:
-        for owned in (module._parameters, module._buffers):
+        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in tensor_dicts:
             for name, tensor in owned.items():
                 if tensor is None or not tensor.is_meta:
                     continue

@@ -172,8 +172,8 @@ def _not_fillable(problem: str, names: Sequence[str], prefix: str) -> ModelMisma
     listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
     way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
     return ModelMismatch(
-        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, and "
-        "map the checkpoint's names to those of the parameters with mapping="
+        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, "
+        "and map the checkpoint's names to those of the parameters with mapping="
     )
 
 
