@@ -138,7 +138,9 @@ class _Placer:
     def find(self, name: str) -> str | None:
         """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
         targets = self._indexed if "{index}" in name else self.targets
-        prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
+        if not self.mapping.base_model_prefix:
+            return name if name in targets else None
+        prefix = f"{self.mapping.base_model_prefix}."
         inner = name.removeprefix(prefix)
         forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
         return next((form for form in forms if form in targets), None)
