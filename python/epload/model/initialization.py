@@ -90,7 +90,13 @@ def compute_missing(
             full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             poison(full[id(tensor)])
     steps = _steps(model, full, adapters)
-    with preserve_generators(), _exchanged(modules, full) as states:
+    with (
+        torch.no_grad(),
+        torch.device("cpu"),
+        _transformers_guard(),
+        preserve_generators(),
+        _exchanged(modules, full) as states,
+    ):
         for step in steps:
             _run(step, list(missing), seed, expert_parallel)
     computed: dict[int, Tensor] = {}
@@ -243,8 +249,7 @@ def _run(step: _Step, missing: list[str], seed: int, expert_parallel: ExpertPara
     path, tensors, initializer, run = step
     _seed_generators(seed, path, tensors, expert_parallel)
     try:
-        with torch.no_grad(), torch.device("cpu"), _transformers_guard():
-            run()
+        run()
     except Exception as error:
         raise ModelMismatch(
             f"{initializer} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
