@@ -27,9 +27,7 @@ class ConversionGroup(NamedTuple):
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[ConversionGroup], list[int]]:
     """Returns the groups of all conversions, and the numbers of the tensors that no conversion takes.
 
-    Raises:
-        ModelMismatch: what a conversion takes for an index is no integer.
-    """
+    Raises ModelMismatch: what a conversion takes for an index is no integer."""
     if not converts:
         return [], list(range(len(names)))
     rules = [

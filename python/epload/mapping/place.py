@@ -44,10 +44,8 @@ def place(
         targets: global shapes of the model's tensors by name.
         mismatches: if given, targets of mismatched shape are appended to it and left out, instead of raising.
 
-    Raises:
-        ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
-            rules that match nothing. Names the keys.
-    """
+    Raises ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
+    rules that match nothing. Names the keys."""
     if isinstance(mapping, Placed):
         return list(mapping.places)
     placer = _Placer(mapping, names, shapes, targets)

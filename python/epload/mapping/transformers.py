@@ -107,9 +107,7 @@ def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
 def _renames(transform: Any) -> list[Rename]:
     """Returns one rename for a transform with any number of patterns; for a group, one for each pair of patterns.
 
-    Raises:
-        ModelMismatch: the class of the transform renames keys in a way that epload does not know.
-    """
+    Raises ModelMismatch: the class of the transform renames keys in a way that epload does not know."""
     scopes = _scopes(transform)
     own = next(cls.__name__ for cls in type(transform).__mro__ if "rename_source_key" in vars(cls))
     if own == "GroupWeightRename":

@@ -101,10 +101,8 @@ def layout_of(
         fsdp_axis: see :func:`fsdp_shard_axes`.
         in_module: False for an entry of a state dict, which is what its ``full_tensor()`` returns, by the order of the groups.
 
-    Raises:
-        ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups have
-            another order than its coordinates, along an axis that shards the tensor other than by FSDP.
-    """
+    Raises ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups
+    have another order than its coordinates, along an axis that shards the tensor other than by FSDP."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Layout(shape, (), ()), ()

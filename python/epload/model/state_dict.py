@@ -69,9 +69,7 @@ def read_state(
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
     """Returns the tensors of ``model.state_dict(keep_vars=True)``.
 
-    Raises:
-        ModelMismatch: an entry is a ShardedTensor.
-    """
+    Raises ModelMismatch: an entry is a ShardedTensor."""
     state = model.state_dict(keep_vars=True)
     if name := next((name for name, value in state.items() if type(value).__name__ == "ShardedTensor"), None):
         raise ModelMismatch(
