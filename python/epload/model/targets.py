@@ -131,12 +131,8 @@ def collect(
     collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
     targets = collector.targets
     targets.unsaved_buffers, targets.unsaved_meta = unsaved_buffers, unsaved_meta
-    index, by_id = targets.index, collector.by_id
     for name, tensor in entries:
-        if (number := by_id.get(id(tensor))) is None:
-            collector.add(name, tensor)
-        else:
-            index[name] = number
+        collector.add(name, tensor)
     collector.check_overlap()
     expert_parallel.check(targets.names)
     return targets
@@ -151,7 +147,7 @@ class _Collector:
             fsdp_axes, in_module: see :func:`dtensor.layout_of`.
         """
         self.targets = Targets()
-        self.by_id: dict[int, int] = {}
+        self._by_id: dict[int, int] = {}
         """Target of each of the model's objects, by id."""
         self._fsdp_axes = fsdp_axes
         self._in_module = in_module
@@ -161,8 +157,11 @@ class _Collector:
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor that has not been added; a plain one that is the memory of an earlier target becomes a name of that."""
+        """Adds a tensor, or another name of an added one: of the same object, or of a plain tensor that is the same memory."""
         targets, spec = self.targets, self._expert_parallel
+        if (owner := self._by_id.get(id(tensor))) is not None:
+            targets.index[name] = owner
+            return
         number = len(targets.names)
         axis: int | None = None
         key: tuple[object, ...] = (tensor.shape,)
@@ -183,7 +182,7 @@ class _Collector:
         layout = self._layouts.get((key, outer))
         if layout is None:
             layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
-        self.by_id[id(tensor)] = targets.index[global_name or name] = number
+        self._by_id[id(tensor)] = targets.index[global_name or name] = number
         targets.names.append(name)
         targets.tensors.append(tensor)
         targets.layout.append(layout)
