@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
         ("cannot make e.gate_up of shape [4, 6, 3]", "the checkpoint lacks 1 of 8, the first is e.2.up"),
     ),
     "an expert index out of range": (
-        EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "e.4.gate has index 4, but the last index is 3")
+        EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "the result has shape [5, 6, 3]")
     ),
     "a scale without its weight": (
         PLAIN, {**values(PLAIN), "v_scale_inv": torch.ones(1, 1)}, "auto",

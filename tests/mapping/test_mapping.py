@@ -157,25 +157,15 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         Mapping(renames=(Rename("^old", "new"),)), {"old.a": (2,)}, {"new.a": (3,)}, ["old.a", "new.a", "[2]", "[3]"]
     ),
     "missing expert": (EXPERTS, experts([0, 2]), GATE_UP, ["l.experts.gate_up", "lacks 2 of 6", "experts.1.gate.weight"]),
-    "missing half of an expert": (
-        EXPERTS, {**experts([0, 1]), **experts([2], ["gate"])}, GATE_UP, ["lacks 1 of 6", "experts.2.up.weight"]
-    ),
     "missing part": (
         EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
     ),
-    "index out of range": (EXPERTS, experts([0, 1, 2, 3]), GATE_UP, ["l.experts.gate_up", "l.experts.3.", "index 3"]),
+    "index out of range": (EXPERTS, experts([0, 1, 2, 3]), GATE_UP, ["l.experts.gate_up", "l.experts.3.", "[4, 4, 4]"]),
     "negative index": (ANY_INDEX, {"e.-1.w": (2,), "e.1.w": (2,)}, {"e.w": (2, 2)}, ["e.-1.w has index -1", "0 or more"]),
-    "negative index besides all others": (
-        ANY_INDEX, {f"e.{i}.w": (2,) for i in (-1, 0, 1)}, {"e.w": (2, 3)}, ["e.-1.w has index -1", "0 or more"]
-    ),
     "an index of 20 digits": (
         ANY_INDEX, {"e.0.w": (2,), f"e.{10**20}.w": (2,)}, {"e.w": (2, 2)}, ["lacks 99999999999999999999 of", "e.1.w"]
     ),
     "an index that is no integer": (ANY_INDEX, {"e.a.w": (2,)}, {"e.w": (1, 2)}, ["'e.a.w'", "an integer as the index", "'a'"]),
-    "an index that is not there": (
-        Mapping(converts=(Convert((r"e(\.(?P<index>\d+))?\.w$",), ("e.w",), (Stack(0),)),)), {"e.w": (2,)}, {"e.w": (1, 2)},
-        ["'e.w'", "an integer as the index"],
-    ),
     "a list without tensors": (
         Mapping(converts=(Convert((r"e\.(?P<index>\d+)$", "s$"), ("t",), (Stack(0), Concatenate(0))),)), {"s": (2,)},
         {"t": (2, 2)}, ["cannot make t", "at least one tensor to stack"],
@@ -187,30 +177,13 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "two names become one": (
         Mapping(renames=(Rename("^old[.]", ""),)), {"w": (2, 4), "old.w": (2, 4)}, {"w": (2, 4)}, ["w", "old.w"]
     ),
-    "two old names become one": (
-        Mapping(renames=(Rename("^(old|older)[.]", ""),)), {"older.w": (2,), "old.w": (2,)}, {"w": (2,)},
-        ["older.w", "old.w"],
-    ),
     "whole and in parts": (
         EXPERTS, {"l.experts.gate_up": (3, 4, 4), **experts([0, 1, 2])}, GATE_UP, ["l.experts.gate_up", "l.experts.0"]
     ),
     "part of the wrong rank": (EXPERTS, experts([0, 1, 2], shape=(8,)), GATE_UP, ["l.experts.0.gate.weight", "[8]"]),
-    "part too large": (EXPERTS, experts([0, 1, 2], shape=(2, 5)), GATE_UP, ["l.experts.0.gate.weight", "[2, 5]"]),
-    "parts too long": (EXPERTS, experts([0, 1, 2], shape=(3, 4)), GATE_UP, ["l.experts.0.up.weight", "[3, 4]"]),
     "parts that do not fill": (EXPERTS, experts([0, 1, 2], shape=(1, 4)), GATE_UP, ["l.experts.gate_up", "[3, 2, 4]"]),
     "parts that nothing keeps apart": (
         Mapping(converts=(Convert(("a", "b"), ("ab",)),)), {"a": (2, 4), "b": (2, 4)}, {"ab": (4, 4)}, ["ab", "a, b"]
-    ),
-    "stacked parts that nothing keeps apart": (
-        Mapping(converts=(Convert((r"(?P<index>\d)\.a", r"(?P<index>\d)\.b"), ("ab",), (Stack(),)),)),
-        {f"{i}.{part}": (1, 4) for i in range(3) for part in "ab"}, {"ab": (3, 2, 4)}, ["ab"],
-    ),
-    "stacked into a 0-d target": (
-        Mapping(converts=(Convert((r"e\.(?P<index>\d+)",), ("all",), (Stack(),)),)), {"e.0": ()}, {"all": ()}, ["all", "e.0"]
-    ),
-    "stacked along a dim the target lacks": (
-        Mapping(converts=(Convert((r"e\.(?P<index>\d+)",), ("all",), (Stack(2),)),)), {"e.0": (1, 1)}, {"all": (1, 1)},
-        ["all", "e.0"],
     ),
     "concatenated along a dim the target lacks": (
         Mapping(converts=(Convert(("a", "b"), ("ab",), (Concatenate(1),)),)), {"a": (2,), "b": (2,)}, {"ab": (4,)}, ["ab", "a"]
@@ -221,10 +194,6 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     ),
     "stacked without an index": (
         Mapping(converts=(Convert(("a", "b"), ("ab",), (Stack(),)),)), {"a": (2,), "b": (2,)}, {"ab": (2, 2)}, ["ab", "a"]
-    ),
-    "split into sizes that are not there": (
-        Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(0, "targets"),)),)), {"qkv": (5, 2)}, {"q": (3, 2), "k": (1, 2)},
-        ["qkv", "[5, 2]", "[3, 1]"],
     ),
     "split equally into unequal targets": (
         Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},

@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import epload
-from epload import CheckpointError, Manifest, ModelMismatch
-from epload.core.pieces import Quantization
+from epload import CheckpointError, ModelMismatch
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
 from support.fp8 import BF16, FP8, Tree
@@ -324,18 +323,6 @@ def test_a_malformed_configuration(case: str, tmp_path: Path) -> None:
         load(write(tmp_path, {"w": VALUE, "w_scale_inv": SCALE}, MALFORMED[case]), 192, 64)
     for other in ({}, {"mask": torch.ones(3, dtype=torch.uint8)}):
         assert torch.equal(load(write(tmp_path, {"w": RIGHT, **other}, MALFORMED[case]), 192, 64, strict=False), RIGHT)
-
-
-def test_a_manifest_carries_the_declaration() -> None:
-    columns = (("w", "w_scale"), ((192, 64), (2, 1)), (FP8, torch.float32))
-    declared = Quantization("compressed-tensors", ((96, 64), (1, 32)), exponents=True)
-    plain, other = Manifest(*columns, "x"), Manifest(*columns, "x", quantization=declared)
-    assert len({plain.digest, other.digest}) == len({plain.identity, other.identity}) == 2
-    for manifest in (plain, other):
-        again = Manifest.from_compact(manifest.compact, manifest.provenance)
-        assert (again, again.digest, again.identity) == (manifest, manifest.digest, manifest.identity)
-        assert again.with_quantization(None) == plain
-        assert again.with_quantization(None).digest == plain.digest
 
 
 def _load_on_ranks(rank: int, folder: Path) -> list[str]:

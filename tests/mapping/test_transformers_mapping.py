@@ -226,17 +226,6 @@ def test_an_unknown_operation_is_named(name: str) -> None:
     assert place(mapping, ["other"], [(2,)], {"other": (2,)}) != [()]  # nothing is wrong while no tensor needs it
 
 
-@pytest.mark.parametrize(
-    ("version", "text"), [("5.24.3", "computes values"), ("5.25.0", r"5\.24, and 5\.25\.0 is installed")]
-)
-def test_an_operation_of_a_later_version_is_unknown(version: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epload.mapping.transformers._installed", lambda: version)
-    operation = type("Quantize", (Doubled,), {"__module__": "transformers.integrations.bytes"})()
-    mapping = Mapping(converts=(_convert(WeightConverter(["old"], ["new"], [operation]), CONFIG),))
-    with pytest.raises(ModelMismatch, match=f"Quantize .*{text}"):
-        place(mapping, ["old"], [(2,)], {"new": (2,)})
-
-
 class Reversed(WeightRenaming):
     """Renames in a way of its own."""
 

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epload
 from epload import Mapping
-from epload.loading.hints import prefix_hint
 from epload.mapping import Rename
 from epload.mapping.place import place
 from support import ranks
@@ -143,17 +142,6 @@ def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
     names["rules"] = eval(rules, names)
     epload.load(model, tmp_path, mapping=eval(mapping, names), progress=False)
     assert differ(model, other.state_dict()) == []
-
-
-def test_no_hint_where_no_prefix_helps() -> None:
-    assert prefix_hint([], []) == ""
-    assert prefix_hint(["a.weight"], ["b.weight"]) == ""
-    assert prefix_hint(["x", "y", "z", "w"], ["module.x", "q", "r", "s"]) == ""  # one of four is chance
-    assert 'Rename(r"^module\\.", "")' in prefix_hint(["x", "y"], ["module.x", "module.y", "stray"])
-    assert 'Rename(r"^", "model.")' in prefix_hint(["model.x.w", "head"], ["x.w"])
-    # As many names as a large model has.
-    many = [f"layers.{i}.weight" for i in range(20000)]
-    assert "20000 of 20000 unexpected" in prefix_hint(many, [f"module.{name}" for name in many])
 
 
 def test_a_rename_of_ours_reaches_a_wrapped_model() -> None:

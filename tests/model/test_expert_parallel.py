@@ -173,9 +173,9 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
         "nothing": ({"outer_shards": [OuterShard("expertz", one)]}, ValueError, "'expertz', dim=0) matches no tensor"),
         "axes": ({"outer_shards": [OuterShard("gate_up", two)]}, ValueError, "slice one axis of a larger mesh, e.g. mesh['ep']"),
         "dim": ({"outer_shards": [OuterShard("gate_up", one, dim=3)]}, ValueError, "experts.gate_up, which has shape [3"),
-        "forgotten": ({}, epload.ModelMismatch, "has index 11"),
+        "forgotten": ({}, epload.ModelMismatch, "result has shape [12"),
         "too many": (
-            {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "has index 11"
+            {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "shape [12"
         ),
         "a mapping that matches nothing": (
             {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping"

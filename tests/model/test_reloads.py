@@ -6,9 +6,12 @@ import gc
 import weakref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from epload import HierarchicalLoader, Topology
+from epload.model.dtensor import local_tensors
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, meta_net, state_for, wrong
@@ -58,3 +61,23 @@ def after_loads(rank: int) -> list[str]:
 
 def test_models_can_be_moved_and_dropped_between_loads() -> None:
     all_fine(ranks.run(2, after_loads))
+
+
+def _both_ways(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = meta_net().to_empty(device="cpu")
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers(), torch.zeros(()), nn.Parameter(torch.zeros(3))]
+    for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+        tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
+        tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
+    problems = []
+    for a, b in zip(local_tensors(tensors, private=True), local_tensors(tensors, private=False), strict=True):
+        if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
+            problems.append(f"{a} {b}")
+        if not a.is_meta and a.data_ptr() != b.data_ptr():
+            problems.append("not the same memory")
+    return problems
+
+
+def test_private_and_public_ways_to_read_dtensors_agree() -> None:
+    all_fine(ranks.run(4, _both_ways))

@@ -7,14 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload import HierarchicalLoader
-from epload.model import memory
 from epload.model.memory import is_poisoned, poison
 from support import ranks
 from support.checks import all_fine
@@ -178,8 +174,8 @@ def test_one_memory_under_two_objects_is_one_tensor() -> None:
 def test_memory_that_is_parted_between_loads_is_noticed() -> None:
     base = torch.zeros(4, 3)
     model = Holder(a=base, b=base)
-    loader = HierarchicalLoader(progress=False)
-    for _ in range(3):
+    loader = epload.HierarchicalLoader(progress=False)
+    for _ in range(2):
         loader.load(model, {"a": torch.ones(4, 3)})
     model.b.data = torch.zeros(4, 3)
     state = {"a": torch.full((4, 3), 2.0), "b": torch.full((4, 3), 3.0)}
@@ -227,13 +223,3 @@ def test_a_buffer_that_is_saved_under_one_of_its_names() -> None:
     epload.load(model, {"saved": torch.arange(3.0)}, progress=False)
     assert torch.equal(model.unsaved, torch.arange(3.0))
     assert model.unsaved is model.saved
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    strides=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-)
-def test_overlaps_are_those_of_the_elements(shape: list[int], strides: list[int]) -> None:
-    tensor = torch.arange(128).as_strided(shape, strides[: len(shape)])
-    assert memory.has_internal_overlap(tensor) is (len(torch.unique(tensor)) < tensor.numel())

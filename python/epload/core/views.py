@@ -138,9 +138,7 @@ def transpose(assembly: Assembly, dim0: int, dim1: int) -> Assembly:
 def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
     """Like torch.reshape, -1 included. A box that is not a box in the new shape becomes several.
 
-    Raises:
-        ValueError: the number of elements differs.
-    """
+    Raises ValueError: the number of elements differs."""
     old, sizes = assembly.shape, list(shape)
     if sizes.count(-1) == 1 and (rest := -prod(sizes)) and prod(old) % rest == 0:
         sizes[sizes.index(-1)] = prod(old) // rest
@@ -184,9 +182,7 @@ def boxes_of_region(
         loops: dims of the region, in any order.
         other_offset: start of the region in the second tensor.
 
-    Raises:
-        ValueError: the region is not within the tensor, or contains an element twice.
-    """
+    Raises ValueError: the region is not within the tensor, or contains an element twice."""
     if 0 in shape or any(loop.size == 0 for loop in loops):
         return
     dims = sorted((dim for dim, n in enumerate(shape) if n > 1), key=strides.__getitem__, reverse=True)

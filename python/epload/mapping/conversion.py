@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Convert, split_scope
 
@@ -28,9 +27,7 @@ class ConversionGroup(NamedTuple):
 def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tuple[list[ConversionGroup], list[int]]:
     """Returns the groups of all conversions, and the numbers of the tensors that no conversion takes.
 
-    Raises:
-        ModelMismatch: what a conversion takes for an index is no integer.
-    """
+    Raises ModelMismatch: what a conversion takes for an index is no integer."""
     if not converts:
         return [], list(range(len(names)))
     rules = [
@@ -75,7 +72,7 @@ def _index(name: str, match: re.Match[str]) -> int:
         raise ModelMismatch(f"expected an integer as the index in {name!r}, got {text!r}") from None
 
 
-def incompleteness(group: ConversionGroup, names: Sequence[str], target_shapes: Sequence[Shape | None]) -> str:
+def incompleteness(group: ConversionGroup, names: Sequence[str]) -> str:
     """Returns what keeps a group from having each input once, with each index from 0 to the last; empty if nothing does."""
     convert = group.convert
     sources: dict[tuple[int, int], int] = {}
@@ -84,13 +81,7 @@ def incompleteness(group: ConversionGroup, names: Sequence[str], target_shapes: 
             return f"{names[source]} has index {index}, expected 0 or more"
         if (other := sources.setdefault((number, index), source)) != source:
             return f"{names[other]} and {names[source]} are for the same part of it"
-    _, last = max(sources, key=lambda key: key[1])
-    count = last + 1
-    if (stacked := _stacked_count(convert, target_shapes)) is not None:
-        if count > stacked:
-            name = next(names[source] for (_, index), source in sources.items() if index == last)
-            return f"{name} has index {last}, but the last index is {stacked - 1}"
-        count = stacked
+    count = max(index for _, index in sources) + 1
     # Scales, which are all inputs but the first, may be absent.
     scaled = bool(convert.operations) and convert.operations[0].name == "Dequantize"
     required = convert.sources[:1] if scaled else convert.sources
@@ -105,15 +96,3 @@ def incompleteness(group: ConversionGroup, names: Sequence[str], target_shapes: 
     first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
     first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
     return f"the checkpoint lacks {missing} of {total}, the first is {first}, as renamed"
-
-
-def _stacked_count(convert: Convert, target_shapes: Sequence[Shape | None]) -> int | None:
-    """Returns the number of tensors that the target stacks; None if its shape does not show it."""
-    shape = target_shapes[0] if len(target_shapes) == 1 else None
-    if shape is None or not convert.operations or convert.operations[0].name != "Stack":
-        return None
-    (dim,) = convert.operations[0].arguments
-    others_keep_it = all(
-        step.name == "Concatenate" and step.arguments[0] % len(shape) != dim for step in convert.operations[1:]
-    )
-    return shape[dim] if 0 <= dim < len(shape) and others_keep_it else None

@@ -106,7 +106,8 @@ def _truncate(tensor: Assembly, count: int) -> Assembly:
 
 def _unsupported(_: TensorLists, __: TargetShapes, name: str, reason: str) -> TensorLists:
     raise ValueError(
-        f"the transformers operation {name} {reason}; load the model once with from_pretrained, save its state dict, and load that"
+        f"the transformers operation {name} {reason}; load the model once with from_pretrained, save its state dict, and load "
+        "that"
     )
 
 

@@ -15,31 +15,30 @@ from epload.mapping.place import destinations
 from epload.model.targets import Targets
 
 _LAYOUTS = (
-    (r"\.(dqweight|forward_hadamard_matrix)$", "packed weights of FP-Quant", "fp_quant"),
-    (r"\.qweight$", "packed int4 weights of GPTQ or AWQ", "GPTQModel"),
-    (r"\.(weight_packed|bitmask)$", "packed weights of compressed-tensors", "CompressedTensorsConfig(dequantize=True)"),
-    (r"_blocks$", "packed mxfp4 weights", "Mxfp4Config(dequantize=True)"),
-    (
-        r"\.weight\.(quant_state\.bitsandbytes__(nf4|fp4)|quant_map|absmax)$",
-        "packed 4-bit weights of bitsandbytes",
-        "model.dequantize()",
-    ),
-    (r"\.SCB$", "8-bit weights of bitsandbytes", "model.dequantize()"),
-    (r"\.W_q$", "packed weights of HQQ or SINQ", ""),
-    (r"\.weight\._(data|scale)$", "packed weights of quanto", "optimum-quanto"),
-    (r"\.(codes|codebooks)$", "packed weights of AQLM", "aqlm"),
-    (r"\.dense_weights$", "packed weights of SpQR", "spqr_quant"),
-    (r"\.(res_)?centroids\.weight$", "packed weights of VPTQ", "vptq"),
-    (r"\.weight_scales$", "packed weights of EETQ", "eetq"),
-    (r"\.tables2$", "packed weights of HIGGS", "model.dequantize()"),
-    (r"\.(trellis|q_weight)$", "packed weights of ExLlama", "exllamav3"),
-    (r"\.Qidxs$", "packed weights of QuIP#", "its own code"),
-    (r"qdata$", "packed weights of torchao", "model.dequantize()"),
-    (r"\.(weight_scale_2|weight_global_scale|weight_sf|weight_sf_rowmajor)$", "packed NVFP4 weights", ""),
+    (r"\.(dqweight|forward_hadamard_matrix)$", "packed weights of FP-Quant"),
+    (r"\.qweight$", "packed int4 weights of GPTQ or AWQ"),
+    (r"\.(weight_packed|bitmask)$", "packed weights of compressed-tensors"),
+    (r"_blocks$", "packed mxfp4 weights"),
+    (r"\.weight\.(quant_state\.bitsandbytes__(nf4|fp4)|quant_map|absmax)$", "packed 4-bit weights of bitsandbytes"),
+    (r"\.SCB$", "8-bit weights of bitsandbytes"),
+    (r"\.W_q$", "packed weights of HQQ or SINQ"),
+    (r"\.weight\._(data|scale)$", "packed weights of quanto"),
+    (r"\.(codes|codebooks)$", "packed weights of AQLM"),
+    (r"\.dense_weights$", "packed weights of SpQR"),
+    (r"\.(res_)?centroids\.weight$", "packed weights of VPTQ"),
+    (r"\.weight_scales$", "packed weights of EETQ"),
+    (r"\.tables2$", "packed weights of HIGGS"),
+    (r"\.(trellis|q_weight)$", "packed weights of ExLlama"),
+    (r"\.Qidxs$", "packed weights of QuIP#"),
+    (r"qdata$", "packed weights of torchao"),
+    (r"\.(weight_scale_2|weight_global_scale|weight_sf|weight_sf_rowmajor)$", "packed NVFP4 weights"),
 )
-"""Ends of the names that tensors of packed weights have, what such weights are, and what unpacks them: a call in transformers, or
-a library. They need not be integers."""
-_ANY_LAYOUT = re.compile("|".join(pattern for pattern, *_ in _LAYOUTS))
+"""Ends of the names that tensors of packed weights have, and what such weights are. They need not be integers."""
+_ANY_LAYOUT = re.compile("|".join(pattern for pattern, _ in _LAYOUTS))
+_WAY_OUT = (
+    "pass the checkpoint that was quantized, or unpack it once, with transformers (model.dequantize(), or a config such as "
+    "Mxfp4Config(dequantize=True)) or the library that quantized it, and pass the folder that save_pretrained writes"
+)
 
 
 def find_packed(
@@ -93,16 +92,9 @@ def _describe(manifest: Metadata, name: str) -> str:
     """Returns what a packed weight is, by the names of the tensors next to it, or else by its dtype."""
     parent = name.rpartition(".")[0]
     siblings = [name, *(other for other in manifest.names if other.startswith(f"{parent}."))]
-    for pattern, text, by in _LAYOUTS:
-        if any(map(re.compile(pattern).search, siblings)):
-            return f"{text}: {_way_out(by)}"
-    dtype = manifest.dtypes[manifest.names.index(name)]
-    method = manifest.quantization.method if manifest.quantization is not None else ""
-    return f"a packed weight{f' of {method}' if method else ''} ({name}, {dtypes.name(dtype)}): {_way_out('')}"
-
-
-def _way_out(by: str) -> str:
-    """``by``: as in ``_LAYOUTS``."""
-    if "(" in by:
-        return f"unpack it with transformers, {by}, and save_pretrained, then pass the folder that this writes"
-    return f"pass the checkpoint that was quantized, or unpack it with {by or 'the library that quantized it'}"
+    what = next((text for pattern, text in _LAYOUTS if any(map(re.compile(pattern).search, siblings))), "")
+    if not what:
+        dtype = manifest.dtypes[manifest.names.index(name)]
+        method = manifest.quantization.method if manifest.quantization is not None else ""
+        what = f"a packed weight{f' of {method}' if method else ''} ({name}, {dtypes.name(dtype)})"
+    return f"{what}: {_WAY_OUT}"

@@ -44,10 +44,8 @@ def place(
         targets: global shapes of the model's tensors by name.
         mismatches: if given, targets of mismatched shape are appended to it and left out, instead of raising.
 
-    Raises:
-        ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
-            rules that match nothing. Names the keys.
-    """
+    Raises ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
+    rules that match nothing. Names the keys."""
     if isinstance(mapping, Placed):
         return list(mapping.places)
     placer = _Placer(mapping, names, shapes, targets)
@@ -138,7 +136,9 @@ class _Placer:
     def find(self, name: str) -> str | None:
         """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
         targets = self._indexed if "{index}" in name else self.targets
-        prefix = self.mapping.base_model_prefix and f"{self.mapping.base_model_prefix}."
+        if not self.mapping.base_model_prefix:
+            return name if name in targets else None
+        prefix = f"{self.mapping.base_model_prefix}."
         inner = name.removeprefix(prefix)
         forms = (prefix + name, name) if inner == name else (inner, prefix + name, name)
         return next((form for form in forms if form in targets), None)
@@ -207,7 +207,7 @@ class _Placer:
         if key in self._outputs:
             return self._outputs[key]
         patterns = group.convert.targets
-        problem = incompleteness(group, self.names, target_shapes)
+        problem = incompleteness(group, self.names)
         tensors: TensorLists = [[] for _ in group.convert.sources]
         for i in sorted(range(len(shapes)), key=group.inputs.__getitem__):
             tensors[group.inputs[i][0]].append(Assembly.of(i, shapes[i]))
@@ -239,17 +239,19 @@ class _Placer:
 
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
-        origin = {target: target for target in self.filled}
         pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
-        count = 0
-        while count < len(origin) and pairs:  # one value may have any number of names, in pairs of any order
-            count = len(origin)
-            for filled, empty in pairs:
-                if filled in origin and self.targets.get(empty) == self.targets[filled]:
-                    origin.setdefault(empty, origin[filled])
-        copies_of: dict[str, list[str]] = defaultdict(list)
-        for empty, source in origin.items():
-            if empty != source:
-                copies_of[source].append(empty)
-        for number, places in enumerate(self.placed) if copies_of else ():
-            self.placed[number] += tuple([(other, view) for target, view in places for other in copies_of[target]])
+        tied = {name for name, _ in pairs}
+        places: dict[str, list[tuple[int, View]]] = defaultdict(list)
+        for number, own in enumerate(self.placed) if tied else ():
+            for name, view in own:
+                if name in tied:
+                    places[name].append((number, view))
+        # One value may have any number of names, in pairs of any order.
+        while open_pairs := [(a, b) for a, b in pairs if a in places and b not in places and self._same_shape(a, b)]:
+            filled, empty = open_pairs[0]
+            places[empty] = places[filled]
+            for number, view in places[empty]:
+                self.placed[number] += ((empty, view),)
+
+    def _same_shape(self, filled: str, empty: str) -> bool:
+        return self.targets.get(empty) == self.targets[filled]

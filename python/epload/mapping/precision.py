@@ -162,8 +162,8 @@ def _dtypes_in_transformers(
 def _pretrained_models(
     model: nn.Module, modules: Modules, names: Collection[str]
 ) -> list[tuple[Any, list[tuple[str, str]]]]:
-    """Returns the transformers models that are not inside another one, each with the names inside it and in the whole model of its
-    tensors: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the original."""
+    """Returns the transformers models that are not inside another one, each with its tensors' names inside it and in the whole
+    model: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the original."""
     if not any(map(is_pretrained, modules.classes)):
         return []
     inner, aliases, copies = unwrap(model, names)
@@ -195,8 +195,8 @@ def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]
         name, narrow = targets.names[odd], targets.dtypes[other]
         pattern = re.escape(".".join(name.split(".")[-2:])) + "$"
         raise ModelMismatch(
-            f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, which is "
-            f"{narrow}, and FSDP2 needs one dtype for all trainable parameters of a group. Call fully_shard on "
+            f"from_pretrained keeps {name} in torch.float32, but fully_shard has grouped it with {targets.names[other]}, which "
+            f"is {narrow}, and FSDP2 needs one dtype for all trainable parameters of a group. Call fully_shard on "
             f"{name.rpartition('.')[0] or 'its module'} before the module around it, so that it is a group of its own, freeze "
             f"it, or round it: dtype={{{pattern!r}: {narrow}}}"
         )

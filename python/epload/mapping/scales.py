@@ -74,30 +74,30 @@ def with_scales(
         coordinates=[*targets.coordinates], index={**targets.index}, local_only={*targets.local_only},
     )  # fmt: skip
     owned = [owned_regions(*of) for of in zip(targets.layouts, targets.coordinates, strict=True)]
-    boxes_of: dict[tuple[object, ...], list[Box]] = {}
+    ranges_of: dict[tuple[object, ...], list[tuple[Shape, Shape]]] = {}
     scalings: list[Scaling] = []
     for i, dtype in enumerate(manifest.dtypes):
         wide = [(targets.index[target], view) for target, view in placed[i]] if dtype in dtypes.FP8 else []
         wide = [(target, view) for target, view in wide if targets.dtypes[target] is not dtype]
         if not wide:
             continue
-        shape, scale = (
-            manifest.shapes[i],
-            _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in wide]),
-        )
+        shape = manifest.shapes[i]
+        scale = _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in wide])
         blocks = _block_shape(manifest, i, scale)
-        boxes: list[Box] = []
+        ranges: list[tuple[Shape, Shape]] = []
         for target, view in wide:
             key = (targets.layout[target], view, shape, blocks)
-            if key not in boxes_of:
+            if key not in ranges_of:
                 if blocks != _whole(shape) and not _keeps_blocks(view, shape):
                     raise ModelMismatch(
                         f"cannot dequantize {manifest.names[i]} into {targets.names[target]}: the mapping reshapes it across its "
                         "rows, so that its blocks of scales are no longer blocks"
                     )
-                boxes_of[key] = _boxes_of_scales(view, shape, blocks, owned[targets.layout[target]])
-            boxes += boxes_of[key]
-        start, size = _enclosing(boxes) if boxes else ((0,) * len(shape), (0,) * len(shape))
+                ranges_of[key] = _ranges_of_scales(view, shape, blocks, owned[targets.layout[target]])
+            ranges += ranges_of[key]
+        start = tuple(map(min, zip(*(first for first, _ in ranges), strict=True))) if ranges else (0,) * len(shape)
+        end = tuple(map(max, zip(*(end for _, end in ranges), strict=True))) if ranges else start
+        size = tuple(map(int.__sub__, end, start))
         extra = _add_target(targets, manifest, scale, size)
         strides = row_major_strides(_grid(shape, blocks))
         offset = sum(map(int.__mul__, start, strides))
@@ -286,22 +286,18 @@ def _keeps_blocks(view: View, shape: Shape) -> bool:
     return 0 in view.size or (exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True)))
 
 
-def _boxes_of_scales(view: View, shape: Shape, blocks: Shape, owned: Sequence[OwnedRegion]) -> list[Box]:
-    """Returns the scales for each part of a view that is owned."""
+def _ranges_of_scales(
+    view: View, shape: Shape, blocks: Shape, owned: Sequence[OwnedRegion]
+) -> list[tuple[Shape, Shape]]:
+    """Returns the first scales and the ends of the scales, along each dim, of each part of a view that is owned."""
     parts = [view.crop(start, size) for start, size, _ in owned_parts((view.start, view.size), owned)]
     if blocks == _whole(shape):
         return [((0,) * len(shape), (1,) * len(shape)) for _ in parts]
-    boxes: list[Box] = []
-    for part in parts:
-        (begin, extent), _ = _span(part, shape)
-        low = tuple(map(int.__floordiv__, begin, blocks))
-        size = (-(-(a + n) // block) - b for a, n, block, b in zip(begin, extent, blocks, low, strict=True))
-        boxes.append((low, tuple(size)))
-    return boxes
-
-
-def _enclosing(boxes: Sequence[Box]) -> Box:
-    """Returns the smallest box that contains these."""
-    low = tuple(map(min, zip(*(start for start, _ in boxes), strict=True)))
-    high = map(max, zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True))
-    return low, tuple(map(int.__sub__, high, low))
+    boxes = [_span(part, shape)[0] for part in parts]
+    return [
+        (
+            tuple(map(int.__floordiv__, begin, blocks)),
+            tuple(-(-(a + n) // block) for a, n, block in zip(begin, size, blocks, strict=True)),
+        )
+        for begin, size in boxes
+    ]

@@ -107,9 +107,7 @@ def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
 def _renames(transform: Any) -> list[Rename]:
     """Returns one rename for a transform with any number of patterns; for a group, one for each pair of patterns.
 
-    Raises:
-        ModelMismatch: the class of the transform renames keys in a way that epload does not know.
-    """
+    Raises ModelMismatch: the class of the transform renames keys in a way that epload does not know."""
     scopes = _scopes(transform)
     own = next(cls.__name__ for cls in type(transform).__mro__ if "rename_source_key" in vars(cls))
     if own == "GroupWeightRename":
@@ -170,31 +168,31 @@ def _convert(transform: Any, config: Any) -> Convert:
         whole_word = _WHOLE_WORD * _as_regex(pattern, transform).endswith(_WHOLE_WORD)
         sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + whole_word)
     targets = tuple(_template(pattern).replace("*", "{index}") for pattern in transform.target_patterns)
-    steps = [ours for theirs in transform.operations for ours in _operations(theirs, transform, config)]
+    steps = [step for operation in transform.operations for step in _operations(operation, transform, config)]
     return Convert(tuple(sources), targets, tuple(steps), _scopes(transform))
 
 
 _TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], Operation]], list[Operation]]] = {
-    "MergeModulelist": lambda op, rope: [Stack(op.dim)],
-    "SplitModulelist": lambda op, rope: [Unstack(op.dim)],
-    "Concatenate": lambda op, rope: [Concatenate(op.dim)],
-    "Split": lambda op, rope: [Split(op.dim, "targets")],
-    "Transpose": lambda op, rope: [Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
-    "LinearToConv3d": lambda op, rope: [Reshape((-1, op.in_channels, *op.kernel_size))],
+    "MergeModulelist": lambda op, _: [Stack(op.dim)],
+    "SplitModulelist": lambda op, _: [Unstack(op.dim)],
+    "Concatenate": lambda op, _: [Concatenate(op.dim)],
+    "Chunk": lambda op, _: [Split(op.dim)],
+    "Split": lambda op, _: [Split(op.dim, "targets")],
+    "Transpose": lambda op, _: [Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
+    "LinearToConv3d": lambda op, _: [Reshape((-1, op.in_channels, *op.kernel_size))],
+    "Conv3dToLinear": lambda op, _: [Operation("Conv3dToLinear")],
+    "Interleave": lambda op, _: [Operation("Interleave", (op.dim, op.inverse))],
     "PermuteForRope": lambda op, rope: [rope(op)],
     "VisionFuseAndPermuteForRope": lambda op, rope: [rope(op.permute_op), Concatenate(op.dim)],
     "VisionUnfuseAndPermuteForRope": lambda op, rope: [Split(op.dim), rope(op.permute_op)],
-    "Inkling2LoopDequantizeExperts": lambda op, rope: [Operation("Dequantize", ("Inkling2LoopDequantizeExperts",))],
-    "_IdentityOp": lambda op, rope: [],
+    "ErnieFuseAndSplitTextVisionExperts": lambda op, _: [
+        Operation("ErnieFuseAndSplitTextVisionExperts", (op.stack_dim, op.concat_dim))
+    ],
+    "Inkling2LoopDequantizeExperts": lambda op, _: [Operation("Dequantize", ("Inkling2LoopDequantizeExperts",))],
+    "Inkling2LoopMergeMessageQueries": lambda op, _: [Operation("Inkling2LoopMergeMessageQueries")],
+    "_IdentityOp": lambda op, _: [],
 }
 """epload's operations for one of the library, by the name of its class. The second argument translates a PermuteForRope."""
-_ARGUMENTS = {
-    "Interleave": ("dim", "inverse"),
-    "Conv3dToLinear": (),
-    "ErnieFuseAndSplitTextVisionExperts": ("stack_dim", "concat_dim"),
-    "Inkling2LoopMergeMessageQueries": (),
-}
-"""Attributes of the library's operations that are the arguments of the operation of the same name."""
 
 
 def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
@@ -206,16 +204,10 @@ def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
             return [_unsupported(name, "is supported only as it loads, not in reverse")]
         if name == "Inkling2UnpadVocab":
             return [Operation("Truncate", (config.get_text_config().unpadded_vocab_size,))]
-        if name == "Chunk" and operation.num_shards_attribute is None:
-            return [Split(operation.dim)]
-        if name in _ARGUMENTS:
-            arguments = tuple(getattr(operation, argument) for argument in _ARGUMENTS[name])
-            return [Operation(name, arguments)]
-        if name in _TRANSLATIONS:
+        if name in _TRANSLATIONS and getattr(operation, "num_shards_attribute", None) is None:
             return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
-    if type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1]):
-        return [_unsupported(name, COMPUTES_VALUES)]
-    return [_unsupported(name, _unknown())]
+    is_known = type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1])
+    return [_unsupported(name, COMPUTES_VALUES if is_known else _unknown())]
 
 
 def _unsupported(name: str, reason: str) -> Operation:

@@ -31,6 +31,7 @@ PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), TOKEN_LAYER, BASE_LAYER)
 TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
 """PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
 NamePairs = tuple[tuple[str, str], ...]
+_DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 
 
 class Unwrapped(NamedTuple):
@@ -50,7 +51,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
     while True:
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
-        elif isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(inner, _DATA_PARALLEL):
             inner = inner.module
         elif is_from_package(inner, "peft"):
             base = inner.get_base_model()
@@ -65,12 +66,13 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
         aliases += [TOKEN_LAYER, BASE_LAYER] if adapted else []
     ties: list[tuple[str, str]] = []
     if adapted:
-        originals = {name.replace(".original_module.", ".", 1) for name in names if ".original_module." in name}
+        original_module = Rename(r"\.original_module\.", ".")
         copies = [name for name in names if ".modules_to_save." in name]
-        pairs = zip(TRAINED_COPY.apply(copies), copies, strict=True)
+        originals = set(original_module.apply([name for name in names if ".original_module." in name]))
         # A copy starts from the weights of the original.
-        ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs if a in originals]
-        aliases.append(Rename(r"\.original_module\.", "."))
+        pairs = [pair for pair in zip(TRAINED_COPY.apply(copies), copies, strict=True) if pair[0] in originals]
+        ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs]
+        aliases.append(original_module)
     return Unwrapped(inner, tuple(aliases), tuple(ties))
 
 
@@ -78,7 +80,7 @@ def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, .
     """Returns aliases for torch.compile and data parallelism, around the model or around modules of it."""
     aliases = [*_compile_aliases(names)]
     for path, module in model.named_modules() if any("module." in name for name in names) else ():
-        if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+        if isinstance(module, _DATA_PARALLEL):
             prefix = strip_wrappers(f"{path}." if path else "", aliases)
             aliases.append(Rename(f"^{re.escape(prefix)}module\\.", prefix))
     return tuple(aliases)
@@ -110,18 +112,17 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     are active, or base weights are still on meta."""
     if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
         return ()
-    modules = ((path, module) for path, module in model.named_modules() if is_from_package(module, "peft"))
-    path, adapted = next(((path, module) for path, module in modules if hasattr(module, "peft_config")), ("", None))
+    candidates = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
+    prefix, adapted = next((pair for pair in candidates if hasattr(pair[1], "peft_config")), ("", None))
     if adapted is None:
         return ()
-    prefix = f"{path}." if path else ""
     inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
-    active = _active(adapted)
-    aliases = _compile_aliases(inner)
+    active, aliases = _active(adapted), _compile_aliases(inner)
     saved: dict[str, str] = {}
+    """Name inside the PEFT model of each key of an adapter file."""
     for adapter in active:
-        for key, name in _saved_keys(adapted, list(inner), adapter).items():
-            saved[strip_wrappers(key, aliases)] = name
+        keys = _saved_keys(adapted, list(inner), adapter)
+        saved |= {strip_wrappers(key, aliases): name for key, name in keys.items()}
     keys = dict(zip(checkpoint, apply_renames(aliases, checkpoint), strict=True))
     # The file of a whole PEFT model has the model's own names, which include the adapter's.
     if not any(key in saved and key not in inner for key in keys.values()):
@@ -131,8 +132,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
             f"the checkpoint is a file of one adapter, but {len(active)} adapters of the model are active "
             f"({', '.join(active)}); select one with model.set_adapter(name)"
         )
-    targets = ((name, saved.pop(key, key)) for name, key in keys.items())
-    pairs = [(name, inner[target]) for name, target in targets if target in inner]
+    pairs = [(name, inner[target]) for name, key in keys.items() if (target := saved.pop(key, key)) in inner]
     # Tensors that the file lacks: no checkpoint key is empty, so they are reported as missing.
     pairs += [("", inner[target]) for target in saved.values()]
     filled = {target for _, target in pairs}

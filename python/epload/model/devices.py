@@ -37,21 +37,19 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
         mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
         kinds.setdefault((tensor.device, mesh_type, id(tensor) in offloaded), name)
     first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
-    mesh_devices: dict[torch.device, str] = {}
+    accelerators: dict[torch.device, str] = {}
     plain_meta = None
     for (device, mesh_type, is_offloaded), name in kinds.items():
-        if mesh_type and (device.type == "meta" or is_offloaded):
-            mesh_device = _current_device(name, mesh_type)
-            mesh_devices.setdefault(mesh_device, name)
-            first_on.setdefault(CPU if is_offloaded else mesh_device, name)
-        elif device.type == "meta":
+        if device.type == "meta" and not mesh_type:
             plain_meta = name
-        else:
-            first_on.setdefault(device, name)
-    accelerators = {device: name for device, name in {**mesh_devices, **first_on}.items() if device != CPU}
+            continue
+        compute = _current_device(name, mesh_type) if mesh_type and (device.type == "meta" or is_offloaded) else device
+        first_on.setdefault(CPU if is_offloaded else compute, name)
+        if compute != CPU:
+            accelerators.setdefault(compute, name)
     if len(accelerators) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
-        raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {found}")
+        listed = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
+        raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {listed}")
     materialize_on = next(iter(accelerators), streams[0].device if streams and not first_on else CPU)
     if plain_meta is not None:
         first_on.setdefault(materialize_on, plain_meta)

@@ -101,10 +101,8 @@ def layout_of(
         fsdp_axis: see :func:`fsdp_shard_axes`.
         in_module: False for an entry of a state dict, which is what its ``full_tensor()`` returns, by the order of the groups.
 
-    Raises:
-        ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups have
-            another order than its coordinates, along an axis that shards the tensor other than by FSDP.
-    """
+    Raises ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups
+    have another order than its coordinates, along an axis that shards the tensor other than by FSDP."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Layout(shape, (), ()), ()
@@ -185,15 +183,3 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
 
 def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def metadata(tensors: list[Any], private: bool | None = None) -> tuple[list[object], list[object]]:
-    """Returns the device, and the shape, dtype and layout, of each tensor, to be compared with a later result."""
-    private = private_path_available() if private is None else private
-    layouts: list[object] = [t._spec if private and type(t) is DTensor else _description(t) for t in tensors]
-    # A DTensor's own attributes take ten times as long.
-    return [(t._local_tensor if private and type(t) is DTensor else t).device for t in tensors], layouts
-
-
-def _description(t: Tensor) -> tuple[object, ...]:
-    return (t.shape, t.dtype, t.placements, t.device_mesh) if isinstance(t, DTensor) else (t.shape, t.dtype)

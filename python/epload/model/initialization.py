@@ -90,18 +90,15 @@ def compute_missing(
             full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
             poison(full[id(tensor)])
     steps = _steps(model, full, adapters)
-    with torch.no_grad(), torch.device("cpu"), _transformers_guard(), preserve_generators():
-        with _exchanged(modules, full) as states:
-            for path, own, initializer, run in steps:
-                _seed_generators(seed, path, own, expert_parallel)
-                try:
-                    run()
-                except Exception as error:
-                    raise ModelMismatch(
-                        f"{initializer} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), "
-                        f"which the checkpoint does not fill: {', '.join(list(missing)[:5])}. Pass init_missing=hook(module, path, "
-                        "names) to fill it"
-                    ) from error
+    with (
+        torch.no_grad(),
+        torch.device("cpu"),
+        _transformers_guard(),
+        preserve_generators(),
+        _exchanged(modules, full) as states,
+    ):
+        for step in steps:
+            _run(step, list(missing), seed, expert_parallel)
     computed: dict[int, Tensor] = {}
     for module, before, after in states:
         for kind in _TENSOR_DICTS:
@@ -247,14 +244,27 @@ def class_before_fsdp(cls: type) -> Any:
 # ---- running them ----
 
 
+def _run(step: _Step, missing: list[str], seed: int, expert_parallel: ExpertParallelSpec | None) -> None:
+    """Raises ModelMismatch if the initializer fails."""
+    path, tensors, initializer, run = step
+    _seed_generators(seed, path, tensors, expert_parallel)
+    try:
+        run()
+    except Exception as error:
+        raise ModelMismatch(
+            f"{initializer} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
+            f"checkpoint does not fill: {', '.join(missing[:5])}. Pass init_missing=hook(module, path, names) to fill it"
+        ) from error
+
+
 @contextmanager
 def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, _State, _State]]]:
     """Gives each module another ``__dict__``, with the same attributes but other tensors, and its class from before
     ``fully_shard``; restores both on exit. Yields the modules, each with its own state and the one that it has meanwhile.
 
-    The other tensors are on meta, except ``full``: those to be initialized, by the id of the model's own tensor. So an initializer
-    cannot overwrite a loaded weight, whatever it does, and touches no DTensor: no collective is issued, and DTensor's
-    random-number state is neither used nor changed."""
+    The other tensors are on meta, except ``full``: those to be initialized, by the id of the model's own tensor. So an
+    initializer cannot overwrite a loaded weight, whatever it does, and touches no DTensor: no collective is issued, and
+    DTensor's random-number state is neither used nor changed."""
     tied = _tied_targets(modules)
     stand_ins: dict[object, Tensor] = {}
     unique = [module for module in modules.unique if not isinstance(module, torch.jit.ScriptModule)]

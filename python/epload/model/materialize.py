@@ -53,12 +53,32 @@ def materialize(
         on_cpu = id(tensor) in offloaded or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
         return dtypes.get(id(tensor), tensor.dtype), torch.device("cpu") if on_cpu else device
 
+    parameters: dict[int, Any] = {}
+    """DTensors, which FSDP and optimizers refer to: they keep their identity."""
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensors alive, so that ids stay unique
+    for module in modules.unique:
+        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in tensor_dicts:
+            for name, tensor in owned.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
+                    parameters[id(tensor)] = tensor
+                    continue
+                if id(tensor) not in replaced:
+                    replaced[id(tensor)] = tensor, _empty_like(tensor, *destination(tensor))
+                owned[name] = replaced[id(tensor)][1]
     if private is None:
-        private = dtensor.private_path_available() and _can_be_built(targets.tensors)
+        private = dtensor.private_path_available() and all(
+            type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values()
+        )
     if private:
-        _materialize_private(modules, destination)
-    else:
-        _materialize_public(model, modules, destination)
+        _fill_in_place(parameters.values(), destination)
+        for fsdp_parameter in modules.fsdp_parameters:  # FSDP takes note of the storage; it may pad or pin it
+            fsdp_parameter.reset_sharded_param()
+    elif parameters:
+        empty = {key: _empty_like(tensor, *destination(tensor)) for key, tensor in parameters.items()}
+        model._apply(lambda tensor: empty.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
     # Plain parameters and buffers are new objects; look them up by name.
     if any(tensor.is_meta for tensor in targets.tensors):
         state = model.state_dict(keep_vars=True)
@@ -71,61 +91,20 @@ def cpu_offloaded_ids(groups: Iterable[Any]) -> set[int]:
     return {id(parameter.sharded_param) for group in offloading for parameter in group.fsdp_params}
 
 
-def _materialize_public(model: nn.Module, modules: Modules, destination: Destination) -> None:
-    materialized: dict[int, Tensor] = {}
-
-    def empty_like(tensor: Tensor) -> Tensor:
-        if tensor.is_meta and id(tensor) not in materialized:
-            dtype, device = destination(tensor)
-            materialized[id(tensor)] = torch.empty_like(tensor, dtype=dtype, device=device)
-        return materialized.get(id(tensor), tensor)
-
-    # nn.Module would give each owner of a tied plain parameter a parameter of its own.
-    ties: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in modules.unique:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
-                ties[id(parameter)].append((module, name))
-    model._apply(empty_like)  # type: ignore[no-untyped-call]
-    for (first_module, first_name), *others in ties.values():
-        for module, name in others:
-            module._parameters[name] = first_module._parameters[first_name]
+def _empty_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    empty = torch.empty_like(meta, dtype=dtype, device=device, requires_grad=False)
+    return nn.Parameter(empty, meta.requires_grad) if isinstance(meta, nn.Parameter) else empty
 
 
-# ---- the private path ----
-
-
-def _can_be_built(tensors: list[Tensor]) -> bool:
-    """Returns True if the private path can build such tensors: no subclass other than DTensor, nor a DTensor over one."""
-    kinds = {type(tensor._local_tensor if type(tensor) is DTensor else tensor) for tensor in tensors}
-    return kinds <= {Tensor, nn.Parameter}
-
-
-def _materialize_private(modules: Modules, destination: Destination) -> None:
-    """Gives parameters that are DTensors storage in place, all of one dtype and device by one native call; replaces others."""
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensors alive, so that ids stay unique
-    in_place: dict[int, Any] = {}
-    for module in modules.unique:
-        tensor_dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for owned in tensor_dicts:
-            for name, tensor in owned.items():
-                if tensor is None or id(tensor) in in_place or not tensor.is_meta:
-                    continue
-                if type(tensor) is DTensor and owned is module._parameters:
-                    in_place[id(tensor)] = tensor
-                    continue
-                if id(tensor) not in replaced:
-                    replaced[id(tensor)] = tensor, _empty_like(tensor, *destination(tensor))
-                owned[name] = replaced[id(tensor)][1]
+def _fill_in_place(parameters: Iterable[Any], destination: Destination) -> None:
+    """Gives parameters storage by private paths: all of one dtype and device by one native call."""
     groups: dict[tuple[torch.dtype, torch.device], list[Any]] = defaultdict(list)
-    for parameter in in_place.values():
+    for parameter in parameters:
         groups[destination(parameter)].append(parameter)
-    for (dtype, device), parameters in groups.items():
-        local_tensors = ops.allocate_like([p._local_tensor for p in parameters], dtype, device, _THREADS)
-        for parameter, local in zip(parameters, local_tensors, strict=True):
+    for (dtype, device), members in groups.items():
+        local_tensors = ops.allocate_like([p._local_tensor for p in members], dtype, device, _THREADS)
+        for parameter, local in zip(members, local_tensors, strict=True):
             _set_storage(parameter, local, _with_dtype(parameter._spec, dtype))
-    for fsdp_parameter in modules.fsdp_parameters:  # FSDP takes note of the storage; it may pad or pin it
-        fsdp_parameter.reset_sharded_param()
 
 
 def _set_storage(parameter: Any, local: Tensor, spec: Any) -> None:
@@ -136,14 +115,6 @@ def _set_storage(parameter: Any, local: Tensor, spec: Any) -> None:
     else:
         torch._C._swap_tensor_impl(parameter, new)
         parameter._local_tensor, parameter._spec = local, spec
-
-
-def _empty_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    local = meta._local_tensor if isinstance(meta, DTensor) else meta
-    empty = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=device)
-    if isinstance(meta, DTensor):
-        return DTensor(empty, _with_dtype(meta._spec, dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-    return nn.Parameter(empty, meta.requires_grad) if isinstance(meta, nn.Parameter) else empty
 
 
 def _with_dtype(spec: Any, dtype: torch.dtype) -> Any:

@@ -7,9 +7,7 @@ its ``load_state_dict``, is refused by name: writing to the entries would not fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -29,61 +27,49 @@ _MAX_LISTED = 5
 """Names in an error message."""
 
 
-@dataclass
-class IndirectState:
-    """The tensors of a model that are outside its state dict."""
-
-    plain: bool = True
-    """True if no module has custom loading or customizes its state dict."""
-    unsaved_buffers: set[str] = field(default_factory=set)
-    """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
-    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
-    """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
-    and parameters that a state-dict hook leaves out."""
-
-
-def read_state(model: nn.Module, modules: Modules, filled: bool) -> tuple[list[str], list[Tensor], IndirectState]:
-    """Reads a model's state: the names of its tensors, the tensors, and what else there is. Raises ModelMismatch for a module or
-    an entry that cannot be read, or, if ``filled``, filled.
+def read_state(
+    model: nn.Module, modules: Modules, filled: bool
+) -> tuple[list[NamedTensor], set[str], dict[str, Tensor]]:
+    """Reads a model's state: the tensors of its state dict, the names of its non-persistent buffers that have storage, and its
+    meta tensors that are not in the state dict. Raises ModelMismatch for a module or an entry that cannot be read, or, if
+    ``filled``, filled.
 
     If no module customizes its state, takes the tensors from the modules directly, a fifth of the time of ``state_dict()``."""
     for cls, prefix in modules.classes.items():
         _check_supported(prefix, cls)
     own_state = {cls for cls in modules.classes if _has_own_state(cls)}
-    customized = [each for each in modules.named if each[1]._state_dict_hooks or type(each[1]) in own_state]
-    custom_loading = [(prefix, module) for prefix, module in modules.named if _custom_loading(module)]
-    indirect = IndirectState(plain=not customized and not custom_loading)
+    customized: list[NamedModule] = []
+    custom_loading: list[NamedModule] = []
     entries: list[NamedTensor] = []
+    unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
-        entries += [(prefix + name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
+        if module._state_dict_hooks or type(module) in own_state:
+            customized.append((prefix, module))
+        if _custom_loading(module):
+            custom_loading.append((prefix, module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                entries.append((prefix + name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if name not in module._non_persistent_buffers_set:
-                entries.append((prefix + name, buffer))
-            elif buffer.is_meta:
-                indirect.unsaved_meta[prefix + name] = buffer
-            else:
-                indirect.unsaved_buffers.add(prefix + name)
-    if indirect.unsaved_meta:  # except those that the state dict has under another name
-        saved = {id(tensor) for _, tensor in entries}
-        indirect.unsaved_meta = {name: t for name, t in indirect.unsaved_meta.items() if id(t) not in saved}
-    if not indirect.plain:
+            if buffer is not None:
+                (unsaved if name in module._non_persistent_buffers_set else entries).append((prefix + name, buffer))
+    unsaved_buffers = {name for name, buffer in unsaved if not buffer.is_meta}
+    saved = {id(tensor) for _, tensor in entries} if unsaved else set()  # perhaps under another name
+    unsaved_meta = {name: buffer for name, buffer in unsaved if buffer.is_meta and id(buffer) not in saved}
+    if customized or custom_loading:
         returned = tensor_entries(model)
         if filled:
             returned = _fillable(model, customized, custom_loading, returned)
         is_saved = storage_filter([tensor for _, tensor in returned])
-        indirect.unsaved_meta |= {name: t for name, t in entries if t.is_meta and not is_saved(t)}
+        unsaved_meta |= {name: tensor for name, tensor in entries if tensor.is_meta and not is_saved(tensor)}
         entries = returned
-    return [name for name, _ in entries], [tensor for _, tensor in entries], indirect
+    return entries, unsaved_buffers, unsaved_meta
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
     """Returns the tensors of ``model.state_dict(keep_vars=True)``.
 
-    Raises:
-        ModelMismatch: an entry is a ShardedTensor.
-    """
+    Raises ModelMismatch: an entry is a ShardedTensor."""
     state = model.state_dict(keep_vars=True)
     if name := next((name for name, value in state.items() if type(value).__name__ == "ShardedTensor"), None):
         raise ModelMismatch(
@@ -130,18 +116,12 @@ def describe_custom_loading(path: str, module: nn.Module) -> str:
 def _custom_loading(module: nn.Module) -> str:
     custom = _custom_load_method(type(module))  # type: ignore[arg-type]  # a class is hashable
     for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        for hook in hooks.values():
-            custom = custom or _custom_hook(hook)
+        for hook in hooks.values() if hooks else ():
+            function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
+            function = getattr(function, "func", function)
+            if not custom and not _is_harmless(getattr(function, "__module__", "") or ""):
+                custom = f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
     return custom
-
-
-def _custom_hook(hook: Any) -> str:
-    """Describes a load_state_dict hook that might change values; empty if it does not."""
-    function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
-    function = getattr(function, "func", function)
-    if _is_harmless(getattr(function, "__module__", "") or ""):
-        return ""
-    return f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
 
 
 @cache
@@ -168,32 +148,30 @@ def _fillable(
     Raises ModelMismatch if a module has custom loading, or an entry is not the model's own storage."""
     for prefix, module in custom_loading:
         if names := [name for name, _ in entries if name.startswith(prefix)]:
-            raise ModelMismatch(
-                f"{describe_custom_loading(prefix[:-1], module)}, which does not run when tensors are filled in place: "
-                f"{_list_with_ways_out(names, prefix)}"
+            problem = (
+                f"{describe_custom_loading(prefix[:-1], module)}, which does not run when tensors are filled in place"
             )
+            raise _not_fillable(problem, names, prefix)
     is_owned = storage_filter([*model.parameters(), *model.buffers()])
     entries = [(name, tensor) for name, tensor in entries if is_owned(tensor) or not name.endswith(_EXTRA_STATE)]
-    copies = [name for name, tensor in entries if not is_owned(tensor)]
-    if not copies:
-        return entries
-    prefix, module, names = "", model, copies
-    for inner_prefix, inner in customized:  # parents first, so that the innermost module is the last
-        inner_copies = [name for name, tensor in tensor_entries(inner, inner_prefix) if not is_owned(tensor)]
-        if inner_copies := [name for name in inner_copies if name in copies]:
-            prefix, module, names = inner_prefix, inner, inner_copies
-    raise ModelMismatch(
-        f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict, and filling a copy would not "
-        f"fill the model: {_list_with_ways_out(names, prefix)}"
-    )
+    copies = {name for name, tensor in entries if not is_owned(tensor)}
+    for prefix, module in reversed(customized) if copies else ():  # the innermost module first
+        if names := [
+            name for name, tensor in tensor_entries(module, prefix) if name in copies and not is_owned(tensor)
+        ]:
+            problem = f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict"
+            raise _not_fillable(f"{problem}, and filling a copy would not fill the model", names, prefix)
+    if copies:
+        raise _not_fillable("the model returns copies in its state dict", sorted(copies), "")
+    return entries
 
 
-def _list_with_ways_out(names: Sequence[str], prefix: str) -> str:
+def _not_fillable(problem: str, names: Sequence[str], prefix: str) -> ModelMismatch:
     listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
     way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
-    return (
-        f"{listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, and map the "
-        "checkpoint's names to those of the parameters with mapping="
+    return ModelMismatch(
+        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, "
+        "and map the checkpoint's names to those of the parameters with mapping="
     )
 
 

@@ -21,11 +21,11 @@ from epload.model.dtensor import Mesh
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
 from epload.model.flat_state import FlatState
 from epload.model.modules import Modules
-from epload.model.state_dict import IndirectState, read_state
+from epload.model.state_dict import read_state
 
 
 @dataclass
-class Targets(IndirectState):
+class Targets:
     """The parameters and persistent buffers of a model, each once. Entry i of ``names``, ``tensors``, ``layout`` and
     ``dtypes`` is target i."""
 
@@ -52,8 +52,11 @@ class Targets(IndirectState):
     """Names of the tensors that are float32 because ``from_pretrained`` keeps them so."""
     below_fp32: list[str] = field(default_factory=list)
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
-    has_aliases: bool = False
-    """True if different objects of the model are the same memory, and therefore one target."""
+    unsaved_buffers: set[str] = field(default_factory=set)
+    """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
+    unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
+    """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
+    and parameters that a state-dict hook leaves out."""
 
     def mesh_digests(self) -> list[tuple[str, Mesh]]:
         """Returns a digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
@@ -123,11 +126,14 @@ def collect(
     modules = modules or Modules(model)
     for module in modules.fsdp:
         module.reshard()
-    fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
-    names, tensors, indirect = read_state(model, modules, filled)
-    targets = Targets(**vars(indirect))
+    entries, unsaved_buffers, unsaved_meta = read_state(model, modules, filled)
     expert_parallel = expert_parallel or ExpertParallelSpec()
-    _Collector(targets, fsdp_axes, not isinstance(model, FlatState)).add_all(names, tensors, expert_parallel)
+    collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
+    targets = collector.targets
+    targets.unsaved_buffers, targets.unsaved_meta = unsaved_buffers, unsaved_meta
+    for name, tensor in entries:
+        collector.add(name, tensor)
+    collector.check_overlap()
     expert_parallel.check(targets.names)
     return targets
 
@@ -135,57 +141,52 @@ def collect(
 class _Collector:
     """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
 
-    def __init__(self, targets: Targets, fsdp_axes: Mapping[int, int], in_module: bool) -> None:
+    def __init__(self, fsdp_axes: Mapping[int, int], in_module: bool, expert_parallel: ExpertParallelSpec) -> None:
         """
         Args:
             fsdp_axes, in_module: see :func:`dtensor.layout_of`.
         """
-        self.targets = targets
+        self.targets = Targets()
+        self._by_id: dict[int, int] = {}
+        """Target of each of the model's objects, by id."""
         self._fsdp_axes = fsdp_axes
         self._in_module = in_module
+        self._expert_parallel = expert_parallel
         self._by_storage: dict[memory.StorageKey, int] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
         """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
 
-    def add_all(self, names: list[str], tensors: list[Tensor], expert_parallel: ExpertParallelSpec) -> None:
-        targets, index = self.targets, self.targets.index
-        by_id: dict[int, int] = {}
-        for name, tensor in zip(names, tensors, strict=True):
-            if (number := by_id.get(id(tensor))) is not None:
-                index[name] = number
-                continue
-            axis: int | None = None
-            key: tuple[object, ...] = (tensor.shape,)
-            if isinstance(tensor, DTensor):
-                axis = self._fsdp_axes.get(id(tensor))
-                key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
-            elif self._is_alias(name, tensor):
-                continue
-            outer = expert_parallel.outer_shard(name)
-            global_name = expert_parallel.global_name(name)
-            if global_name is not None:
-                targets.local_only.add(len(targets.names))
-            layout = self._layouts.get((key, outer))
-            if layout is None:
-                layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
-            by_id[id(tensor)] = index[global_name or name] = len(targets.names)
-            targets.names.append(name)
-            targets.tensors.append(tensor)
-            targets.layout.append(layout)
-            targets.dtypes.append(tensor.dtype)
-        self._check_overlap()
-
-    def _is_alias(self, name: str, tensor: Tensor) -> bool:
-        """Returns True if a plain tensor is the memory of an earlier target, of which its name then becomes one."""
-        _check_loadable(name, tensor)
-        if tensor.is_meta or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter):
-            return False
-        number = self._by_storage.setdefault(memory.storage_key(tensor), len(self.targets.names))
-        if number == len(self.targets.names):
-            return False
-        self.targets.index[name] = number
-        self.targets.has_aliases = True
-        return True
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor, or another name of an added one: of the same object, or of a plain tensor that is the same memory."""
+        targets, spec = self.targets, self._expert_parallel
+        if (owner := self._by_id.get(id(tensor))) is not None:
+            targets.index[name] = owner
+            return
+        number = len(targets.names)
+        axis: int | None = None
+        key: tuple[object, ...] = (tensor.shape,)
+        if isinstance(tensor, DTensor):
+            axis = self._fsdp_axes.get(id(tensor))
+            key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+        else:
+            _check_loadable(name, tensor)
+            if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
+                owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
+                if owner != number:
+                    targets.index[name] = owner
+                    return
+        outer = spec.outer_shard(name) if spec.outer_shards else None
+        global_name = spec.global_name(name) if spec.local_modules else None
+        if global_name is not None:
+            targets.local_only.add(number)
+        layout = self._layouts.get((key, outer))
+        if layout is None:
+            layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
+        self._by_id[id(tensor)] = targets.index[global_name or name] = number
+        targets.names.append(name)
+        targets.tensors.append(tensor)
+        targets.layout.append(layout)
+        targets.dtypes.append(tensor.dtype)
 
     def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
         """Returns the number of a tensor's layout. Equal placements are often different objects."""
@@ -206,7 +207,7 @@ class _Collector:
             targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
         return self._layouts[key]
 
-    def _check_overlap(self) -> None:
+    def check_overlap(self) -> None:
         """Raises ModelMismatch if plain targets overlap in memory."""
         if len({pointer for pointer, *_ in self._by_storage}) == len(self._by_storage):
             return
