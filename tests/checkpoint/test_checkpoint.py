@@ -133,11 +133,6 @@ def test_consume_starts_over_after_a_load_that_stopped_inside_a_tensor() -> None
     assert raw_bytes(tensor(1, (20,))) == bytes(bucket.tolist())
 
 
-def test_a_state_dict_is_kept_without_consume() -> None:
-    state = {"a": tensor(1, (10,))}
-    for _ in range(2):
-        assert_same(read_all(Checkpoint.from_state_dict(state)), state)
-    assert list(state) == ["a"]
 
 
 def test_tensors_that_are_not_contiguous() -> None:

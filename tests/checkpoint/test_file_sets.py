@@ -142,7 +142,7 @@ def test_an_index_is_followed_to_the_files_of_another_variant(tmp_path: Path) ->
 def test_an_index_without_its_shards_is_no_reason_to_load_something_else(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", ["sharded", "pytorch_model.bin"])
     next(folder.glob("model-00001-of-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: places .* which is not in its folder"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of.*, which .*model\.safetensors\.index\.json names"):
         Checkpoint.open(folder)
 
 
@@ -206,22 +206,10 @@ def test_names_that_are_chosen(what: str) -> None:
 
 
 REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
-    "a shard missing": (["model-1-of-2.safetensors"], "", r"model-\*-of-2\.safetensors \(1 of 2 missing: numbers 2\)"),
-    "many missing": (
-        ["w-7-of-999999999.pt"],
-        "",
-        r"w-\*-of-999999999\.pt \(999999998 of 999999999 missing: numbers 1, 2, 3, 4, 5, 6\)",
-    ),
-    "a shard too many": (
-        ["w-1-of-1.safetensors", "w-2-of-1.safetensors"],
-        "",
-        r"w-2-of-1\.safetensors has a number that is out of range",
-    ),
-    "a number twice": (
-        ["w-1-of-1.safetensors", "w-01-of-1.safetensors"],
-        "",
-        r"w-01-of-1\.safetensors and w-1-of-1\.safetensors have the same number",
-    ),
+    "a shard missing": (["model-1-of-2.safetensors"], "", r"model-1-of-2\.safetensors \(expected 2 files with the numbers"),
+    "many missing": (["w-7-of-999999999.pt"], "", r"expected 999999999 files with the numbers from 0 or 1 on"),
+    "a shard too many": (["w-1-of-1.safetensors", "w-2-of-1.safetensors"], "", r"expected 1 files"),
+    "a number twice": (["w-1-of-1.safetensors", "w-01-of-1.safetensors"], "", r"expected 1 files"),
     "two libraries": (
         ["pytorch_model.bin", "diffusion_pytorch_model.safetensors"],
         "",
@@ -330,15 +318,5 @@ def test_all_ranks_load_the_same_variant_or_none_does(tmp_path: Path) -> None:
         assert re.search(message, first[1]), first[1]
 
 
-def _in_turn(rank: int, folder: Path, expected: dict[str, State]) -> None:
-    model = nn.Linear(3, 4)
-    with epload.HierarchicalLoader(readers="every", progress=False) as loader:
-        for variant in ("", "fp16", "fp16", ""):
-            loader.load(model, folder, variant=variant)
-            assert_same(model.state_dict(), expected[variant])
 
 
-def test_a_loader_loads_variants_in_turn(tmp_path: Path) -> None:
-    """Their layout is the same, so that it knows them from the load before."""
-    folder = _small(tmp_path / "model", "model.safetensors", "model.fp16.safetensors")
-    ranks.run(2, _in_turn, folder, {each: read_all(Checkpoint.open(folder, variant=each)) for each in ("", "fp16")})

@@ -153,10 +153,6 @@ def test_a_revision_that_is_not_cached_is_named(model: Path, tmp_path: Path) -> 
             _refused(server, tmp_path / "cache", f"hf://org/name@{revision}", match, offline=True)
 
 
-def test_tokens(model: Path, tmp_path: Path) -> None:
-    for number, options in enumerate(({"private": True}, {"gated": True})):
-        with serving(HubServer(model, **options)) as server, pointing(server.address, tmp_path / str(number), TOKEN):
-            assert_same(read_all(Checkpoint.open("org/name")), STATE)
 
 
 def _refused(server: HubServer, cache: Path, source: str, match: str, token: str = "", offline: bool = False) -> None:

@@ -168,15 +168,5 @@ def test_other_files_that_are_read(tmp_path: Path) -> None:
     assert status == 0, output
 
 
-def _read_as_dcp(folder: Path) -> None:
-    torch.distributed.checkpoint.save(STATE, checkpoint_id=folder)
-    data = next(folder.glob("*.distcp"))
-    data.unlink()
-    os.mkfifo(data)
-    with pytest.raises(CheckpointError, match=rf"{data.name}: expected a regular file, got a FIFO"):
-        StorageReader(folder).read_metadata()
 
 
-def test_a_fifo_in_a_dcp_folder(tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_read_as_dcp, tmp_path / "saved", limit=LIMIT)
-    assert status == 0, output

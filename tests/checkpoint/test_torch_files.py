@@ -136,13 +136,6 @@ def test_entries_that_hold_no_tensor_are_listed_and_left_alone(source: str, wrap
     assert re.search(r"\n  ignored +\d+ tensors?: ", str(report))
 
 
-def test_a_part_of_a_model_that_is_called_as_a_wrapper(tmp_path: Path) -> None:
-    """A nested dict of no tensors is an entry like any other."""
-    torch.save(
-        {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,)), "model": {"type": "linear"}}, tmp_path / "model.pt"
-    )
-    report = _loader().load(nn.Linear(3, 4), tmp_path / "model.pt")
-    assert report.ignored_keys == ["model"]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -175,10 +168,6 @@ def test_a_dict_of_no_tensors(tmp_path: Path) -> None:
         _loader().load(model, optimizer.state_dict())
 
 
-def test_a_parameter_whose_entry_holds_no_tensor_is_missing(tmp_path: Path) -> None:
-    torch.save({"weight": tensor(1, (4, 3)), "bias": [0.0] * 4}, tmp_path / "model.pt")
-    with pytest.raises(ModelMismatch, match="1 parameter missing from the checkpoint: bias"):
-        _loader().load(nn.Linear(3, 4), tmp_path / "model.pt")
 
 
 # ---- no more than the piece is copied ----
@@ -236,14 +225,8 @@ def test_only_the_piece_is_copied(shaped: str, length: int) -> None:
     assert _fill_all(SHAPED[shaped](), length) == []
 
 
-def _on_device(rank: int) -> list[str]:
-    values = (tensor(1, (60, 50)), tensor(2, (50, 60)).t(), tensor(3, (30, 80))[:, 3:70])
-    return [text for value in values for text in _fill_all(value.to("fakedev:0"), 1000)]
 
 
-@pytest.mark.usefixtures("fake_device")
-def test_only_the_piece_is_copied_from_a_device() -> None:
-    assert ranks.run(1, _on_device, setup=fakedev.setup) == [[]]
 
 
 def test_one_file_beside_another_kind(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Lock
+from functools import lru_cache
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -27,9 +27,10 @@ ATTEMPTS = 7
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to MAX_PAUSE."""
 MAX_PAUSE = 8.0
-_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 1 << 20
 """Unit in which headers are fetched, as they are parsed in many small reads."""
-_MAX_BLOCKS = 2048
+_BLOCKS = 128
+"""Maximum number of such units that are kept of a file."""
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
@@ -42,8 +43,7 @@ class ObjectFile(StoredFile):
     def __init__(self, client: Client, name: str, url: str) -> None:
         """Raises CheckpointError; FileNotFoundError."""
         self.name, self._client, self._url = name, client, url
-        self._blocks: dict[int, bytes] = {}
-        self._reading = Lock()
+        self._block = lru_cache(_BLOCKS)(self._fetch_block)
         try:
             self._version = retried(lambda: client.head(name), url)
         except FileNotFoundError:
@@ -55,19 +55,13 @@ class ObjectFile(StoredFile):
         end = min(offset + nbytes, self.nbytes)
         if offset >= end:
             return b""
-        blocks = range(offset // _BLOCK_BYTES, -(-end // _BLOCK_BYTES))
-        with self._reading:
-            if missing := [number for number in blocks if number not in self._blocks]:
-                if len(self._blocks) + len(blocks) > _MAX_BLOCKS:
-                    self._blocks.clear()
-                    missing = list(blocks)
-                begin = missing[0] * _BLOCK_BYTES
-                content = self.fetch(begin, min((missing[-1] + 1) * _BLOCK_BYTES, self.nbytes))
-                for number in range(missing[0], missing[-1] + 1):
-                    at = number * _BLOCK_BYTES - begin
-                    self._blocks[number] = bytes(content[at : at + _BLOCK_BYTES])
-            joined = b"".join(self._blocks[number] for number in blocks)
-        return joined[offset - blocks[0] * _BLOCK_BYTES :][: end - offset]
+        first = offset // _BLOCK_BYTES
+        content = b"".join(map(self._block, range(first, -(-end // _BLOCK_BYTES))))
+        return content[offset - first * _BLOCK_BYTES :][: end - offset]
+
+    def _fetch_block(self, number: int) -> bytes:
+        begin = number * _BLOCK_BYTES
+        return bytes(self.fetch(begin, min(begin + _BLOCK_BYTES, self.nbytes)))
 
     def fetch(self, begin: int, end: int) -> memoryview:
         """Raises CheckpointError."""

@@ -110,30 +110,17 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
     return Finding(text)
 
 
-def check_open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= _FILES
-    return Finding(f"ulimit -n {_limit(soft)}", "" if enough else f"ulimit -n {max(hard, _FILES)}")
-
-
-def check_locked_memory() -> Finding:
-    """Checks the limit of locked memory, which RDMA and pinned buffers need."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    enough = soft == resource.RLIM_INFINITY or not count_rdma(Path("/sys"))
-    return Finding(
-        f"ulimit -l {_limit(soft, 1024)}", "" if enough else "RDMA may fail to register memory: ulimit -l unlimited"
-    )
-
-
-def _limit(value: int, unit: int = 1) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
-
-
-def check_numa(sysfs: Path = Path("/sys")) -> Finding:
-    nodes = len(list(sysfs.glob("devices/system/node/node[0-9]*")))
-    cpus = len(os.sched_getaffinity(0))
-    text = f"{count(max(nodes, 1), 'NUMA node')}, {count(cpus, 'CPU')} of {os.cpu_count()} for this process"
-    return Finding(text, "reading and moving share one CPU: allow the process more" if cpus == 1 else "")
+def check_limits() -> Finding:
+    """Checks the limits of open files, and of locked memory, which RDMA needs."""
+    (files, hard), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    unlimited = resource.RLIM_INFINITY
+    shown = ["unlimited" if limit == unlimited else str(limit) for limit in (files, locked if locked < 0 else locked // 1024)]
+    advice = []
+    if files != unlimited and files < _FILES:
+        advice.append(f"ulimit -n {max(hard, _FILES)}")
+    if locked != unlimited and count_rdma(Path("/sys")):
+        advice.append("RDMA may fail to register memory: ulimit -l unlimited")
+    return Finding(f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
 
 
 def check_cards(sysfs: Path = Path("/sys")) -> Finding:
@@ -151,34 +138,22 @@ def check_cards(sysfs: Path = Path("/sys")) -> Finding:
     return Finding(", ".join(cards) or "none that is up", advice)
 
 
-def check_congestion_control(procfs: Path = Path("/proc")) -> Finding:
-    chosen = _read(procfs / "sys/net/ipv4/tcp_congestion_control")
-    advice = "loads over several nodes may be slower than with cubic: sysctl -w net.ipv4.tcp_congestion_control=cubic"
-    return Finding(f"congestion control {chosen or 'unknown'}", "" if chosen in ("cubic", "dctcp") else advice)
-
-
 def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr, slow: float = _SLOW_LOOKUP) -> Finding:
     """Checks how long it takes to look up the name of this machine's own address."""
     address = "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(
-            ("192.0.2.1", 9)
-        )  # for documentation. Sends nothing: only looks up the route, and so the NIC's address
+        # An address for documentation. This sends nothing: it looks up the route, and so the address of the NIC.
+        probe.connect(("192.0.2.1", 9))
         address = str(probe.getsockname()[0])
-    pool, begin, outcome = ThreadPoolExecutor(1), perf_counter(), "has a name"
-    try:
+    pool, begin = ThreadPoolExecutor(1), perf_counter()
+    with suppress(OSError):  # it has no name, or there was no answer in time
         pool.submit(lookup, address).result(_LONGEST_LOOKUP)
-    except TimeoutError:
-        outcome = "no answer"
-    except OSError:
-        outcome = "has no name"
-    finally:
-        pool.shutdown(wait=False)
+    pool.shutdown(wait=False)
     seconds = perf_counter() - begin
     advice = (
         f"each connection to a TCPStore waits for this: add a line '{address} {socket.gethostname()}' to /etc/hosts"
     )
-    return Finding(f"{address} {outcome}, after {seconds:.2f} s", "" if seconds < slow else advice)
+    return Finding(f"the name of {address} after {seconds:.2f} s", "" if seconds < slow else advice)
 
 
 def check_store() -> Finding:
@@ -187,17 +162,14 @@ def check_store() -> Finding:
     try:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit)  # type: ignore[attr-defined]
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        connected = perf_counter() - begin
         server.set("key", "value")
-        same = client.get("key") == b"value"
-        seconds = perf_counter() - begin - connected
+        client.get("key")
     except (RuntimeError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return Finding(f"TCPStore on 127.0.0.1: {first}", "allow TCP connections to the machine itself", fails=True)
-    if not same:
-        return Finding("a TCPStore returned another value than was set", "reinstall torch", fails=True)
-    text = f"TCPStore: connected in {connected:.2f} s, set and get in {1e3 * seconds:.1f} ms"
-    return Finding(text, "" if connected < 1.0 else "connecting should take milliseconds: see the name lookup above")
+    seconds = perf_counter() - begin
+    text = f"TCPStore: connected, set and get in {seconds:.2f} s"
+    return Finding(text, "" if seconds < 1.0 else "this should take milliseconds: see the name lookup above")
 
 
 def _read(path: Path) -> str:
@@ -212,11 +184,8 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "devices": check_devices,
     "backends": check_backends,
     "shared memory": check_shared_memory,
-    "open files": check_open_files,
-    "locked memory": check_locked_memory,
-    "CPUs": check_numa,
+    "limits": check_limits,
     "network cards": check_cards,
-    "TCP": check_congestion_control,
     "name lookup": check_lookup,
     "store": check_store,
 }
@@ -232,15 +201,10 @@ def doctor(as_json: bool) -> int:
     """
     findings = {name: check() for name, check in CHECKS.items()}
     if as_json:
-        rows = [
-            {"check": name, "status": finding.status, "found": finding.found, "advice": finding.advice}
-            for name, finding in findings.items()
-        ]
-        print_json({"findings": rows})
+        print_json({"findings": [{"check": name, "status": f.status, "found": f.found, "advice": f.advice}
+                                 for name, f in findings.items()]})  # fmt: skip
     else:
-        show(
-            table(("check", "", "found"), [[name, finding.status, finding.found] for name, finding in findings.items()])
-        )
+        show(table(("check", "", "found"), [[name, f.status, f.found] for name, f in findings.items()]))
         if advice := [[name, finding.advice] for name, finding in findings.items() if finding.advice]:
             show()
             show(table(("check", "what to do"), advice))

@@ -159,7 +159,7 @@ def _print(plan: dict[str, Any], job: str, some: bool) -> None:
     """``some``: True if only some of the ranks were planned."""
     owned, fit = plan["owned"].values(), plan["fit"]
     per_rank = " to ".join(dict.fromkeys((size(min(owned)), size(max(owned)))))
-    rows = [
+    titles = (
         ("job", job),
         ("loads", f"{count(plan['tensors'], 'tensor')}, {size(plan['nbytes'])}"),
         ("per rank", per_rank + (f" (of the {len(owned)} ranks planned)" if some else "")),
@@ -170,8 +170,8 @@ def _print(plan: dict[str, Any], job: str, some: bool) -> None:
         ("to be initialized", _listed(fit["initialized"])),
         ("tied", f"{fit['tied']:,}" if fit["tied"] else ""),
         ("ignored", f"{fit['ignored']:,}" if fit["ignored"] else ""),
-    ]
-    show(facts([(title, text) for title, text in rows if text]))
+    )
+    show(facts(*titles))
     show()
     lines = [
         [

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from epload.errors import redact
-from epload.files import read_regular
 from epload.observe.events import ROUND, Event, Events
 
-_FORMAT = "epload trace"
 _ORDER = {"MainThread": 0, "epload-read": 1, "epload-move": 2}
 """Threads in the order in which they are shown; others follow."""
 
@@ -54,18 +52,21 @@ class Trace:
         content = {
             "traceEvents": [event for events in self.ranks for event in self._describe(events)],
             "displayTimeUnit": "ms",
-            "otherData": {"format": _FORMAT, "accuracy": accuracy},
+            "otherData": {"accuracy": accuracy},
         }
         Path(path).write_text(json.dumps(content, allow_nan=False))
 
-    def _describe(self, events: Events) -> Iterable[dict[str, Any]]:
+    def _describe(self, events: Events) -> Iterator[dict[str, Any]]:
         rank, begin = events.rank, self.begin
-        lanes = sorted({span.lane for span in events.spans}, key=lambda lane: (_ORDER.get(lane, len(_ORDER)), lane))
-        tracks = [("process", 0, rank, f"rank {rank} (node {events.node})")]
-        for kind, number, index, name in [*tracks, *(("thread", i, i, lane) for i, lane in enumerate(lanes))]:
+
+        def named(kind: str, number: int, name: str, index: int) -> Iterator[dict[str, Any]]:
             for what, value in (("name", name), ("sort_index", index)):
                 yield {"name": f"{kind}_{what}", "ph": "M", "pid": rank, "tid": number, "args": {what: value}}
-        totals: dict[str, int] = defaultdict(int)
+
+        yield from named("process", 0, f"rank {rank} (node {events.node})", rank)
+        lanes = sorted({span.lane for span in events.spans}, key=lambda lane: (_ORDER.get(lane, len(_ORDER)), lane))
+        for number, lane in enumerate(lanes):
+            yield from named("thread", number, lane, number)
         for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
             args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
             yield {
@@ -73,43 +74,6 @@ class Trace:
                 "ts": (span.begin - begin) / 1e3, "dur": (span.end - span.begin) / 1e3,
                 "args": {name: value for name, value in args.items() if value},
             }  # fmt: skip
-        for span in sorted(events.spans, key=lambda span: span.end):
-            if span.nbytes:
-                totals[span.phase] += span.nbytes
-                yield {
-                    "name": f"{span.phase}: bytes", "ph": "C", "pid": rank, "ts": (span.end - begin) / 1e3,
-                    "args": {"bytes": totals[span.phase]},
-                }  # fmt: skip
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Trace:
-        """Reads what :meth:`save` has written.
-
-        Raises:
-            ValueError: it is another file.
-        """
-        try:
-            content = json.loads(read_regular(path))
-            if content["otherData"]["format"] != _FORMAT:
-                raise KeyError(_FORMAT)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"expected a trace that epload has written, got {path}, which is none") from error
-        ranks: dict[int, Events] = {}
-        lanes: dict[tuple[int, int], str] = {}
-        for event in content["traceEvents"]:
-            rank, args = event["pid"], event["args"]
-            if event["name"] == "process_name":
-                ranks[rank] = Events(rank, int(args["name"].rpartition(" ")[2].rstrip(")")))
-            elif event["name"] == "thread_name":
-                lanes[rank, event["tid"]] = args["name"]
-            elif event["ph"] == "X":
-                begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-                name = event["name"] if event["name"] != event["cat"] else ""
-                of, texts = tuple(args.get("waits_for", ())), (args.get("bytes", 0), args.get("detail", ""))
-                span = Event(lanes[rank, event["tid"]], event["cat"], begin, begin + length, *texts, of, name)
-                ranks[rank].spans.append(span)
-        accuracy = content["otherData"]["accuracy"].items()
-        return cls(tuple(ranks.values()), {int(rank): math.inf if bound is None else bound for rank, bound in accuracy})
 
 
 def _offset(other: Events, first: Events) -> tuple[int, float]:
