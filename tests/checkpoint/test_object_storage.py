@@ -105,19 +105,6 @@ def test_sets_of_weights(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -
             Checkpoint.open(url)
 
 
-def test_web_addresses(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """No listing: a folder is found by the names that it may have."""
-    folder_with_index(tmp_path, small_state())
-    put(s3[0], tmp_path, "web/m")
-    url = f"{s3[1].address}/{BUCKET}/web/m"
-    for source in (url, f"{url}/model.safetensors.index.json"):
-        assert_same(read_all(Checkpoint.open(source)), small_state())
-    signed = f"{url}?X-Amz-Signature=abcdef".replace("http://", "http://user:password@")
-    checkpoint = Checkpoint.open(signed)
-    assert_same(read_all(checkpoint), small_state())
-    said = repr(checkpoint.manifest) + str(checkpoint.manifest.compact)
-    assert "abcdef" not in said
-    assert "password" not in said
 
 
 @pytest.fixture(scope="module")
@@ -363,28 +350,8 @@ def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
     assert "was replaced" in checkpoint.changed()
 
 
-def _load_in_every_mode(rank: int, url: str) -> list[str]:
-    object_store.FIRST_PAUSE = 0.02
-    problems = []
-    for readers in READERS:
-        model = meta_net()
-        with HierarchicalLoader(
-            Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False
-        ) as loader:
-            for turn in ("from meta", "again"):
-                loader.load(model, url)
-                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.zero_()
-    return problems
 
 
-def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    put(s3[0], tmp_path, "web/ranks")
-    s3[1].fault = now_and_then(1)
-    all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
 
 
 

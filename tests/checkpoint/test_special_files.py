@@ -21,7 +21,6 @@ from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, T
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
 from epload.integrations.dcp import StorageReader
-from epload.observe.trace import Trace
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -146,7 +145,6 @@ def _other_files(folder: Path) -> None:
     os.mkfifo(fifo)
     save_file(STATE, folder / "model.safetensors")
     refusals: list[tuple[Any, type[Exception]]] = [
-        (lambda: Trace.load(fifo), OSError),
         (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), LoadError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", names_from=fifo), CheckpointError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
@@ -155,7 +153,7 @@ def _other_files(folder: Path) -> None:
         with pytest.raises(kind, match=r"fifo"):
             call()
     for command in (
-        ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)], ["trace", str(fifo)],
+        ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)],
         ["convert", str(fifo), str(folder / "out")],
     ):  # fmt: skip
         result = CliRunner().invoke(main, command)

@@ -99,23 +99,8 @@ def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
         assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]
 
 
-def make_long() -> nn.Module:
-    return nn.Linear(20_000_000, 1)
 
 
-def test_auto_does_not_have_each_node_read_everything(tmp_path: Path) -> None:
-    """Plans a file without data, as only its header is read."""
-    described = {
-        "weight": {"dtype": "F32", "shape": [1, 20_000_000], "data_offsets": [0, 80_000_000]},
-        "bias": {"dtype": "F32", "shape": [1], "data_offsets": [80_000_000, 80_000_004]},
-    }
-    header = json.dumps(described).encode()
-    with open(tmp_path / "m.safetensors", "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 80_000_004)
-    arguments = [tmp_path / "m.safetensors", "--model", f"{__name__}:make_long", "--ranks", "1"]
-    choices = {n: plan(*arguments, "--mesh", f"replicate={n},fsdp=1", "--nodes", str(n))["choice"] for n in (4, 5)}
-    assert choices == {4: "every", 5: "partitioned"}
 
 
 def test_what_would_fail(plain: Path, tmp_path: Path) -> None:

@@ -64,13 +64,6 @@ def test_reports_in_one_line() -> None:
     assert list(saved.to_dict()["phases"]) == ["plan", "pack", "write", "sync"]
 
 
-def test_html_is_escaped_and_has_what_the_text_has() -> None:
-    text = report(missing_keys=["<a&b>"], warnings=["x < y"])._repr_html_()
-    assert "&lt;a&amp;b&gt;" in text
-    assert "x &lt; y" in text
-    assert "<a&b>" not in text
-    assert ">463.7 MB<" in text
-    assert "unpack" not in text
 
 
 def test_a_report_is_numbers_and_json_with_every_field() -> None:

@@ -16,7 +16,7 @@ from epload.verify.compare import ValueDifference, compare_values
 def difference(a: Tensor, b: Tensor, **tolerances: float) -> ValueDifference | None:
     pair = [Checkpoint.from_state_dict({"t": each}) for each in (a, b)]
     seen: list[int] = []
-    found = list(compare_values(pair[0], pair[1], ("t",), progress=seen.append, **tolerances))
+    found = list(compare_values(pair[0], pair[1], ["t"], seen.append, **tolerances))
     assert sum(seen) == a.nbytes
     return found[0] if found else None
 

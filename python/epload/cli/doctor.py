@@ -58,17 +58,15 @@ def check_devices() -> Finding:
         fits = build_info()["npu"]
         advice = "" if fits else f"rebuild with EPLOAD_NPU=1 against this torch_npu: {_REBUILD}"
         return Finding(count(npu.device_count(), "NPU"), advice, fails=not fits)
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     if not torch.cuda.is_available():
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-        if not (driver := _read(Path("/proc/driver/nvidia/version")).partition("\n")[0]):
+        if not Path("/proc/driver/nvidia/version").exists():
             return Finding(f"no accelerator; torch has {built}")
-        if not torch.version.cuda:
-            return Finding(f"{driver}, but torch has {built}", "install a torch with CUDA")
-        return Finding(f"{driver}, but torch with {built} finds no device", "see nvidia-smi", fails=True)
+        advice = "see nvidia-smi" if torch.version.cuda else "install a torch with CUDA"
+        return Finding(f"an NVIDIA driver, but torch with {built} finds no device", advice, fails=True)
     with suppress(RuntimeError):
         torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
-    names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-    text = f"{torch.cuda.device_count()} x {', '.join(names)}, CUDA {torch.version.cuda}"
+    text = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {built}"
     if obstacle := build_info()["cuda_obstacle"]:
         return Finding(f"{text}; kernels not used: {obstacle}", f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
     return Finding(text)
@@ -76,15 +74,10 @@ def check_devices() -> Finding:
 
 def check_backends() -> Finding:
     """Checks the collective libraries that torch has."""
-    names = ["gloo"] * dist.is_gloo_available()
-    if dist.is_nccl_available():
-        names.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
-    names += ["HCCL"] * hasattr(torch, "npu")
-    advice = ""
-    if torch.cuda.is_available() and not dist.is_nccl_available():
-        advice = "install a torch with NCCL: GPUs have no other fast backend"
-    elif not names:
-        advice = "install a torch with torch.distributed"
+    available = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "HCCL": hasattr(torch, "npu")}
+    names = [name for name, is_available in available.items() if is_available]
+    needs_nccl = torch.cuda.is_available() and "NCCL" not in names
+    advice = f"install a torch with {'NCCL' if needs_nccl else 'torch.distributed'}" if needs_nccl or not names else ""
     return Finding(", ".join(names) or "none", advice, fails=bool(advice))
 
 
@@ -123,21 +116,6 @@ def check_limits() -> Finding:
     return Finding(f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
 
 
-def check_cards(sysfs: Path = Path("/sys")) -> Finding:
-    """Checks network cards that are up, with their speed, and cards for RDMA."""
-    cards = []
-    for card in sorted(sysfs.glob("class/net/*")):
-        if card.name != "lo" and _read(card / "operstate") in ("up", "unknown") and (card / "device").exists():
-            speed = _read(card / "speed")
-            cards.append(
-                f"{card.name} {int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else f"{card.name} of unknown speed"
-            )
-    rdma = count_rdma(sysfs)
-    cards += [count(rdma, "RDMA port")] * bool(rdma)
-    advice = "" if cards else "fine on one machine; jobs of several nodes need one"
-    return Finding(", ".join(cards) or "none that is up", advice)
-
-
 def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr, slow: float = _SLOW_LOOKUP) -> Finding:
     """Checks how long it takes to look up the name of this machine's own address."""
     address = "127.0.0.1"
@@ -172,20 +150,12 @@ def check_store() -> Finding:
     return Finding(text, "" if seconds < 1.0 else "this should take milliseconds: see the name lookup above")
 
 
-def _read(path: Path) -> str:
-    """Returns the text of a file; empty if it cannot be read."""
-    with suppress(OSError):
-        return path.read_text().strip()
-    return ""
-
-
 CHECKS: dict[str, Callable[[], Finding]] = {
     "build": check_torch,
     "devices": check_devices,
     "backends": check_backends,
     "shared memory": check_shared_memory,
     "limits": check_limits,
-    "network cards": check_cards,
     "name lookup": check_lookup,
     "store": check_store,
 }

@@ -33,11 +33,11 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
         for phase, color in _COLORS.items():
             for number, lane in enumerate(lanes):
                 spans = [span for span in events.spans if (span.phase, span.lane) == (phase, lane)]
-                bars = [((span.begin - trace.begin) / 1e9, (span.end - span.begin) / 1e9) for span in spans]
+                bars = [(span.begin / 1e9, (span.end - span.begin) / 1e9) for span in spans]
                 axes.broken_barh(bars, (row - 0.4 + number * height, height), facecolors=color)
     axes.set_yticks(range(len(trace.ranks)), [f"rank {events.rank}" for events in trace.ranks])
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, max((trace.end - trace.begin) / 1e9, 1e-9)))
+    axes.set(xlabel="seconds", xlim=(0, max(trace.end / 1e9, 1e-9)))
     patches = [Patch(color=color, label=phase) for phase, color in _COLORS.items()]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path)

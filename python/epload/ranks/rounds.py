@@ -251,8 +251,6 @@ class Rounds:
         self._messages.release()
         self._messages.delete_released()
         outcomes, step = round_.outcomes, round_.step
-        if self.events is not None:
-            self.events.decided[round_.number] = monotonic_ns()
         try:
             ranks = sorted(self._tree.leader_of)
             decision = decide(trees.by_rank(bundle, ranks))
