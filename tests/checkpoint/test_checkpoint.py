@@ -133,8 +133,6 @@ def test_consume_starts_over_after_a_load_that_stopped_inside_a_tensor() -> None
     assert raw_bytes(tensor(1, (20,))) == bytes(bucket.tolist())
 
 
-
-
 def test_tensors_that_are_not_contiguous() -> None:
     base = tensor(1, (6, 8))
     values = torch.complex(tensor(2, (4,), torch.int32).float(), torch.ones(4))

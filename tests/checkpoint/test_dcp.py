@@ -68,10 +68,6 @@ def test_any_world_size_into_any_other(world: int, saved: dict[int, Path]) -> No
     all_fine(ranks.run(world, _load_all, saved, world))
 
 
-
-
-
-
 # ---- one process ----
 
 
@@ -218,8 +214,6 @@ def _hostile_item(folder: Path) -> None:
 
 def _set(name: str, value: Any) -> Any:
     return lambda metadata: setattr(metadata, name, value)
-
-
 
 
 def _chunk(metadata: Any) -> Any:

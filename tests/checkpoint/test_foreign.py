@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +124,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-
-
 def _load_each(rank: int, sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
     loader, found = HierarchicalLoader(progress=False), {}
     model = nn.Linear(3, 4)
@@ -214,8 +211,6 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
-
-
 # ---- renames ----
 
 
@@ -235,8 +230,6 @@ def test_a_rule_that_matches_nothing_is_shown() -> None:
     epload.load(
         _linear(), state, mapping=Mapping(renames=(Rename(r"^a\.", ""), Rename(r"^never\.", "c."))), progress=False
     )
-
-
 
 
 def _arguments(rank: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,6 @@ def test_odd_names_arrive_as_they_are_and_differ() -> None:
     assert len({manifest.identity for manifest in manifests}) == len(manifests)
 
 
-
-
 def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
     huge = torch.zeros(1, dtype=torch.float64).expand(2**31, 2**31)
     state = {"weight": torch.ones(1, 2), "bias": torch.ones(1), "huge": huge}
@@ -73,10 +70,6 @@ def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
         report = epload.load(model, source, strict=False, progress=False)
         assert report.unexpected_keys == ["huge"]
         assert_same(dict(model.state_dict()), {name: state[name] for name in ("weight", "bias")})
-
-
-
-
 
 
 def test_metadata_does_not_depend_on_the_default_device() -> None:
@@ -144,5 +137,3 @@ def test_a_damaged_file_is_refused_also_when_its_like_is_known(damage: str, tmp_
     path.write_bytes({"truncated": raw[:-1], "no header": raw[:4], "header cut": raw[:20]}[damage])
     with pytest.raises(CheckpointError, match=str(path)):
         Checkpoint.open(path, known)
-
-

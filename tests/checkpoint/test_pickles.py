@@ -231,11 +231,3 @@ def test_whatever_torch_saves_is_loaded(format: bool, tmp_path: Path) -> None:
     tensors = {name: value.detach() for name, value in expected.items() if isinstance(value, torch.Tensor)}
     assert len(tensors) == 305
     assert_same(read_all(Checkpoint.open(tmp_path / "m.bin")), tensors)
-
-
-
-
-
-
-
-

@@ -18,7 +18,6 @@ from support.checkpoints import make_cold, tensor
 from support.traced_reads import Traced, fill
 
 
-
 def read_in_order(path: Path, state: Mapping[str, Tensor], most: int = 0) -> Traced:
     """All tensors, one behind the other and 64 bytes apart; checks that they are the state's."""
     names, pieces, at = Checkpoint.open(path).manifest.names, [], 64
@@ -31,8 +30,6 @@ def read_in_order(path: Path, state: Mapping[str, Tensor], most: int = 0) -> Tra
         got = traced.buffer[piece.bucket_offset :][: piece.nbytes]
         assert torch.equal(got, state[names[piece.tensor]].reshape(-1).view(torch.uint8))
     return traced
-
-
 
 
 @pytest.mark.parametrize("most", [1, 13, 100])

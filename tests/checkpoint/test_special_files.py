@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
@@ -20,7 +19,6 @@ import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
-from epload.integrations.dcp import StorageReader
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -164,7 +162,3 @@ def _other_files(folder: Path) -> None:
 def test_other_files_that_are_read(tmp_path: Path) -> None:
     status, output = ranks.run_alone(_other_files, tmp_path, limit=LIMIT)
     assert status == 0, output
-
-
-
-

@@ -89,20 +89,6 @@ def test_a_function_parallelizes_by_itself(plain: Path) -> None:
     assert list(owned.values()) == [4 * (n * 7 + n + 11 * n + 11) for n in columns]
 
 
-def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
-    found = plan(plain, "--model", PLAIN, "--mesh", "fsdp=4", "--nodes", "2")
-    modes = {mode["readers"]: mode for mode in found["modes"]}
-    assert modes["one"]["received"] == [0, modes["one"]["sent"][0]]
-    assert modes["one"]["received"][1] >= found["nbytes"] == modes["one"]["read"]
-    assert modes["per_node"]["read"] == 2 * found["nbytes"]
-    for readers in ("per_node", "every"):
-        assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]
-
-
-
-
-
-
 def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
     state = make_plain().state_dict()
     state["extra"] = state.pop("0.bias")

@@ -64,8 +64,6 @@ def test_reports_in_one_line() -> None:
     assert list(saved.to_dict()["phases"]) == ["plan", "pack", "write", "sync"]
 
 
-
-
 def test_a_report_is_numbers_and_json_with_every_field() -> None:
     made = report(tensors=7, nbytes=1000, seconds=0.5, missing_keys=["a", "b"])
     scalars = made.scalars()

@@ -21,6 +21,7 @@ from support.checks import all_fine
 from support.failures import Slow
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
 
+
 def traced(rank: int, folder: Path, readers: str) -> list[str]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET)
     model = meta_net()
@@ -93,8 +94,6 @@ def test_a_plot_is_a_picture(folder: Path) -> None:
         assert len(data) > 10_000
 
 
-
-
 def test_what_a_report_of_one_rank_can_write(tmp_path: Path) -> None:
     untraced = epload.load(Net(), state_for(1))
     for write in (untraced.trace, untraced.plot):
@@ -162,4 +161,3 @@ def test_torchs_profiler_shows_phases() -> None:
     assert {"epload::plan", "epload::unpack", "epload::wait"} <= other
     with mock.patch("torch.profiler.record_function", side_effect=AssertionError):
         epload.load(Net(), state_for(1))  # not profiled: no ranges are made
-

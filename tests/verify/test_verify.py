@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.loading.run import LoadRun
 from epload.mapping.resolve import resolve_mapping
@@ -138,10 +137,6 @@ def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) ->
 def test_a_bit_that_flips_in_a_shard_is_found_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
     all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1), dtype))
-
-
-
-
 
 
 TWO_LEVEL, STRIPED = [("one", "two_level"), ("per_node", "two_level")], [("one", "striped"), ("partitioned", "striped")]

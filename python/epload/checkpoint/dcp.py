@@ -171,7 +171,7 @@ def _parse(root: Any) -> DcpMetadata:
         begin, length = _integers((fields["offset"], fields["length"]))
         items[key] = file, begin, length
     planned = metadata["planner_data"] if isinstance(metadata["planner_data"], list) else []
-    paths = {str(name): tuple(map(str, path)) for name, path in _pairs(planned) if isinstance(path, tuple)}
+    paths = {str(name): tuple(map(str, path)) for name, path in _pairs(planned) if path and isinstance(path, tuple)}
     return DcpMetadata(tensors, others, paths, items)
 
 
@@ -230,24 +230,23 @@ def _select(
             listed = ", ".join(names[:5]) + (f", ... ({len(names) - 5} more)" if len(names) > 5 else "") or "none"
             raise CheckpointError(f"{source}: no tensor is under prefix={prefix!r}; there are {listed}")
         return inner, []
-    path_of = {name: paths.get(name, (name,)) for name in names}
+    rest_of = {**paths, **{name: paths.get(name, (name,)) for name in names}}
+    at: list[str] = []
     others: list[str] = []
-    at: tuple[str, ...] = ()
     while True:
-        depth = len(at)
-        keys = dict.fromkeys(path[depth] for path in path_of.values())
-        nested = dict.fromkeys(path[depth] for path in path_of.values() if len(path) > depth + 1)
+        tensors = {name: rest_of[name] for name in names if name in rest_of}
+        keys = {rest[0] for rest in tensors.values()}
+        nested = {rest[0] for rest in tensors.values() if len(rest) > 1}
         wrappers = [key for key in torch_file.WRAPPERS if key in nested]
         if len(wrappers) > 1:
             choices = " or ".join(f"prefix={'.'.join((*at, key))!r}" for key in wrappers)
             raise CheckpointError(f"{source} has a state dict under each of {' and '.join(wrappers)}: pass {choices}")
         if not wrappers and not len(keys) == len(nested) == 1:
-            return {name: ".".join(path[depth:]) for name, path in path_of.items()}, others
-        key = wrappers[0] if wrappers else next(iter(nested))
-        siblings = dict.fromkeys(path[depth] for path in paths.values() if path[:depth] == at and len(path) > depth)
-        others += [sibling for sibling in siblings if sibling != key]
-        at = (*at, key)
-        path_of = {name: path for name, path in path_of.items() if path[: depth + 1] == at and len(path) > depth + 1}
+            return {name: ".".join(rest) for name, rest in tensors.items()}, others
+        key = wrappers[0] if wrappers else nested.pop()
+        at.append(key)
+        others += dict.fromkeys(rest[0] for rest in rest_of.values() if rest[0] != key)
+        rest_of = {name: rest[1:] for name, rest in rest_of.items() if rest[0] == key and len(rest) > 1}
 
 
 # ---- the elements of saved items ----

@@ -89,6 +89,12 @@ class _Reader(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
 
+    stack: list[Any]
+    metastack: list[list[Any]]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
     def __init__(self, stream: io.BytesIO, allowed: Collection[str] | None) -> None:
         super().__init__(stream, encoding="bytes")
         self._allowed = allowed
@@ -107,7 +113,7 @@ class _Reader(pickle._Unpickler):
     def load_stop(self) -> None:
         if len(self.stack) != 1 or self.metastack:
             raise Suspicious("the pickle ends with values that nothing uses")
-        pickle._Unpickler.dispatch[pickle.STOP[0]](self)
+        pickle._Unpickler.dispatch[pickle.STOP[0]](self)  # type: ignore[arg-type]
 
     def load_container(self) -> None:
         self.append([])
@@ -150,8 +156,8 @@ def _call(function: str, arguments: tuple[Any, ...]) -> Any:
         raise Suspicious(f"the pickle calls {shown}, which no checkpoint needs")
     if function in _CONTAINERS:
         for part in arguments:
-            is_call = isinstance(part, PickledCall)
-            if not isinstance(part, list | tuple) or (is_call and part.function not in _CONTAINERS):
+            is_object = isinstance(part, PickledCall) and part.function not in _CONTAINERS
+            if is_object or not isinstance(part, list | tuple):
                 raise Suspicious(f"the pickle calls {shown} with something else than a list, tuple or dict")
     return PickledCall(function, arguments)
 

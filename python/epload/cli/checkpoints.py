@@ -178,22 +178,14 @@ def _print_differences(headers: dict[str, Any], values: list[ValueDifference], c
     kinds = {
         "only in FIRST": dict.fromkeys(headers["only_first"], ""),
         "only in SECOND": dict.fromkeys(headers["only_second"], ""),
-        "shape": {name: f"{a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()},
-        "dtype": {name: f"{a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()},
+        "shape": {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()},
+        "dtype": {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()},
     }
-    rows = [[kind, f"{n:,}", name, pair] for kind, names in kinds.items() for name, pair, n in fold(names)]
-    if rows:
-        show(table(("difference", "tensors", "name", "FIRST / SECOND"), rows, right=(1,)))
-        show()
-    if values:
-        listed = [[f"{v.largest:.4g}", f"{v.mean:.4g}", f"{v.differing:,} of {v.count:,}", v.name] for v in values]
-        show(table(("max", "mean", "elements that differ", "name"), listed, right=(0, 1, 2)))
-        show()
-    counts = {
-        "with other values": len(values),
-        "of another shape": len(headers["shapes"]),
-        "of another dtype": len(headers["dtypes"]),
-        "in one only": len(headers["only_first"]) + len(headers["only_second"]),
-    }
-    equal = f"{count(common - len(values), 'tensor')} with {others} values"
-    show(", ".join([equal, *(f"{n:,} {what}" for what, n in counts.items() if n)]))
+    for kind, names in kinds.items():
+        for name, pair, n in fold(names):
+            show(f"{kind}: {name}{pair}" + (f" ({n:,} tensors)" if n > 1 else ""))
+    for value in values:
+        elements = f"{value.differing:,} of {value.count:,} elements"
+        show(f"values: {value.name}: {elements}, max {value.largest:.4g}, mean {value.mean:.4g}")
+    differing = f", {count(len(values), 'tensor')} with other values" if values else ""
+    show(f"{count(common - len(values), 'tensor')} with {others} values{differing}")

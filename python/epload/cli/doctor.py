@@ -107,7 +107,9 @@ def check_limits() -> Finding:
     """Checks the limits of open files, and of locked memory, which RDMA needs."""
     (files, hard), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     unlimited = resource.RLIM_INFINITY
-    shown = ["unlimited" if limit == unlimited else str(limit) for limit in (files, locked if locked < 0 else locked // 1024)]
+    shown = [
+        "unlimited" if limit == unlimited else str(limit) for limit in (files, locked if locked < 0 else locked // 1024)
+    ]
     advice = []
     if files != unlimited and files < _FILES:
         advice.append(f"ulimit -n {max(hard, _FILES)}")

@@ -51,9 +51,7 @@ def as_text(
 ) -> str:
     """Returns a report as aligned lines. ``titles``: by name, of the phases that are shown."""
     shown = [(title, name, phases[name]) for name, title in titles.items() if name in phases]
-    shown = [
-        part for part in shown if part[2].seconds >= _MIN_SECONDS or (part[2].nbytes and part[1] != UNRATED)
-    ]
+    shown = [part for part in shown if part[2].seconds >= _MIN_SECONDS or (part[2].nbytes and part[1] != UNRATED)]
     width = max((len(title) for title, _ in facts), default=0)
     lines = [headline, *(f"  {title:<{width}}  {text}" for title, text in facts)]
     width = max([width, *(len(title) for title, _, _ in shown)])

@@ -32,8 +32,8 @@ class Trace:
             for i, span in enumerate(events.spans):
                 last = last_of[span.detail][1] if span.phase == ROUND else events.rank
                 begin, end = (time + events.offset - first for time in (span.begin, span.end))
-                ranks = span.ranks if last == events.rank else (last,)
-                events.spans[i] = span._replace(begin=begin, end=end, ranks=ranks)
+                waited_for = span.ranks if last == events.rank else (last,)
+                events.spans[i] = span._replace(begin=begin, end=end, ranks=waited_for)
 
     @property
     def end(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import Any
 
 from epload.core.log import logger

@@ -18,7 +18,6 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import column, from_raw, to_raw
-from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import Bucket
