@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
+from torch import nn
 
-from epload import CheckpointError
-from epload.checkpoint.byte_store import ByteStore
+import epload
+from epload import Checkpoint, CheckpointError
+from epload.checkpoint import opening
+from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.local_store import LocalStore
+from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.object_store import ObjectStore
-from support.checkpoints import tensor
+from support.checkpoints import assert_same, read_all, tensor
 
 Make = Callable[[Path], ByteStore]
 
@@ -75,3 +81,57 @@ def test_a_change_of_an_opened_file_is_seen(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"b was (modified|replaced)"):
         store.reopen()
     store.close()
+
+
+class MemoryFile(StoredFile):
+    def __init__(self, name: str, content: bytes) -> None:
+        self.name, self.content, self.nbytes = name, content, len(content)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.content[offset : offset + nbytes]
+
+
+class MemoryStore(ByteStore):
+    """Stands for a store that is not part of epload."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        super().__init__()
+        self.contents = contents
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        return sorted(self.contents)
+
+    def path_of(self, name: str) -> str:
+        return f"memory://{name}"
+
+    def open_files(self, names: Sequence[str]) -> list[StoredFile]:
+        return [MemoryFile(name, self.contents[name]) for name in names]
+
+    def read(self, ranges: torch.Tensor, buffer: torch.Tensor) -> None:
+        for file, offset, at, nbytes in ranges.tolist():
+            memoryview(buffer.numpy())[at : at + nbytes] = self.files[file].read(offset, nbytes)
+
+
+def _numbers(opened: OpenFiles) -> FileCheckpoint:
+    """A format whose files are one vector each."""
+    files = enumerate(opened.store.files)
+    return opened.checkpoint(
+        StoredTensor(file.name.partition(".")[0], torch.float32, (file.nbytes // 4,), 0, None, i) for i, file in files
+    )
+
+
+def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+    store = MemoryStore({"model.safetensors": save(state), "bias.numbers": tensor(3, (5,)).numpy().tobytes()})
+
+    def locate(source: object, *_: object) -> tuple[ByteStore, str] | None:
+        scheme, _, name = str(source).partition("://")
+        return (MemoryStore(store.contents), name) if scheme == "memory" else None
+
+    monkeypatch.setattr(opening, "STORES", (locate, *opening.STORES))
+    monkeypatch.setattr(opening, "FORMATS", (Format((".numbers",), FileFacts.of, _numbers), *opening.FORMATS))
+    assert_same(read_all(Checkpoint.open("memory://bias.numbers")), {"bias": tensor(3, (5,))})
+    for verify in (False, True):
+        model = nn.Linear(3, 4)
+        epload.load(model, "memory://", verify=verify, progress=False)
+        assert_same(model.state_dict(), state)

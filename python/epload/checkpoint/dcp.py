@@ -89,12 +89,7 @@ class DcpIndex(Index):
 
 
 def read(opened: OpenFiles) -> FileCheckpoint:
-    """Returns the checkpoint of the model in a folder with ``.metadata``.
-
-    Raises:
-        CheckpointError: chunks are missing, or overlap, or are not in their files.
-        OSError: a file cannot be read.
-    """
+    """Returns the checkpoint of the model in a folder with ``.metadata``. Raises CheckpointError, OSError."""
     index, source = opened.index, opened.source
     if not isinstance(index, DcpIndex):
         raise CheckpointError(
@@ -219,9 +214,6 @@ def _select(
 
     Returns:
         The name in the model by the name in the checkpoint, and the keys of what is next to the model.
-
-    Raises:
-        CheckpointError: there is nothing under ``prefix``, or without one, there are both "model" and "state_dict".
     """
     if prefix:
         start = "" if prefix == ROOT else prefix.rstrip(".") + "."
@@ -261,10 +253,6 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
     An item of ``torch.save`` is a zip archive of its own: a pickle of a few hundred bytes, then the tensor. Items of one shape
     have equal archives but for the tensor's bytes and what follows them. So the pickle is loaded once for each shape, and the
     beginnings of all other items are compared with that one's.
-
-    Raises:
-        CheckpointError: an item is not in its file, or is not what the metadata says.
-        OSError: a file cannot be read.
     """
     similar: dict[tuple[object, ...], list[_Item]] = defaultdict(list)
     for item in items:

@@ -53,11 +53,7 @@ def locate(
 def parse(source: object) -> tuple[str, str] | None:
     """Returns the model ``org/name`` and the revision that ``hf://org/name@revision`` or ``org/name`` names, if no path has that
     name; else None. The revision is "" for the default branch. Without ``hf://``, a name that ends like a file is a path, perhaps
-    a wrong one.
-
-    Raises:
-        CheckpointError: a malformed hf:// address.
-    """
+    a wrong one. Raises CheckpointError for a malformed hf:// address."""
     if not isinstance(source, str):
         return None
     if source.startswith(SCHEME):
@@ -128,9 +124,6 @@ def _required(names: Sequence[str], where: str, variant: str, content: Callable[
         where: the repository, for messages.
         variant: of the weights.
         content: downloads a file.
-
-    Raises:
-        CheckpointError: as :func:`file_sets.choose`.
     """
     top = [name for name in names if "/" not in name]
     configs = [name for name in file_sets.CONFIGS if name in top]

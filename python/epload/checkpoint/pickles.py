@@ -12,6 +12,8 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
+from epload.core.garbage_collection import paused
+
 _FREE_NODES = 5_000_000
 """Number of values that any pickle may build, each counted as often as it occurs."""
 _NODES_PER_BYTE = 8
@@ -27,6 +29,7 @@ _CONTAINERS = (
 which may be views of one."""
 _COPIES = "torch._utils _rebuild_device_tensor_from_cpu_tensor"
 """Function that copies a tensor, however many elements it has."""
+_DIRECT_CALLS = frozenset((*_TEXT_CALLS, *_CONTAINERS, _COPIES))
 _OPCODES = b"".join(
     [
         pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT,
@@ -72,7 +75,8 @@ def read_pickle(raw: bytes, begin: int = 0, allowed: Collection[str] | None = No
     stream.seek(begin)
     reader = _Reader(stream, allowed)
     try:
-        value = reader.load()
+        with paused():
+            value = reader.load()
     except Suspicious:
         raise
     except Exception as error:
@@ -80,7 +84,7 @@ def read_pickle(raw: bytes, begin: int = 0, allowed: Collection[str] | None = No
     end = stream.tell()
     if max(reader.memo, default=0) > len(raw):  # an unpickler in C has an array of this length
         raise Suspicious(f"the pickle refers to value {max(reader.memo)}, and has only {len(raw)} bytes")
-    _Sizes(_FREE_NODES + _NODES_PER_BYTE * (end - begin)).measure(value, 0)
+    _check_size(value, _FREE_NODES + _NODES_PER_BYTE * (end - begin))
     return value, end
 
 
@@ -162,31 +166,30 @@ def _call(function: str, arguments: tuple[Any, ...]) -> Any:
     return PickledCall(function, arguments)
 
 
-class _Sizes:
-    """Measures values, each as often as it occurs."""
+def _check_size(root: Any, limit: int) -> None:
+    """Checks that a value consists of at most ``limit`` values, each counted as often as it occurs, and of few levels."""
+    known: dict[int, tuple[int, int]] = {}
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def measure(self, value: Any, depth: int) -> tuple[int, int]:
-        """Returns the number of values in a value and how deep they nest. Raises Suspicious."""
+    def measure(value: Any, depth: int) -> tuple[int, int]:
+        """Returns the number of values in a value and how deep they nest."""
         if isinstance(value, str | bytes):
-            if isinstance(value, PickledName) and value in (*_TEXT_CALLS, *_CONTAINERS, _COPIES):
+            if isinstance(value, PickledName) and value in _DIRECT_CALLS:
                 raise Suspicious("the pickle passes a function as a value")  # which hides its arguments
             return 1 + len(value) // 16, 0  # hashing a string again is free, showing it is not
         if not isinstance(value, tuple | list):
             return 1, 0
-        if (known := self._known.get(id(value))) is not None:
-            return known
+        if id(value) in known:
+            return known[id(value)]
         nodes, height = 1, 0
         if depth < _MAX_DEPTH:
             for part in value:
-                inner, below = self.measure(part, depth + 1)
+                inner, below = measure(part, depth + 1)
                 nodes, height = nodes + inner, max(height, below + 1)
         if depth >= _MAX_DEPTH or height > _MAX_DEPTH:
             raise Suspicious(f"the pickle nests values more than {_MAX_DEPTH} deep")
-        if nodes > self._limit:
+        if nodes > limit:
             raise Suspicious("the pickle builds values that are many times as large as the pickle itself")
-        self._known[id(value)] = nodes, height
+        known[id(value)] = nodes, height
         return nodes, height
+
+    measure(root, 0)

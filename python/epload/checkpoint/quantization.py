@@ -23,11 +23,7 @@ _COMPANION = re.compile(
 
 
 def declared_quantization(config: Mapping[str, Any]) -> Quantization:
-    """Reads a ``quantization_config`` of ``config.json``, or the ``quantization`` of ModelOpt's ``hf_quant_config.json``.
-
-    Raises:
-        ValueError: a block size is malformed.
-    """
+    """Reads a ``quantization_config`` of ``config.json``, or the ``quantization`` of ModelOpt's ``hf_quant_config.json``."""
     method = config.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
     blocks, texts = list[Block](), [method]
@@ -61,11 +57,7 @@ def _sections(config: Mapping[str, Any], of_weights: bool) -> Iterator[tuple[Map
 
 
 def quantization_of(config: Any) -> Quantization | None:
-    """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization.
-
-    Raises:
-        ValueError: it is no JSON object, or declares a malformed block size.
-    """
+    """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization."""
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a JSON object, got {type(config).__name__}")
     text = config.get("text_config")

@@ -58,10 +58,6 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
 
     Args:
         number: of the file in its store.
-
-    Raises:
-        CheckpointError: the header violates the format, or describes bytes that the file does not have.
-        OSError: the file cannot be read.
     """
     size = file.nbytes
     prefix = file.read(0, 8)

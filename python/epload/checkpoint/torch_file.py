@@ -36,11 +36,7 @@ _LEGACY_PICKLES = 5
 
 def check_pickles(stream: BinaryIO) -> None:
     """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
-
-    Raises:
-        Suspicious: the file must not be loaded.
-        RuntimeError: it is an archive that torch cannot read.
-    """
+    Raises Suspicious, or RuntimeError if torch cannot read the archive."""
     is_archive = stream.read(4) == _ZIP
     stream.seek(0)
     if is_archive:
@@ -63,11 +59,7 @@ def check_pickles(stream: BinaryIO) -> None:
 def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
     """Locates the tensors without reading them, or, if some are not one byte range each, loads the files: views that are not
     contiguous, another byte order, the format before torch 1.6, or a torch that does not report offsets.
-
-    Raises:
-        CheckpointError: a file is no state dict, a tensor is in two files, or the index names one that is in none.
-        OSError: a file cannot be read.
-    """
+    Raises CheckpointError, OSError."""
     located: list[StoredTensor] = []
     ignored = dict[str, None]()
     for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
@@ -91,12 +83,7 @@ def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
 
 
 def locate_tensor(file: StoredFile) -> StoredTensor:
-    """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it.
-
-    Raises:
-        CheckpointError: the file has something else, or not as one byte range.
-        OSError: it cannot be read.
-    """
+    """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it. Raises CheckpointError, OSError."""
     reason = "its bytes are not one range of an uncompressed zip archive"
     try:
         members, tensor = _members(file), _load_on_meta(file)
@@ -151,12 +138,7 @@ def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
 
 
 def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries.
-
-    Raises:
-        CheckpointError: the file is no state dict.
-        OSError: it cannot be read.
-    """
+    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries."""
     try:
         # torch would take the bytes of compressed members as they are.
         is_mapped = file.mapping_path is not None and file.read(0, 4) == _ZIP and all(map(_is_stored, _entries(file)))
@@ -204,12 +186,7 @@ def _has_tensors(state: Any) -> bool:
 
 def file_facts(file: StoredFile) -> FileFacts:
     """Returns facts whose header is the archive's directory, which says where each storage is, and the pickle, which says what
-    is in them.
-
-    Raises:
-        CheckpointError: the file has changed.
-        OSError: it cannot be read.
-    """
+    is in them. Raises CheckpointError, OSError."""
     header = b""
     try:
         if file.read(0, 4) == _ZIP:

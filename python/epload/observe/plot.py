@@ -13,11 +13,7 @@ _COLORS = {
 
 
 def plot(trace: Trace, path: str | PathLike[str]) -> None:
-    """Writes an image in the format that the name of the file says, such as ``.png`` or ``.svg``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Writes an image in the format that the name of the file says, such as ``.png`` or ``.svg``."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
