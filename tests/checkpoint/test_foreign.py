@@ -50,9 +50,6 @@ def _gguf(folder: Path) -> Path:
     return folder / "model.q4"
 
 
-def _gguf_folder(folder: Path) -> Path:
-    _gguf(folder).rename(folder / "model-q4_k_m.gguf")
-    return folder
 
 
 def _dcp(folder: Path) -> Path:
@@ -101,16 +98,13 @@ def _of_one_rank(name: str, offsets: list[int]) -> Callable[[Path], Path]:
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it is in"),
     "GGUF": (_gguf, r"model\.q4 is a GGUF file.*pass the checkpoint it was converted from"),
-    "GGUF folder": (_gguf_folder, r"model-q4_k_m\.gguf is a GGUF file"),
     "DCP metadata": (lambda f: _dcp(f) / ".metadata", r"\.metadata is part of .*\(DCP\).*: pass the folder"),
-    "DCP part": (lambda f: _dcp(f) / "__0_0.distcp", r"distcp is part of .*\(DCP\).*: pass the folder"),
     "DCP without metadata": (_dcp_without_metadata, r"dcp has files of .*\(DCP\), but no \.metadata: the job ended"),
     "DCP safetensors shard of others": (
         _of_one_rank("part.safetensors", [2, 0]),
         r"weight of shape \[4, 3\] has chunks for only 6 of its 12 elements: files are missing",
     ),
     "DeepSpeed": (_zero, r"is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
-    "DeepSpeed step": (_zero_step, r"global_step7 is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
     "DeepSpeed file": (
         lambda f: _zero_step(f) / "mp_rank_00_model_states.pt",
         r"mp_rank_00_model_states\.pt is part of a DeepSpeed checkpoint",
@@ -119,7 +113,6 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder"),
     "user that is none": (lambda f: "~no-such-user-here/model", "no checkpoint at ~no-such-user-here"),
     "Git LFS": (_pointer("model.safetensors"), "is a Git LFS pointer in place of the file: run `git lfs pull`"),
-    "Git LFS, torch": (_pointer("pytorch_model.bin"), "is a Git LFS pointer in place of the file"),
     "number": (lambda f: 3, "expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got int"),
 }  # fmt: skip
 
@@ -189,16 +182,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         r"expected dtype to be a torch\.dtype, such as torch\.bfloat16.*got 'bfloat16'",
     ),
     "dtypes": (_linear, {"dtype": {"weight": "float32"}}, r"expected dtype to be .*got \{'weight': 'float32'\}"),
-    "dtype by number": (_linear, {"dtype": {0: torch.float32}}, "a dict from regular expressions to dtypes"),
     "bucket_bytes": (
         _linear,
         {"options": LoadOptions(bucket_bytes="500MB")},
         r"bucket_bytes to be a number of bytes as an int.*got '500MB'",
-    ),
-    "bucket_bytes, half": (
-        _linear,
-        {"options": LoadOptions(bucket_bytes=1e6)},
-        "bucket_bytes to be a number of bytes as an int",
     ),
     "timeout": (
         _linear,

@@ -72,11 +72,6 @@ def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
         assert_same(dict(model.state_dict()), {name: state[name] for name in ("weight", "bias")})
 
 
-def test_metadata_does_not_depend_on_the_default_device() -> None:
-    manifest = _manifest(("a", "b"))
-    with torch.device("meta"):
-        assert (manifest.nbytes, manifest.nbytes_of()) == (4, [2, 2])
-        assert Manifest.from_compact(manifest.compact, manifest.provenance) == manifest
 
 
 FILES = [one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file]

@@ -98,21 +98,6 @@ def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypat
     assert run_json("verify", path, status=1)["non_finite"] == [{"name": "bad", "nans": 3, "infs": 2, "count": 100}]
 
 
-def test_variants(tmp_path: Path) -> None:
-    bad = torch.tensor([1.0, float("nan")])
-    for folder, other in (("one", bad), ("two", torch.zeros(2))):
-        (tmp_path / folder).mkdir()
-        save_file({"w": torch.ones(2)}, tmp_path / folder / "model.safetensors")
-        save_file({"v": other}, tmp_path / folder / "model.ema.safetensors")
-    one, two, variant = tmp_path / "one", tmp_path / "two", ("--variant", "ema")
-    assert [each["name"] for each in run_json("inspect", one)["tensors"]] == ["w"]
-    assert [each["name"] for each in run_json("inspect", one, *variant)["tensors"]] == ["v"]
-    assert run_json("verify", one)["non_finite"] == []
-    assert len(run_json("verify", one, *variant, status=1)["non_finite"]) == 1
-    assert run("diff", one, two) == "1 tensor with equal values\n"
-    assert [each["name"] for each in run_json("diff", one, two, *variant, status=1)["values"]] == ["v"]
-    run("convert", one, tmp_path / "converted", *variant)
-    assert run_json("diff", tmp_path / "converted", one / "model.ema.safetensors")["values"] == []
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:

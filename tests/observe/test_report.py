@@ -6,7 +6,6 @@ import json
 import logging
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from epload.observe import progress, slow
 from epload.observe.phases import PHASES, Phase
 from epload.observe.progress import Progress
 from support import ranks
-from support.small_model import NODES, Net, meta_net, state_for
+from support.small_model import NODES, meta_net, state_for
 
 
 def report(**values: object) -> LoadReport:
@@ -129,19 +128,6 @@ def test_a_load_says_what_it_does_on_one_rank() -> None:
     ]
 
 
-def test_slow_readers_are_those_far_from_the_median_that_cost_time() -> None:
-    second, gigabyte = 1.0, 10**9
-    fast = slow.pace(gigabyte, 2 * second)
-    paces = {0: fast, 1: fast, 2: fast, 3: slow.pace(gigabyte, 6 * second), 4: None}
-    assert slow.slow_readers(paces) == {3: pytest.approx(3.0, rel=0.2)}
-    assert slow.slow_readers({0: fast, 1: fast, 2: slow.pace(gigabyte, 3 * second)}) == {}
-    quick = slow.pace(gigabyte, 0.1)
-    assert slow.slow_readers({0: quick, 1: quick, 2: slow.pace(gigabyte, 0.9)}) == {}
-    assert slow.slow_readers({0: None, 1: None}) == {}
-    assert slow.pace(1000, 5.0) is None
-    assert slow.describe_slow({7: 3.0, 2: 2.5}) == (
-        "read slower than the median rank: rank 2 2.5 times, rank 7 3 times"
-    )
 
 
 def test_progress_without_a_terminal_is_log_lines(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +156,3 @@ def test_progress_in_a_terminal_is_a_bar(caplog: pytest.LogCaptureFixture, capsy
     assert caplog.messages == []
 
 
-def test_the_library_installs_no_handler(tmp_path: Path) -> None:
-    before = list(logging.getLogger("epload").handlers)
-    HierarchicalLoader().load(Net(), state_for(1))
-    assert logging.getLogger("epload").handlers == before
