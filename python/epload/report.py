@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -63,6 +64,10 @@ class Report:
     def __str__(self) -> str:
         titles = self._phase_titles or {name: name for name in self.phases}
         return render.as_text(self._headline(), self._facts(), self.phases, titles, self.warnings)
+
+    def _repr_html_(self) -> str:
+        """Returns the report for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def summary(self) -> str:

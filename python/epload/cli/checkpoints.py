@@ -12,7 +12,7 @@ import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.cli.folding import fold, numbered
+from epload.cli.folding import fold
 from epload.cli.output import facts, json_option, print_json, show, size, table, variant_option
 from epload.core.dtypes import name as dtype_name
 from epload.observe.progress import Progress
@@ -68,7 +68,6 @@ def inspect(checkpoint: str, pattern: re.Pattern[str] | None, variant: str, as_j
             ("files", f"{len(files):,} ({size(sum(files.values()))})" if files else ""),
             ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {size(summary['nbytes'])})"),
             ("dtypes", "; ".join(dtypes)),
-            ("layers", ", ".join(f"{prefix}: {n:,}" for prefix, n in summary["numbered"].items()) or "none"),
             ("without data", ", ".join(manifest.ignored)),
         )
     )
@@ -99,7 +98,6 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str] | None) -> dict[str,
         "elements": sum(prod(tensor["shape"]) for tensor in tensors),
         "nbytes": nbytes_of.total(),
         "dtypes": {name: {"tensors": n, "nbytes": nbytes_of[name]} for name, n in number_of.items()},
-        "numbered": numbered(tensor["name"] for tensor in tensors),
         "ignored": list(manifest.ignored),
         "tensors": tensors,
     }

@@ -18,14 +18,12 @@ from epload.loading.hints import check_match
 from epload.mapping.mapping import Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets, collect
-from epload.observe.render import count
+from epload.observe.render import count, list_keys
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave_limit
 from epload.planning.waves import wave_bytes
 
-_LISTED = 5
-"""Keys that are shown of each kind."""
 Nodes = Sequence[Sequence[int]]
 """The ranks of each node."""
 
@@ -160,10 +158,10 @@ def _print(plan: dict[str, Any], job: str, some: bool) -> None:
         ("loads", f"{count(plan['tensors'], 'tensor')}, {size(plan['nbytes'])}"),
         ("per rank", per_rank + (f" (of the {len(owned)} ranks planned)" if some else "")),
         ("matched", f"{fit['matched']:,}" + (f", {fit['casts']:,} converted to another dtype" if fit["casts"] else "")),
-        ("missing", _listed(fit["missing"])),
-        ("unexpected", _listed(fit["unexpected"])),
-        ("other shape", _listed(list(fit["mismatched"]))),
-        ("to be initialized", _listed(fit["initialized"])),
+        ("missing", list_keys(fit["missing"])),
+        ("unexpected", list_keys(fit["unexpected"])),
+        ("other shape", list_keys(list(fit["mismatched"]))),
+        ("to be initialized", list_keys(fit["initialized"])),
         ("tied", f"{fit['tied']:,}" if fit["tied"] else ""),
         ("ignored", f"{fit['ignored']:,}" if fit["ignored"] else ""),
     )
@@ -181,8 +179,3 @@ def _print(plan: dict[str, Any], job: str, some: bool) -> None:
     show(plan["reason"])
     if fit["error"]:
         show(f"This load would fail: {fit['error']}")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return f"{len(names):,}: {', '.join(names[:_LISTED])}{more}" if names else ""
