@@ -148,8 +148,6 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert_same(read_all(Checkpoint.open(state)), expected)
 
 
-
-
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:
     with pytest.raises(TypeError, match="no tensors found; top-level keys: a, b"):
         Checkpoint.open({"a": {"w": tensor(1, (2,))}, "b": [1, 2]})

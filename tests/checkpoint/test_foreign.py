@@ -50,8 +50,6 @@ def _gguf(folder: Path) -> Path:
     return folder / "model.q4"
 
 
-
-
 def _dcp(folder: Path) -> Path:
     import torch.distributed.checkpoint as dcp
 

@@ -72,8 +72,6 @@ def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
         assert_same(dict(model.state_dict()), {name: state[name] for name in ("weight", "bias")})
 
 
-
-
 FILES = [one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file]
 
 

@@ -96,8 +96,6 @@ def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypat
     assert run_json("verify", path, status=1)["non_finite"] == [{"name": "bad", "nans": 3, "infs": 2, "count": 100}]
 
 
-
-
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
     """Compares two formats: equal checkpoints, and those that differ in every way."""
     assert run("diff", checkpoint, checkpoint / "torch/model.pt") == "8 tensors with equal values\n"

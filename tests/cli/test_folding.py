@@ -23,8 +23,6 @@ def unfold(name: str) -> Iterator[str]:
     return map(".".join, product(*parts))
 
 
-
-
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(8, 12), st.sampled_from(["", "x", "y"]))))
 def test_lines_stand_for_the_names(found: set[tuple[int, int, str]]) -> None:
     names = {f"layers.{i}.experts.{j}{f'.{end}' if end else ''}": end != "x" for i, j, end in sorted(found)}

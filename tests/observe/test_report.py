@@ -128,8 +128,6 @@ def test_a_load_says_what_it_does_on_one_rank() -> None:
     ]
 
 
-
-
 def test_progress_without_a_terminal_is_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "epload")
     with mock.patch.object(progress, "_LOG_SECONDS", 0.0), Progress(4_000_000, shown=True) as bar:
@@ -154,5 +152,3 @@ def test_progress_in_a_terminal_is_a_bar(caplog: pytest.LogCaptureFixture, capsy
         bar.update(1_000_000)
     assert "epload" in capsys.readouterr().err
     assert caplog.messages == []
-
-

@@ -82,5 +82,3 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert found is not None
     assert (found.differing, found.largest, found.mean) == (1, 1.0, 0.25)
     assert difference(a, a.clone()) is None
-
-
