@@ -28,7 +28,7 @@ from torch import Tensor
 
 from epload import Checkpoint, Piece
 from epload.checkpoint import object_clients
-from epload.checkpoint.object_clients import Address, FsspecClient, ObjectClient, ObstoreClient, connect
+from epload.checkpoint.object_clients import Client, FsspecClient, ObstoreClient, connect
 
 BUCKET = 64 << 20
 FILE = "model.safetensors"
@@ -56,13 +56,13 @@ def nginx(program: str, folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def using(kind: type[ObjectClient]) -> Iterator[None]:
+def using(kind: type[Client]) -> Iterator[None]:
     known = {} if kind is FsspecClient else dict(object_clients._OBSTORE)
     with mock.patch.dict(object_clients._OBSTORE, known, clear=True):
         yield
 
 
-def epload_reads(url: str, kind: type[ObjectClient], buffer: Tensor) -> None:
+def epload_reads(url: str, kind: type[Client], buffer: Tensor) -> None:
     with using(kind):
         checkpoint = Checkpoint.open(f"{url}/{FILE}")
         sizes, at, pieces = checkpoint.manifest.nbytes_of(), 0, []
@@ -81,19 +81,19 @@ def fill(checkpoint: Checkpoint, buffer: Tensor, pieces: list[Piece]) -> None:
     checkpoint.fill(buffer[base:], [piece._replace(bucket_offset=piece.bucket_offset - base) for piece in pieces])
 
 
-def plain_gets(url: str, kind: type[ObjectClient], buffer: Tensor, size: int, threads: int) -> None:
+def plain_gets(url: str, kind: type[Client], buffer: Tensor, size: int, threads: int) -> None:
     with using(kind):
-        client = connect(Address.of(url)[0])
+        client = connect(url)
     version = client.head(FILE)
     into = memoryview(buffer.numpy())
-    first = version.nbytes - buffer.numel()
+    first = version[0] - buffer.numel()
 
     def get(begin: int) -> None:
-        end = min(begin + size, version.nbytes)
+        end = min(begin + size, version[0])
         into[begin - first : end - first] = memoryview(client.get(FILE, begin, end, version))
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(get, range(first, version.nbytes, size)))
+        list(pool.map(get, range(first, version[0], size)))
 
 
 def main() -> None:

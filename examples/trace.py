@@ -22,7 +22,7 @@ def main(checkpoint: str, path: str) -> None:
     fully_shard(model)
     report = epload.load(model, checkpoint, options=epload.LoadOptions(trace=True))
 
-    report.trace(path)  # open it with https://ui.perfetto.dev, or read `epload trace load.json`
+    report.trace(path)  # open it with https://ui.perfetto.dev
     tokens = torch.arange(64).reshape(2, 32)
     loss = model(tokens, labels=tokens).loss
     loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -61,20 +62,17 @@ class Report:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        return render.as_text(*self._parts())
+        titles = self._phase_titles or {name: name for name in self.phases}
+        return render.as_text(self._headline(), self._facts(), self.phases, titles, self.warnings)
 
     def _repr_html_(self) -> str:
-        """Returns the report as HTML, for notebooks."""
-        return render.as_html(*self._parts())
+        """Returns the report for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def summary(self) -> str:
         """The report in one line."""
         return self._headline()
-
-    def _parts(self) -> tuple[str, Facts, list[tuple[str, str, str, str]], list[str]]:
-        titles = self._phase_titles or {name: name for name in self.phases}
-        return self._headline(), self._facts(), render.rows_of(self.phases, titles), self.warnings
 
     # ---- what subclasses say of themselves ----
 

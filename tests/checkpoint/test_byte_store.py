@@ -1,4 +1,4 @@
-"""Byte stores: one contract for local files and for a store that is not made of files, and checkpoints over both."""
+"""Byte stores: one contract for local files and for objects, and checkpoints over both."""
 
 from __future__ import annotations
 
@@ -8,70 +8,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import save
+from torch import nn
 
 import epload
-from epload import CheckpointError
-from epload.checkpoint import safetensors, torch_file
+from epload import Checkpoint, CheckpointError
+from epload.checkpoint import opening
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import OpenFiles
-from epload.checkpoint.local_store import LocalFile, LocalStore
-from epload.checkpoint.object_clients import Address
-from epload.checkpoint.object_store import ObjectFolder
+from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.local_store import LocalStore
+from epload.checkpoint.manifest import FileFacts, StoredTensor
+from epload.checkpoint.object_store import ObjectStore
 from support.checkpoints import assert_same, read_all, tensor
 
-
-class MemoryFile(StoredFile):
-    """Bytes in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self.path = path
-        self.content = path.read_bytes()
-        self.nbytes = len(self.content)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return self.content[offset : offset + nbytes]
-
-    def changed(self) -> str:
-        return f"{self.name} was modified" if self.path.read_bytes() != self.content else ""
+Make = Callable[[Path], ByteStore]
 
 
-class MemoryStore(ByteStore):
-    """Stands for a store that is not part of epload: no descriptors, no memory mapping."""
-
-    def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        for file, offset, at, nbytes in ranges.tolist():
-            part = self.files[file].read(offset, nbytes)
-            if len(part) < nbytes:
-                raise CheckpointError(f"{self.files[file].name} ends at byte {offset + len(part)}")
-            memoryview(buffer.numpy())[at : at + nbytes] = part
-
-
-def _local(paths: Sequence[Path]) -> ByteStore:
-    return LocalStore([LocalFile(path) for path in paths])
-
-
-def _memory(paths: Sequence[Path]) -> ByteStore:
-    return MemoryStore([MemoryFile(path) for path in paths])
-
-
-def _objects(paths: Sequence[Path]) -> ByteStore:
+def _objects(folder: Path) -> ByteStore:
     """Object storage, by a scheme of fsspec."""
-    folder = ObjectFolder(Address(f"file://{paths[0].parent}"))
-    return folder.store(folder.open([path.name for path in paths]))
+    return ObjectStore(f"file://{folder}")
 
 
-STORES = pytest.mark.parametrize("make", [_local, _memory, _objects])
-Make = Callable[[Sequence[Path]], ByteStore]
+STORES = pytest.mark.parametrize("make", [LocalStore, _objects])
 
 
-def _files(folder: Path, nbytes: int = 1000) -> list[Path]:
-    paths = [folder / "a", folder / "b"]
-    for number, path in enumerate(paths):
-        path.write_bytes(tensor(number, (nbytes,), torch.uint8).numpy().tobytes())
-    return paths
+def _opened(make: Make, folder: Path, nbytes: int = 1000) -> ByteStore:
+    for number, name in enumerate("ab"):
+        (folder / name).write_bytes(tensor(number, (nbytes,), torch.uint8).numpy().tobytes())
+    store = make(folder)
+    store.open(["a", "b"])
+    return store
 
 
 REQUEST = 16 << 20
@@ -80,8 +46,7 @@ REQUEST = 16 << 20
 
 @STORES
 def test_ranges_go_to_their_places(make: Make, tmp_path: Path) -> None:
-    paths = _files(tmp_path, 2 * REQUEST + 999)
-    store = make(paths)
+    store = _opened(make, tmp_path, 2 * REQUEST + 999)
     places = [(1, 7, 100), (0, 0, 2 * REQUEST + 999), (0, 3, 0), (1, 107, 20), (0, 5, 13)]
     rows, at = [], 3
     for file, offset, nbytes in places:
@@ -90,7 +55,7 @@ def test_ranges_go_to_their_places(make: Make, tmp_path: Path) -> None:
     buffer = torch.full((at,), 255, dtype=torch.uint8)
     expected = bytearray(b"\xff" * at)
     for file, offset, begin, nbytes in rows:
-        expected[begin : begin + nbytes] = paths[file].read_bytes()[offset : offset + nbytes]
+        expected[begin : begin + nbytes] = (tmp_path / "ab"[file]).read_bytes()[offset : offset + nbytes]
     for _ in range(2):  # opens the files again
         store.read(torch.tensor(rows), buffer)
         store.read(torch.empty(0, 4, dtype=torch.int64), buffer)
@@ -100,7 +65,7 @@ def test_ranges_go_to_their_places(make: Make, tmp_path: Path) -> None:
 
 @STORES
 def test_a_range_beyond_the_end_names_the_file(make: Make, tmp_path: Path) -> None:
-    store = make(_files(tmp_path))
+    store = _opened(make, tmp_path)
     with pytest.raises(CheckpointError, match="b ends at byte 1000"):
         store.read(torch.tensor([[0, 0, 0, 10], [1, 990, 10, 11]]), torch.zeros(21, dtype=torch.uint8))
     store.close()
@@ -108,33 +73,65 @@ def test_a_range_beyond_the_end_names_the_file(make: Make, tmp_path: Path) -> No
 
 @STORES
 def test_a_change_of_an_opened_file_is_seen(make: Make, tmp_path: Path) -> None:
-    paths = _files(tmp_path)
-    store = make(paths)
+    store = _opened(make, tmp_path)
     assert store.changed() == ""
     store.reopen()
-    paths[1].write_bytes(bytes(1000))
+    (tmp_path / "b").write_bytes(bytes(1000))
     assert re.search("b was (modified|replaced)", store.changed())
     with pytest.raises(CheckpointError, match=r"b was (modified|replaced)"):
         store.reopen()
     store.close()
 
 
-@STORES
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "views"])
-def test_a_checkpoint_over_any_store(make: Make, kind: str, tmp_path: Path) -> None:
-    state = {"weight": tensor(1, (4, 3)) if kind != "views" else tensor(1, (3, 4)).t(), "bias": tensor(2, (4,))}
-    path = tmp_path / "model"
-    if kind == "safetensors":
-        save_file(state, path)
-    else:
-        torch.save(state, path)
-    format = safetensors.FORMAT if kind == "safetensors" else torch_file.FORMAT
-    store = make([path])
-    facts = [format.facts(file) for file in store.files]
-    checkpoint = format.read(OpenFiles(store.files, facts, store, str(path), None))
-    assert (checkpoint.manifest.locations is None) == (kind == "views")
-    assert_same(read_all(checkpoint), state)
+class MemoryFile(StoredFile):
+    def __init__(self, name: str, content: bytes) -> None:
+        self.name, self.content, self.nbytes = name, content, len(content)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.content[offset : offset + nbytes]
+
+
+class MemoryStore(ByteStore):
+    """Stands for a store that is not part of epload."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        super().__init__()
+        self.contents = contents
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        return sorted(self.contents)
+
+    def path_of(self, name: str) -> str:
+        return f"memory://{name}"
+
+    def open_files(self, names: Sequence[str]) -> list[StoredFile]:
+        return [MemoryFile(name, self.contents[name]) for name in names]
+
+    def read(self, ranges: torch.Tensor, buffer: torch.Tensor) -> None:
+        for file, offset, at, nbytes in ranges.tolist():
+            memoryview(buffer.numpy())[at : at + nbytes] = self.files[file].read(offset, nbytes)
+
+
+def _numbers(opened: OpenFiles) -> FileCheckpoint:
+    """A format whose files are one vector each."""
+    files = enumerate(opened.store.files)
+    return opened.checkpoint(
+        StoredTensor(file.name.partition(".")[0], torch.float32, (file.nbytes // 4,), 0, None, i) for i, file in files
+    )
+
+
+def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+    store = MemoryStore({"model.safetensors": save(state), "bias.numbers": tensor(3, (5,)).numpy().tobytes()})
+
+    def locate(source: object, *_: object) -> tuple[ByteStore, str] | None:
+        scheme, _, name = str(source).partition("://")
+        return (MemoryStore(store.contents), name) if scheme == "memory" else None
+
+    monkeypatch.setattr(opening, "STORES", (locate, *opening.STORES))
+    monkeypatch.setattr(opening, "FORMATS", (Format((".numbers",), FileFacts.of, _numbers), *opening.FORMATS))
+    assert_same(read_all(Checkpoint.open("memory://bias.numbers")), {"bias": tensor(3, (5,))})
     for verify in (False, True):
         model = nn.Linear(3, 4)
-        epload.load(model, checkpoint, verify=verify, progress=False)
+        epload.load(model, "memory://", verify=verify, progress=False)
         assert_same(model.state_dict(), state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -123,26 +122,10 @@ def test_loads_what_transformers_loads(what: str, tmp_path: Path) -> None:
             assert_same(loaded, expected)
 
 
-def _edit_index(folder: Path, name: str, old: str, new: str) -> None:
-    path = folder / name
-    path.write_text(path.read_text().replace(old, new))
-
-
-def test_an_index_is_followed_to_the_files_of_another_variant(tmp_path: Path) -> None:
-    folder = _folder(tmp_path / "model", ["sharded", "sharded fp16"])
-    shutil.copy(folder / "model.safetensors.index.fp16.json", folder / "model.safetensors.index.json")
-    expected = _judge(folder, "")
-    assert expected is not None
-    assert_same(expected, _model(2).state_dict())
-    loaded = _loaded(folder, "")
-    assert loaded is not None
-    assert_same(loaded, expected)
-
-
 def test_an_index_without_its_shards_is_no_reason_to_load_something_else(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", ["sharded", "pytorch_model.bin"])
     next(folder.glob("model-00001-of-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: places .* which is not in its folder"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of.*, which .*model\.safetensors\.index\.json names"):
         Checkpoint.open(folder)
 
 
@@ -206,22 +189,14 @@ def test_names_that_are_chosen(what: str) -> None:
 
 
 REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
-    "a shard missing": (["model-1-of-2.safetensors"], "", r"model-\*-of-2\.safetensors \(1 of 2 missing: numbers 2\)"),
-    "many missing": (
-        ["w-7-of-999999999.pt"],
+    "a shard missing": (
+        ["model-1-of-2.safetensors"],
         "",
-        r"w-\*-of-999999999\.pt \(999999998 of 999999999 missing: numbers 1, 2, 3, 4, 5, 6\)",
+        r"model-1-of-2\.safetensors \(expected 2 files with the numbers",
     ),
-    "a shard too many": (
-        ["w-1-of-1.safetensors", "w-2-of-1.safetensors"],
-        "",
-        r"w-2-of-1\.safetensors has a number that is out of range",
-    ),
-    "a number twice": (
-        ["w-1-of-1.safetensors", "w-01-of-1.safetensors"],
-        "",
-        r"w-01-of-1\.safetensors and w-1-of-1\.safetensors have the same number",
-    ),
+    "many missing": (["w-7-of-999999999.pt"], "", r"expected 999999999 files with the numbers from 0 or 1 on"),
+    "a shard too many": (["w-1-of-1.safetensors", "w-2-of-1.safetensors"], "", r"expected 1 files"),
+    "a number twice": (["w-1-of-1.safetensors", "w-01-of-1.safetensors"], "", r"expected 1 files"),
     "two libraries": (
         ["pytorch_model.bin", "diffusion_pytorch_model.safetensors"],
         "",
@@ -328,17 +303,3 @@ def test_all_ranks_load_the_same_variant_or_none_does(tmp_path: Path) -> None:
         assert first == second
         assert first[0] == kind
         assert re.search(message, first[1]), first[1]
-
-
-def _in_turn(rank: int, folder: Path, expected: dict[str, State]) -> None:
-    model = nn.Linear(3, 4)
-    with epload.HierarchicalLoader(readers="every", progress=False) as loader:
-        for variant in ("", "fp16", "fp16", ""):
-            loader.load(model, folder, variant=variant)
-            assert_same(model.state_dict(), expected[variant])
-
-
-def test_a_loader_loads_variants_in_turn(tmp_path: Path) -> None:
-    """Their layout is the same, so that it knows them from the load before."""
-    folder = _small(tmp_path / "model", "model.safetensors", "model.fp16.safetensors")
-    ranks.run(2, _in_turn, folder, {each: read_all(Checkpoint.open(folder, variant=each)) for each in ("", "fp16")})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,6 @@ def _config(folder: Path) -> Path:
 def _gguf(folder: Path) -> Path:
     (folder / "model.q4").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(100))
     return folder / "model.q4"
-
-
-def _gguf_folder(folder: Path) -> Path:
-    _gguf(folder).rename(folder / "model-q4_k_m.gguf")
-    return folder
 
 
 def _dcp(folder: Path) -> Path:
@@ -101,35 +96,23 @@ def _of_one_rank(name: str, offsets: list[int]) -> Callable[[Path], Path]:
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config.json": (_config, r"config\.json is a JSON file, which holds no weights: pass the folder it is in"),
     "GGUF": (_gguf, r"model\.q4 is a GGUF file.*pass the checkpoint it was converted from"),
-    "GGUF folder": (_gguf_folder, r"model-q4_k_m\.gguf is a GGUF file"),
     "DCP metadata": (lambda f: _dcp(f) / ".metadata", r"\.metadata is part of .*\(DCP\).*: pass the folder"),
-    "DCP part": (lambda f: _dcp(f) / "__0_0.distcp", r"distcp is part of .*\(DCP\).*: pass the folder"),
     "DCP without metadata": (_dcp_without_metadata, r"dcp has files of .*\(DCP\), but no \.metadata: the job ended"),
     "DCP safetensors shard of others": (
         _of_one_rank("part.safetensors", [2, 0]),
         r"weight of shape \[4, 3\] has chunks for only 6 of its 12 elements: files are missing",
     ),
     "DeepSpeed": (_zero, r"is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
-    "DeepSpeed step": (_zero_step, r"global_step7 is a DeepSpeed checkpoint.*zero_to_fp32\.py"),
     "DeepSpeed file": (
         lambda f: _zero_step(f) / "mp_rank_00_model_states.pt",
         r"mp_rank_00_model_states\.pt is part of a DeepSpeed checkpoint",
     ),
     "list of files": (lambda f: [f / "a.safetensors", f / "b.safetensors"], "as one path, got a list of 2: pass the folder"),
-    "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder$"),
+    "absent": (lambda f: f / "nothing here", "nothing here: expected a file or a folder"),
     "user that is none": (lambda f: "~no-such-user-here/model", "no checkpoint at ~no-such-user-here"),
     "Git LFS": (_pointer("model.safetensors"), "is a Git LFS pointer in place of the file: run `git lfs pull`"),
-    "Git LFS, torch": (_pointer("pytorch_model.bin"), "is a Git LFS pointer in place of the file"),
     "number": (lambda f: 3, "expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got int"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("what", FOREIGN)
-def test_what_is_no_checkpoint_is_named(what: str, tmp_path: Path) -> None:
-    make, message = FOREIGN[what]
-    with pytest.raises((CheckpointError, TypeError), match=message) as caught:
-        Checkpoint.open(make(tmp_path))
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def _load_each(rank: int, sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -151,9 +134,12 @@ def test_every_rank_hears_it(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         sources[what] = make(folder)
-    by_rank = ranks.run(2, _load_each, sources)
-    assert by_rank[0] == by_rank[1]
-    assert set(by_rank[0]) == set(FOREIGN)
+    first, second = ranks.run(2, _load_each, sources)
+    assert first == second
+    for what, (_, message) in FOREIGN.items():
+        kind, text = first[what]
+        assert re.search(message, text), f"{what}: {kind}: {text}"
+        assert len(text.splitlines()) == 1
 
 
 def test_a_job_of_one_rank_saves_whole_tensors(tmp_path: Path) -> None:
@@ -194,16 +180,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         r"expected dtype to be a torch\.dtype, such as torch\.bfloat16.*got 'bfloat16'",
     ),
     "dtypes": (_linear, {"dtype": {"weight": "float32"}}, r"expected dtype to be .*got \{'weight': 'float32'\}"),
-    "dtype by number": (_linear, {"dtype": {0: torch.float32}}, "a dict from regular expressions to dtypes"),
     "bucket_bytes": (
         _linear,
         {"options": LoadOptions(bucket_bytes="500MB")},
         r"bucket_bytes to be a number of bytes as an int.*got '500MB'",
-    ),
-    "bucket_bytes, half": (
-        _linear,
-        {"options": LoadOptions(bucket_bytes=1e6)},
-        "bucket_bytes to be a number of bytes as an int",
     ),
     "timeout": (
         _linear,
@@ -214,13 +194,6 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "class": (lambda: nn.Linear, {}, r"expected model to be a torch\.nn\.Module, got the class Linear"),
     "hook": (_linear, {"init_missing": "zeros"}, "expected init_missing to be a function, got 'zeros'"),
 }
-
-
-@pytest.mark.parametrize("argument", ARGUMENTS)
-def test_an_argument_of_another_type(argument: str) -> None:
-    make, options, message = ARGUMENTS[argument]
-    with pytest.raises(TypeError, match=message):
-        epload.load(make(), _state(), progress=False, **options)
 
 
 # ---- renames ----
@@ -244,29 +217,25 @@ def test_a_rule_that_matches_nothing_is_shown() -> None:
     )
 
 
-def test_arguments_that_look_odd_and_are_not() -> None:
-    epload.load(
-        _linear(),
-        _state(),
-        dtype={"weight": torch.float32},
-        timeout=timedelta(seconds=5),
-        progress=False,
-        options=LoadOptions(bucket_bytes=500),
-    )
+def _arguments(rank: int) -> dict[str, str]:
+    """What is wrong on one rank only is heard of by the others."""
+    texts = {}
+    for argument in ("dtype", "model", "hook"):
+        make, options, _ = ARGUMENTS[argument]
+        with pytest.raises(TypeError) as caught:
+            epload.load(make() if rank else _linear(), _state(), progress=False, **(options if rank else {}))
+        texts[argument] = str(caught.value)
+    return texts
 
 
-def _argument(rank: int, argument: str) -> tuple[str, str]:
-    make, options, _ = ARGUMENTS[argument]
-    try:
-        # What is wrong on one rank only is heard of by the others.
-        epload.load(make() if rank else _linear(), _state(), progress=False, **(options if rank else {}))
-    except TypeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.parametrize("argument", ["dtype", "model", "hook"])
-def test_every_rank_hears_of_an_argument(argument: str) -> None:
-    first, second = ranks.run(2, _argument, argument)
+def test_every_rank_hears_of_an_argument_of_another_type() -> None:
+    first, second = ranks.run(2, _arguments)
     assert first == second
-    assert "expected" in first[1]
+    for argument, text in first.items():
+        assert re.search(ARGUMENTS[argument][2], text), text
+
+
+def test_an_argument_of_another_type() -> None:
+    for make, options, message in ARGUMENTS.values():
+        with pytest.raises(TypeError, match=message):
+            epload.load(make(), _state(), progress=False, **options)

@@ -51,7 +51,7 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
         if name in report.missing_keys or (name not in found and parameter.numel() == 0):  # which needs nothing
             assert not parameter.detach().any()
             continue
-        _, dtype, shape, offset, _ = found[name]
+        _, dtype, shape, offset, *_ = found[name]
         raw = content[offset : offset + prod(shape) * dtype.itemsize]
         value = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
         expected = value.view(dtype).reshape(shape).to(parameter.dtype)

@@ -153,12 +153,6 @@ def test_a_revision_that_is_not_cached_is_named(model: Path, tmp_path: Path) -> 
             _refused(server, tmp_path / "cache", f"hf://org/name@{revision}", match, offline=True)
 
 
-def test_tokens(model: Path, tmp_path: Path) -> None:
-    for number, options in enumerate(({"private": True}, {"gated": True})):
-        with serving(HubServer(model, **options)) as server, pointing(server.address, tmp_path / str(number), TOKEN):
-            assert_same(read_all(Checkpoint.open("org/name")), STATE)
-
-
 def _refused(server: HubServer, cache: Path, source: str, match: str, token: str = "", offline: bool = False) -> None:
     with pointing(server.address, cache, token, offline), pytest.raises(CheckpointError, match=match) as caught:
         Checkpoint.open(source)
@@ -191,15 +185,6 @@ def test_a_refusal_is_not_answered_from_the_cache(model: Path, tmp_path: Path) -
         _refused(server, tmp_path / "cache", "hf://org/name", "if it is private")
 
 
-def test_a_repository_without_weights(model: Path, tmp_path: Path) -> None:
-    for file in [*model.glob("*.safetensors"), *model.glob("*.bin")]:
-        file.unlink()
-    with serving(HubServer(model)) as server:
-        _refused(server, tmp_path / "cache", "org/name", "no checkpoint in hf://org/name")
-        (model / "model-q4.gguf").write_bytes(b"GGUF" + bytes(100))
-        _refused(server, tmp_path / "cache", "org/name", r"model-q4\.gguf is a GGUF file")
-
-
 def test_a_local_folder_wins(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -230,7 +215,7 @@ def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str
 
 @pytest.mark.parametrize(
     ("readers", "nodes", "times"),
-    [("auto", 2, 2), ("per_node", 2, 2), ("every", 1, 1), ("partitioned", 1, 1), ("one", 2, 1)],
+    [("auto", 2, 2), ("every", 1, 1), ("one", 2, 1)],
 )
 def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, times: int, tmp_path: Path) -> None:
     """2 nodes x 2 ranks with a cache each, or one that all share. Where one rank reads, no other node downloads."""

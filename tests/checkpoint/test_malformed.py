@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import struct
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError
-from epload.checkpoint.local_store import LocalFile
-from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_layout
+from epload.checkpoint.safetensors import MAX_HEADER_BYTES
 from support.checkpoints import assert_same, entry, framed, header, index, read_all, tensor
-from support.malformed import FILES
 
 # ---- headers ----
 
@@ -30,15 +26,11 @@ HUGE = "1" + "0" * 4000
 BAD_FILES = {
     "empty file": (b"", "0 bytes"),
     "too short": (b"\1\0\0", "3 bytes"),
-    "header beyond the file": (struct.pack("<Q", 1000) + b"{}", "1000 bytes"),
     "header of 2^64 - 1": (b"\xff" * 8 + b"{}", "header"),
-    "no header": (struct.pack("<Q", 0), "not JSON"),
     "not JSON": (framed("{]"), "not JSON"),
     "not text": (framed(b"\xff\xfe\xfd\x80" * 4), "not JSON"),
-    "cut JSON": (framed('{"w":'), "not JSON"),
     "deep nesting": (framed('{"w":' + "[" * 100_000 + "]" * 100_000 + "}"), "not JSON"),
     "list": (framed("[]"), "list"),
-    "null": (framed("null"), "NoneType"),
     "duplicate names": (
         framed(
             '{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
@@ -46,48 +38,29 @@ BAD_FILES = {
         + b"ab",
         "duplicate key 'w'",
     ),
-    "duplicate fields": (
-        framed('{"w":{"dtype":"U8","dtype":"I8","shape":[2],"data_offsets":[0,2]}}') + b"ab",
-        "duplicate key 'dtype'",
-    ),
     "entry is a list": (header(w=[1, 2]), "w lacks"),
-    "entry is null": (header(w=None), "w lacks"),
     "no dtype": (header(w={"shape": [4], "data_offsets": [0, 16]}), "w lacks"),
-    "no shape": (header(w={"dtype": "F32", "data_offsets": [0, 16]}), "w lacks"),
-    "no offsets": (header(w={"dtype": "F32", "shape": [4]}), "w lacks"),
-    "one offset": (header(w=entry(offsets=[0])), "w lacks"),
     "three offsets": (header(w=entry(offsets=[0, 8, 16])), "w lacks"),
     "unknown dtype": (header(w=entry(dtype="F33")), "F33"),
-    "null dtype": (header(w=entry(dtype=None)), "None"),
-    "dtype is a list": (header(w=entry(dtype=["F32"])), "w"),
     "shape is a number": (header(w=entry(shape=4)), "w"),
-    "shape is null": (header(w=entry(shape=None)), "w"),
-    "shape is a string": (header(w=entry(shape="")), "w"),
     "shape is an object": (header(data=4, w=entry(shape={}, offsets=[0, 4])), "w"),
-    "offsets are an object": (header(w=entry(offsets={"0": 0, "16": 16})), "w"),
     "negative dim": (header(w=entry(shape=[-4])), "non-negative integers"),
-    "negative dims": (header(w=entry(shape=[-2, -2])), "non-negative integers"),
     "float dim": (header(w=entry(shape=[4.0])), "non-negative integers"),
     "bool dim": (header(data=4, w=entry(shape=[True], offsets=[0, 4])), "non-negative integers"),
     "nested dim": (header(w=entry(shape=[[4]])), "non-negative integers"),
     "NaN dim": (text(shape="[NaN]"), "non-negative integers"),
     "negative offset": (header(w=entry(offsets=[-16, 0])), "non-negative integers"),
-    "float offset": (header(w=entry(offsets=[0.0, 16.0])), "non-negative integers"),
-    "bool offset": (header(data=4, w=entry(shape=[1], offsets=[False, 4])), "non-negative integers"),
     "offsets swapped": (header(w=entry(offsets=[16, 0])), "w"),
-    "2^63 dim": (header(w=entry(shape=[2**63])), "w"),
     "dims whose product wraps": (header(w=entry(shape=[2**32, 2**32, 4], offsets=[0, 16])), "w"),
-    "huge offsets": (header(w=entry(shape=[2**62], offsets=[0, 2**64])), "w"),
     "dims of 4000 digits": (text(f"[{HUGE},{HUGE}]"), "w"),
-    "dims whose product has 5000 digits": (header(w=entry(shape=[2**62] * 300)), "w has 16 bytes"),
-    "thousands of dims": (header(w=entry(shape=[1] * 5000)), "w has 16 bytes"),
+    "dims whose product has 5000 digits": (header(w=entry(shape=[2**62] * 300)), "more than a tensor can have"),
+    "thousands of dims": (header(w=entry(shape=[1] * 5000)), "more than a tensor can have"),
     "long name": (header(**{"w" * 50_000: entry(shape=[5])}), "www"),
     "offset of 5000 digits": (text(offsets=f"[0,1{HUGE}{HUGE}]"), "not JSON"),
     "shape takes more": (header(w=entry(shape=[5])), "takes 20"),
     "shape takes less": (header(w=entry(shape=[3])), "w has 16 bytes"),
     "same bytes twice": (header(v=entry(), w=entry()), "w overlaps v"),
     "overlap": (header(data=24, v=entry(), w=entry(offsets=[8, 24])), "w overlaps v"),
-    "hole at the start": (header(data=20, w=entry(offsets=[4, 20])), "w leaves a hole"),
     "hole": (header(data=36, v=entry(), w=entry(offsets=[20, 36])), "w leaves a hole after v"),
     "beyond the end": (header(data=15, w=entry()), "truncated"),
     "trailing bytes": (header(data=17, w=entry()), "belong to no tensor"),
@@ -115,39 +88,13 @@ def test_a_header_over_the_limit(tmp_path: Path) -> None:
         Checkpoint.open(path)
 
 
-def test_zero_tensors(tmp_path: Path) -> None:
-    for name, content in {"a": header(data=0), "b": header(data=0, __metadata__={"format": "pt"})}.items():
-        path = tmp_path / f"{name}.safetensors"
-        path.write_bytes(content)
-        assert Checkpoint.open(path).manifest.names == ()
-    assert Checkpoint.open({}).manifest.nbytes == 0
-
-
-@pytest.fixture(scope="module")
-def fuzzed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz") / "fuzz.safetensors"
-
-
-@settings(max_examples=500, deadline=None)
-@given(content=FILES)
-def test_a_header_is_read_or_refused(fuzzed_path: Path, content: bytes) -> None:
-    fuzzed_path.write_bytes(content)
-    try:
-        layout = read_layout(LocalFile(fuzzed_path))
-    except CheckpointError:
-        return
-    ends = [stored.offset + prod(stored.shape) * stored.dtype.itemsize for stored in layout]
-    assert ends == sorted(ends)
-    assert max(ends, default=0) <= len(content)
-
-
 # ---- folders, indices and torch files ----
 
 
 def test_an_index_that_names_an_absent_file(tmp_path: Path) -> None:
     path = index(tmp_path, {"weight_map": {"w": "gone.safetensors"}})
     for source in (path, tmp_path):
-        with pytest.raises(CheckpointError, match=r"index.json.*w in gone\.safetensors"):
+        with pytest.raises(CheckpointError, match=r"gone\.safetensors, which .*index\.json names"):
             Checkpoint.open(source)
 
 

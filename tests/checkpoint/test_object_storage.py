@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology, load
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
 from epload.checkpoint import object_clients, object_store
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
-from support.checks import all_fine, differences
-from support.dcp_checkpoints import FORMATS, folder_of, save_all, sharded
+from support.checks import all_fine
+from support.dcp_checkpoints import FORMATS, folder_of, save_all
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
 from support.tls_server import untrusted
@@ -105,21 +105,6 @@ def test_sets_of_weights(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -
             Checkpoint.open(url)
 
 
-def test_web_addresses(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """No listing: a folder is found by the names that it may have."""
-    folder_with_index(tmp_path, small_state())
-    put(s3[0], tmp_path, "web/m")
-    url = f"{s3[1].address}/{BUCKET}/web/m"
-    for source in (url, f"{url}/model.safetensors.index.json"):
-        assert_same(read_all(Checkpoint.open(source)), small_state())
-    signed = f"{url}?X-Amz-Signature=abcdef".replace("http://", "http://user:password@")
-    checkpoint = Checkpoint.open(signed)
-    assert_same(read_all(checkpoint), small_state())
-    said = repr(checkpoint.manifest) + str(checkpoint.manifest.compact)
-    assert "abcdef" not in said
-    assert "password" not in said
-
-
 @pytest.fixture(scope="module")
 def dcp_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dcp")
@@ -132,26 +117,6 @@ def test_dcp_folders(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
         path = folder_of(dcp_folders, "tp x fsdp", form)
         checkpoint = Checkpoint.open(put(s3[0], path, f"dcp/{form}"))
         assert_same(read_all(checkpoint), read_all(Checkpoint.open(path)))
-
-
-def test_each_byte_is_fetched_once(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """In requests of limited size, though pieces are read in any order."""
-    state = {f"t{i}": tensor(i, (1000 + 7 * i,)) for i in range(20)}
-    save_file(state, tmp_path / "model.safetensors")
-    url = put(s3[0], tmp_path, "once")
-    with mock.patch.object(object_store, "REQUEST_BYTES", 10_000):
-        checkpoint = Checkpoint.open(url)
-        assert_same(read_all(checkpoint), state)
-    once(s3[1], "once/model.safetensors", (tmp_path / "model.safetensors").stat().st_size)
-    assert max(end - begin for begin, end in s3[1].sent[f"/{BUCKET}/once/model.safetensors"]) <= 10_000
-
-
-def once(proxy: Proxy, name: str, nbytes: int) -> None:
-    at = 0
-    for begin, end in sorted(proxy.sent[f"/{BUCKET}/{name}"]):
-        assert begin == at, f"bytes {begin} to {at} of {name} were fetched twice, or never"
-        at = end
-    assert at == nbytes
 
 
 def test_any_pieces(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
@@ -213,26 +178,6 @@ def clean(error: BaseException | None) -> None:
     assert error is not None
     assert error.__cause__ is None or isinstance(error.__cause__, OSError)
     assert error.__suppress_context__ or error.__context__ is None
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        (
-            "https://me:hunter2@127.0.0.1:1/a/m.safetensors?X-Amz-Signature=hunter2",
-            "https://127.0.0.1:1/a/m.safetensors",
-        ),
-        ("https://me:hunter2@127.0.0.1:1/a?sig=hunter2", "https://127.0.0.1:1/a"),
-        ("https://[hunter2", "a malformed URL"),
-        ("plain/folder", "plain/folder"),
-    ],
-)
-def test_logs_show_no_credentials(url: str, shown: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "epload")
-    with mock.patch.object(object_store, "ATTEMPTS", 1), pytest.raises((CheckpointError, ValueError)):
-        load(torch.nn.Linear(2, 2), url, progress=False)
-    assert any(record.getMessage().startswith(f"loading {shown} into Linear") for record in caplog.records)
-    assert "hunter2" not in caplog.text
 
 
 def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
@@ -338,8 +283,8 @@ def test_bytes_of_a_job(readers: str, times: int, s3: tuple[Moto, Proxy], tmp_pa
     all_fine(ranks.run(4, _load, s3[1].address, url, readers, "once"))
     path = tmp_path / "model.safetensors"
     sent = sorted(s3[1].sent[f"/{BUCKET}/count/{readers}/model.safetensors"])
-    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert sum(end - begin for begin, end in sent) == header + times * (path.stat().st_size - header)
+    size, header = path.stat().st_size, 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert sum(end - begin for begin, end in sent) == min(size, 1 << 20) + times * (size - header)
 
 
 def _replaced_meanwhile(rank: int, address: str, url: str, port: int, folder: str) -> list[str]:
@@ -377,52 +322,3 @@ def test_any_scheme_of_fsspec(tmp_path: Path) -> None:
     assert_same(read_all(checkpoint), small_state())
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 100)
     assert "was replaced" in checkpoint.changed()
-
-
-def _load_in_every_mode(rank: int, url: str) -> list[str]:
-    object_store.FIRST_PAUSE = 0.02
-    problems = []
-    for readers in READERS:
-        model = meta_net()
-        with HierarchicalLoader(
-            Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False
-        ) as loader:
-            for turn in ("from meta", "again"):
-                loader.load(model, url)
-                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.zero_()
-    return problems
-
-
-def test_a_web_address_on_ranks(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    put(s3[0], tmp_path, "web/ranks")
-    s3[1].fault = now_and_then(1)
-    all_fine(ranks.run(4, _load_in_every_mode, f"{s3[1].address}/{BUCKET}/web/ranks"))
-
-
-def test_a_scheme_of_fsspec_on_ranks(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, _load_in_every_mode, f"file://{tmp_path}"))
-
-
-def _load_dcp(rank: int, address: str, url: str) -> list[str]:
-    os.environ.update(s3_server.environment(address))
-    problems, topology = [], Topology.from_nodes(NODES)
-    for readers in READERS:
-        model = sharded("moe", values=False, on="meta")
-        with HierarchicalLoader(topology, readers=readers, bucket_bytes=700, progress=False) as loader:
-            for turn in ("from meta", "again"):
-                loader.load(model, url)
-                problems += [f"{readers}, {turn}: {text}" for text in differences(sharded("moe", values=True), model)]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.zero_()
-    return problems
-
-
-def test_a_dcp_folder_into_a_sharded_model(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
-    url = put(s3[0], folder_of(dcp_folders, "moe", "torch"), "dcp/moe")
-    all_fine(ranks.run(4, _load_dcp, s3[1].address, url))

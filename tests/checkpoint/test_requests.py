@@ -17,9 +17,6 @@ from support.checkpoint_kinds import one_file
 from support.checkpoints import make_cold, tensor
 from support.traced_reads import Traced, fill
 
-MOST_VECTORS = 1024
-"""IOV_MAX of Linux."""
-
 
 def read_in_order(path: Path, state: Mapping[str, Tensor], most: int = 0) -> Traced:
     """All tensors, one behind the other and 64 bytes apart; checks that they are the state's."""
@@ -33,15 +30,6 @@ def read_in_order(path: Path, state: Mapping[str, Tensor], most: int = 0) -> Tra
         got = traced.buffer[piece.bucket_offset :][: piece.nbytes]
         assert torch.equal(got, state[names[piece.tensor]].reshape(-1).view(torch.uint8))
     return traced
-
-
-@pytest.mark.parametrize(("size", "count", "requests"), [(64, 40, 1), (13, 40, 1), (13, 1100, 5)])
-def test_adjacent_tensors_are_one_request(size: int, count: int, requests: int, tmp_path: Path) -> None:
-    state = {f"t{i:04}": tensor(i, (size,), torch.uint8) for i in range(count)}
-    seen = read_in_order(one_file(tmp_path, state), state).requests
-    assert len(seen) <= requests
-    assert max(request.vectors for request in seen) <= MOST_VECTORS
-    assert sum(request.nbytes for request in seen) == size * count
 
 
 @pytest.mark.parametrize("most", [1, 13, 100])

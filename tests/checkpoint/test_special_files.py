@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
@@ -20,8 +19,6 @@ import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
-from epload.integrations.dcp import StorageReader
-from epload.observe.trace import Trace
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -146,7 +143,6 @@ def _other_files(folder: Path) -> None:
     os.mkfifo(fifo)
     save_file(STATE, folder / "model.safetensors")
     refusals: list[tuple[Any, type[Exception]]] = [
-        (lambda: Trace.load(fifo), OSError),
         (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), LoadError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", names_from=fifo), CheckpointError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
@@ -155,7 +151,7 @@ def _other_files(folder: Path) -> None:
         with pytest.raises(kind, match=r"fifo"):
             call()
     for command in (
-        ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)], ["trace", str(fifo)],
+        ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)],
         ["convert", str(fifo), str(folder / "out")],
     ):  # fmt: skip
         result = CliRunner().invoke(main, command)
@@ -165,18 +161,4 @@ def _other_files(folder: Path) -> None:
 
 def test_other_files_that_are_read(tmp_path: Path) -> None:
     status, output = ranks.run_alone(_other_files, tmp_path, limit=LIMIT)
-    assert status == 0, output
-
-
-def _read_as_dcp(folder: Path) -> None:
-    torch.distributed.checkpoint.save(STATE, checkpoint_id=folder)
-    data = next(folder.glob("*.distcp"))
-    data.unlink()
-    os.mkfifo(data)
-    with pytest.raises(CheckpointError, match=rf"{data.name}: expected a regular file, got a FIFO"):
-        StorageReader(folder).read_metadata()
-
-
-def test_a_fifo_in_a_dcp_folder(tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_read_as_dcp, tmp_path / "saved", limit=LIMIT)
     assert status == 0, output

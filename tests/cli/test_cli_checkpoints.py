@@ -44,7 +44,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
     found = lines(run("inspect", checkpoint / name))
     assert ["tensors", "8", "(95", "elements,", "376", "B)"] in found
-    assert ["layers", "layers:", "2,", "layers.*.experts:", "3"] in found
     assert sorted(found[found.index(["tensors", "dtype", "shape", "name"]) + 1 :]) == [
         ["1", "bfloat16", "[4]", "layers.1.norm"],
         ["1", "int64", "[]", "steps"],
@@ -52,22 +51,19 @@ def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
     ]
 
 
-def test_inspect_as_json_filtered_and_as_a_tree(checkpoint: Path) -> None:
+def test_inspect_as_json_and_filtered(checkpoint: Path) -> None:
     found = run_json("inspect", checkpoint)
     assert found["files"] == {
         name: (checkpoint / name).stat().st_size for name in ("part-0.safetensors", "part-1.safetensors")
     }
     assert (found["count"], found["elements"], found["nbytes"]) == (8, 95, 376)
     assert found["dtypes"]["float32"] == {"tensors": 6, "nbytes": 360}
-    assert found["numbered"] == {"layers": 2, "layers.*.experts": 3}
     assert {each["name"]: each["shape"] for each in found["tensors"]}["layers.1.experts.2.up"] == [3, 5]
     assert len(found["tensors"]) == 8
     some = run_json("inspect", checkpoint, "--filter", r"experts\.[12]")
     assert (some["count"], some["nbytes"]) == (4, 240)
     assert "4 of 8" in run("inspect", checkpoint, "--filter", r"experts\.[12]")
     assert "0 of 8" in run("inspect", checkpoint, "--filter", "nothing")
-    tree = run("inspect", checkpoint, "--tree")
-    assert all(text in tree for text in ("{0..2}", "up  float32 [3, 5]  x 6", "steps  int64 []"))
 
 
 @pytest.mark.parametrize("name", ["", "torch/model.pt"])
@@ -87,7 +83,7 @@ def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) 
 )
 def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a tensor is read in several pieces."""
-    monkeypatch.setattr("epload.verify.audit._CHUNK_BYTES", 64)
+    monkeypatch.setattr("epload.verify.compare._CHUNK_ELEMENTS", 16)
     values = torch.zeros(100)
     values[[1, 50, 99]], values[[0, 98]] = float("nan"), float("-inf")
     path = tmp_path / "m.safetensors"
@@ -98,23 +94,6 @@ def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypat
     assert out[1].endswith(" 1 tensor with NaN or Inf")
     assert len(out) == 2
     assert run_json("verify", path, status=1)["non_finite"] == [{"name": "bad", "nans": 3, "infs": 2, "count": 100}]
-
-
-def test_variants(tmp_path: Path) -> None:
-    bad = torch.tensor([1.0, float("nan")])
-    for folder, other in (("one", bad), ("two", torch.zeros(2))):
-        (tmp_path / folder).mkdir()
-        save_file({"w": torch.ones(2)}, tmp_path / folder / "model.safetensors")
-        save_file({"v": other}, tmp_path / folder / "model.ema.safetensors")
-    one, two, variant = tmp_path / "one", tmp_path / "two", ("--variant", "ema")
-    assert [each["name"] for each in run_json("inspect", one)["tensors"]] == ["w"]
-    assert [each["name"] for each in run_json("inspect", one, *variant)["tensors"]] == ["v"]
-    assert run_json("verify", one)["non_finite"] == []
-    assert len(run_json("verify", one, *variant, status=1)["non_finite"]) == 1
-    assert run("diff", one, two) == "1 tensor with equal values\n"
-    assert [each["name"] for each in run_json("diff", one, two, *variant, status=1)["values"]] == ["v"]
-    run("convert", one, tmp_path / "converted", *variant)
-    assert run_json("diff", tmp_path / "converted", one / "model.ema.safetensors")["values"] == []
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
@@ -136,8 +115,14 @@ def test_diff(checkpoint: Path, tmp_path: Path) -> None:
     value = {"name": "layers.0.experts.0.up", "differing": 1, "count": 15, "largest": 0.75, "mean": 0.05}
     assert found["values"] == [value]
     text = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", status=1)
-    assert ["only", "in", "FIRST", "2", "layers.{0..1}.experts.1.up"] in lines(text)
-    assert ["0.75", "0.05", "1", "of", "15", "layers.0.experts.0.up"] in lines(text)
+    assert text.splitlines() == [
+        "only in FIRST: layers.{0..1}.experts.1.up (2 tensors)",
+        "only in SECOND: extra",
+        "shape: layers.1.norm [4] / [2, 2]",
+        "dtype: steps int64 / int32",
+        "values: layers.0.experts.0.up: 1 of 15 elements, max 0.75, mean 0.05",
+        "4 tensors with equal values, 1 tensor with other values",
+    ]
     headers = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", "--headers", status=1)
     assert "0.75" not in headers
     narrowed = [checkpoint / "torch/model.pt", tmp_path / "other.pt", "--filter", r"layers\.0\.experts\.0"]

@@ -23,15 +23,6 @@ def unfold(name: str) -> Iterator[str]:
     return map(".".join, product(*parts))
 
 
-def test_lines() -> None:
-    names = {f"model.layers.{i}.experts.{j}.up": "f32" for i in (0, 1, 2, 3, 5) for j in range(128)}
-    assert fold(names) == [("model.layers.{0..3,5}.experts.{0..127}.up", "f32", 640)]
-    gaps = {f"a.{i}.{j}": i == 2 for i in range(3) for j in range(2 + (i == 0))}
-    assert fold(gaps) == [("a.0.{0..2}", False, 3), ("a.1.{0..1}", False, 2), ("a.2.{0..1}", True, 2)]
-    assert fold({"w1.x": 0, "w2.x": 0}) == [("w1.x", 0, 1), ("w2.x", 0, 1)], "digits inside a word are text"
-    assert fold({"a{0}.1": 0, "a{0}.2": 0}) == [("a{0}.{1..2}", 0, 2)], "braces in a name are text"
-
-
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(8, 12), st.sampled_from(["", "x", "y"]))))
 def test_lines_stand_for_the_names(found: set[tuple[int, int, str]]) -> None:
     names = {f"layers.{i}.experts.{j}{f'.{end}' if end else ''}": end != "x" for i, j, end in sorted(found)}

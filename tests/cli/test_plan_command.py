@@ -89,35 +89,6 @@ def test_a_function_parallelizes_by_itself(plain: Path) -> None:
     assert list(owned.values()) == [4 * (n * 7 + n + 11 * n + 11) for n in columns]
 
 
-def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
-    found = plan(plain, "--model", PLAIN, "--mesh", "fsdp=4", "--nodes", "2")
-    modes = {mode["readers"]: mode for mode in found["modes"]}
-    assert modes["one"]["received"] == [0, modes["one"]["sent"][0]]
-    assert modes["one"]["received"][1] >= found["nbytes"] == modes["one"]["read"]
-    assert modes["per_node"]["read"] == 2 * found["nbytes"]
-    for readers in ("per_node", "every"):
-        assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]
-
-
-def make_long() -> nn.Module:
-    return nn.Linear(20_000_000, 1)
-
-
-def test_auto_does_not_have_each_node_read_everything(tmp_path: Path) -> None:
-    """Plans a file without data, as only its header is read."""
-    described = {
-        "weight": {"dtype": "F32", "shape": [1, 20_000_000], "data_offsets": [0, 80_000_000]},
-        "bias": {"dtype": "F32", "shape": [1], "data_offsets": [80_000_000, 80_000_004]},
-    }
-    header = json.dumps(described).encode()
-    with open(tmp_path / "m.safetensors", "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 80_000_004)
-    arguments = [tmp_path / "m.safetensors", "--model", f"{__name__}:make_long", "--ranks", "1"]
-    choices = {n: plan(*arguments, "--mesh", f"replicate={n},fsdp=1", "--nodes", str(n))["choice"] for n in (4, 5)}
-    assert choices == {4: "every", 5: "partitioned"}
-
-
 def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
     state = make_plain().state_dict()
     state["extra"] = state.pop("0.bias")

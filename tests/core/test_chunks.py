@@ -12,9 +12,8 @@ from torch import Tensor
 
 from epload.checkpoint import byte_store
 from epload.checkpoint.byte_store import ByteStore
-from epload.checkpoint.local_store import LocalFolder
-from epload.checkpoint.object_clients import Address
-from epload.checkpoint.object_store import ObjectFolder
+from epload.checkpoint.local_store import LocalStore
+from epload.checkpoint.object_store import ObjectStore
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.copy_table import CopyTable
@@ -59,8 +58,9 @@ def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, ByteSto
     for number, content in enumerate(raw):
         (folder / str(number)).write_bytes(content)
     chunks = Chunks.of([tuple(v.shape) for v in values], [v.dtype.itemsize for v in values], boxes)
-    where = ObjectFolder(Address(f"file://{folder}")) if random.random() < 0.5 else LocalFolder(folder)
-    return values, chunks, where.store(where.open(["0", "1"])), file, torch.tensor(offset)
+    store = ObjectStore(f"file://{folder}") if random.random() < 0.5 else LocalStore(folder)
+    store.open(["0", "1"])
+    return values, chunks, store, file, torch.tensor(offset)
 
 
 def test_regions_of_tensors_in_chunks(tmp_path: Path) -> None:

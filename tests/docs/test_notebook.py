@@ -35,9 +35,8 @@ def test_it_shows_what_it_announces(tmp_path: Path) -> None:
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
     client.execute()
     outputs = {cell.source: cell.outputs for cell in code_cells(notebook)}
-    (table,) = [each.data["text/html"] for each in shown(outputs, "report = epload.load") if "data" in each]
-    assert "<table" in table
-    assert "every" in table
+    (report,) = [each.data["text/html"] for each in shown(outputs, "report = epload.load") if "data" in each]
+    assert "readers=every" in report
     assert text(shown(outputs, "full_tensor")) == "True"
     assert "every | auto -> every" in text(shown(outputs, "report.reason"))
     assert "auto -> every" in text(shown(outputs, "epload plan"))

@@ -159,7 +159,7 @@ class Constant(Checkpoint):
 def test_reports() -> None:
     report = epload.load(nn.Linear(2, 2, bias=False), Constant(), progress=False)
     assert report.source == "https://host/a"
-    assert SECRET not in f"{report}{report!r}{report.to_dict()}{report._repr_html_()}"
+    assert SECRET not in f"{report}{report!r}{report.to_dict()}"
 
 
 def _fail(rank: int) -> str:
@@ -185,7 +185,7 @@ def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_traces(tmp_path: Path) -> None:
     events = Events(0, spans=[Event("MainThread", "read", 0, 1, detail=URL, name=URL)])
-    Trace.merge([events]).save(tmp_path / "load.json")
+    Trace([events]).save(tmp_path / "load.json")
     text = (tmp_path / "load.json").read_text()
     assert SECRET not in text
     assert text.count("https://host/a") == 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,16 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import epload
 from epload import HierarchicalLoader, LoadOptions, Topology
-from epload.observe import events as events_module
 from epload.observe.events import ROUND, Event, Events
 from epload.observe.trace import Trace
 from support import ranks
 from support.checks import all_fine
 from support.failures import Slow
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
-
-AHEAD = 10**15
-"""Nanoseconds by which the clock of another machine is ahead: 11 days."""
 
 
 def traced(rank: int, folder: Path, readers: str) -> list[str]:
@@ -75,18 +71,20 @@ def test_a_trace_has_what_each_rank_did(folder: Path) -> None:
     assert {"MainThread", "epload-read", "epload-move"} <= lanes
 
 
+def spans_in(file: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
 def test_spans_of_a_thread_nest(folder: Path) -> None:
     """Perfetto draws nothing sensible otherwise."""
     for file in folder.glob("*.json"):
-        for events in Trace.load(file).ranks:
-            for lane in {span.lane for span in events.spans}:
-                open_until: list[int] = []
-                spans = [span for span in events.spans if span.lane == lane]
-                for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-                    while open_until and open_until[-1] <= span.begin:
-                        open_until.pop()
-                    assert not open_until or span.end <= open_until[-1], f"{file.name}: {span}"
-                    open_until.append(span.end)
+        open_until: dict[tuple[int, int], list[float]] = {}
+        for span in sorted(spans_in(file), key=lambda span: (span["ts"], -span["dur"])):
+            ends = open_until.setdefault((span["pid"], span["tid"]), [])
+            while ends and ends[-1] <= span["ts"]:
+                ends.pop()
+            assert not ends or span["ts"] + span["dur"] <= ends[-1] + 0.001, f"{file.name}: {span}"
+            ends.append(span["ts"] + span["dur"])
 
 
 def test_a_plot_is_a_picture(folder: Path) -> None:
@@ -94,18 +92,6 @@ def test_a_plot_is_a_picture(folder: Path) -> None:
         data = (folder / f"{readers}.png").read_bytes()
         assert data.startswith(b"\x89PNG")
         assert len(data) > 10_000
-
-
-def test_a_trace_is_what_was_saved(folder: Path, tmp_path: Path) -> None:
-    assert all((folder / f"{readers}.png").read_bytes().startswith(b"\x89PNG") for readers in ("one", "every"))
-    trace = Trace.load(folder / "one.json")
-    trace.save(tmp_path / "again.json")
-    assert Trace.load(tmp_path / "again.json") == trace
-    (tmp_path / "other.json").write_text('{"traceEvents": []}')
-    (tmp_path / "text.json").write_text("no JSON")
-    for name in ("other", "text"):
-        with pytest.raises(ValueError, match=r"expected a trace that epload has written, got .*json"):
-            Trace.load(tmp_path / f"{name}.json")
 
 
 def test_what_a_report_of_one_rank_can_write(tmp_path: Path) -> None:
@@ -117,7 +103,7 @@ def test_what_a_report_of_one_rank_can_write(tmp_path: Path) -> None:
     with mock.patch.dict("sys.modules", {"matplotlib.figure": None}), pytest.raises(ImportError, match="pip install"):
         report.plot(tmp_path / "x.png")
     report.trace(tmp_path / "alone.json")
-    assert [events.rank for events in Trace.load(tmp_path / "alone.json").ranks] == [0]
+    assert {span["pid"] for span in spans_in(tmp_path / "alone.json")} == {0}
     assert [file.name for file in tmp_path.iterdir()] == ["alone.json"]
 
 
@@ -139,7 +125,7 @@ def test_each_load_is_traced_into_a_folder(
 ) -> None:
     assert ranks.run(2, by_environment, str(tmp_path / "new")) == [True, True]
     files = sorted((tmp_path / "new").iterdir())
-    assert [len(Trace.load(file).ranks) for file in files] == [2, 2]
+    assert [{span["pid"] for span in spans_in(file)} for file in files] == [{0, 1}] * 2
     monkeypatch.setenv("EPLOAD_TRACE", "/proc/none")  # which is no failure
     model = Net()
     epload.load(model, state_for(1))
@@ -147,69 +133,15 @@ def test_each_load_is_traced_into_a_folder(
     assert "cannot write the trace of the load to /proc/none" in caplog.text
 
 
-# ---- one clock ----
-
-
-def events_of(rank: int, clock: str, *rounds: tuple[int, int]) -> Events:
-    spans = [Event("MainThread", ROUND, begin, end, 0, str(i)) for i, (begin, end) in enumerate(rounds)]
-    return Events(rank, 0, clock, spans)
-
-
-def test_another_machines_clock_is_known_from_rounds(tmp_path: Path) -> None:
-    """Rank 1's clock is 1000 ahead. It comes to the second round just before it is decided, and hears of it soon after."""
-    first = events_of(0, "a", (0, 110), (200, 310))
-    first.decided = {"0": 100, "1": 300}
-    other = events_of(1, "b", (1020, 1150), (1296, 1308))
-    trace = Trace.merge([first, other])
-    assert trace.accuracy[1] == pytest.approx(6e-9)
-    assert trace.ranks[1].spans[1].begin == pytest.approx(296, abs=6)
-    unknown = Trace.merge([events_of(0, "a", (0, 110)), events_of(1, "b", (5000, 5100))])
-    assert unknown.accuracy == {0: 0.0, 1: math.inf}
-    unknown.save(tmp_path / "x.json")
-    assert "Infinity" not in (tmp_path / "x.json").read_text()
-    assert Trace.load(tmp_path / "x.json").accuracy == unknown.accuracy
-    same = Trace.merge([first, events_of(1, "a", (20, 120), (296, 308))])
-    assert same.accuracy == {0: 0.0, 1: 0.0}
-    assert same.ranks[1].spans[0].begin == 20
-
-
-def elsewhere(rank: int, file: Path) -> list[str]:
-    """Rank 1 is on another machine, whose clock is 11 days ahead."""
-    if rank == 1:
-        real = events_module.monotonic_ns
-        ahead = lambda: real() + AHEAD  # noqa: E731
-        patches = [
-            mock.patch.object(events_module, "monotonic_ns", ahead),
-            mock.patch("epload.observe.phases.monotonic_ns", ahead),
-            mock.patch("epload.ranks.rounds.monotonic_ns", ahead),
-            mock.patch.object(events_module, "clock_identity", return_value="another machine"),
-        ]
-        for patch in patches:
-            patch.start()
-    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", bucket_bytes=BUCKET)
-    model = meta_net()
-    source = Slow(state_for(1), 0.01) if rank == 0 else None
-    loader.load(model, source)
-    report = loader.load(
-        model, source, trace=rank == 1
-    )  # a reload has few rounds, and the first of them is not recorded here
-    report.trace(file)
-    return wrong(model, state_for(1))
-
-
 def test_ranks_of_two_machines_are_shown_on_one_clock(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, elsewhere, tmp_path / "two.json"))
-    trace = Trace.load(tmp_path / "two.json")
-    assert 0 < trace.accuracy[1] < 5
-    here, there = trace.ranks
-    error = int(trace.accuracy[1] * 1e9) + 1
-    read = min(span.begin for span in here.spans if span.phase == "read")
-    unpacked = min(span.begin for span in there.spans if span.phase == "unpack")
-    assert unpacked >= read - error
-    assert trace.end - trace.begin < 120 * 1e9, "11 days are gone"
+    """The second rank's monotonic clock is 1000 ahead. It enters the second round last."""
 
+    def rounds(*begins: int) -> list[Event]:
+        return [Event("MainThread", ROUND, begin, begin + 100, 0, str(i)) for i, begin in enumerate(begins)]
 
-# ---- rates ----
+    Trace([Events(0, 0, 5000, rounds(1, 201)), Events(1, 1, 4000, rounds(1000, 1221))]).save(tmp_path / "x.json")
+    times = [(span["pid"], span["ts"], span["args"].get("waits_for")) for span in spans_in(tmp_path / "x.json")]
+    assert times == [(0, 0.001, None), (0, 0.201, [1]), (1, 0.0, [0]), (1, 0.221, None)]
 
 
 # ---- torch's profiler ----
@@ -229,6 +161,3 @@ def test_torchs_profiler_shows_phases() -> None:
     assert {"epload::plan", "epload::unpack", "epload::wait"} <= other
     with mock.patch("torch.profiler.record_function", side_effect=AssertionError):
         epload.load(Net(), state_for(1))  # not profiled: no ranges are made
-
-
-# ---- failures ----

@@ -16,7 +16,7 @@ from epload.verify.compare import ValueDifference, compare_values
 def difference(a: Tensor, b: Tensor, **tolerances: float) -> ValueDifference | None:
     pair = [Checkpoint.from_state_dict({"t": each}) for each in (a, b)]
     seen: list[int] = []
-    found = list(compare_values(pair[0], pair[1], ("t",), progress=seen.append, **tolerances))
+    found = list(compare_values(pair[0], pair[1], ["t"], seen.append, **tolerances))
     assert sum(seen) == a.nbytes
     return found[0] if found else None
 
@@ -82,7 +82,3 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert found is not None
     assert (found.differing, found.largest, found.mean) == (1, 1.0, 0.25)
     assert difference(a, a.clone()) is None
-
-
-def test_empty_tensors_are_equal() -> None:
-    assert difference(torch.empty(0, 3), torch.empty(0, 3)) is None

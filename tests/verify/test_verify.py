@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LocalModules, Topology, WeightSender
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.loading import run
 from epload.mapping.resolve import resolve_mapping
@@ -138,27 +137,6 @@ def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) ->
 def test_a_bit_that_flips_in_a_shard_is_found_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file(state_for(1), tmp_path / "model.safetensors")
     all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1), dtype))
-
-
-def stages_of_other_dims(rank: int, path: Path, state: State) -> list[str]:
-    """Two ranks have five dims, two have one, all in one bucket; the third load is proven by what the first two have kept."""
-    mine = ("patch", "bias") if rank < 2 else ("bias", "scale")
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(state[name])) for name in mine})
-    loader = loader_for(("one", "two_level"))
-    problems = []
-    for _ in range(2):
-        loader.load(model, path, local_modules=[LocalModules("")])
-        problems += [name for name in mine if not torch.equal(model[name].detach(), state[name])]
-    with flips_in_shard(rank == 3, lambda target: target.shape == state["scale"].shape):
-        text = outcome(lambda: loader.load(model, path, local_modules=[LocalModules("")]))
-    return problems if "differ" in text and " scale on rank 3;" in text else [*problems, text]
-
-
-def test_ranks_with_other_dims_are_proven(tmp_path: Path) -> None:
-    shapes = {"patch": (3, 2, 2, 2, 2), "bias": (7,), "scale": (5,)}
-    state = {name: torch.arange(1.0, 1 + prod(shape)).view(shape) for name, shape in shapes.items()}
-    save_file(state, tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, stages_of_other_dims, tmp_path / "model.safetensors", state))
 
 
 TWO_LEVEL, STRIPED = [("one", "two_level"), ("per_node", "two_level")], [("one", "striped"), ("partitioned", "striped")]

@@ -1,16 +1,17 @@
 """The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored.
 
-A store is one module with a :class:`Folder`, which ``STORES`` in :mod:`epload.checkpoint.opening` lists.
+A storage scheme is one module with a :class:`ByteStore` and a function ``locate``, which ``STORES`` in
+:mod:`epload.checkpoint.opening` lists.
 """
 
 from __future__ import annotations
 
 import io
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,14 +23,12 @@ from epload.errors import CheckpointError
 _STREAM_BYTES = 256 << 10
 SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
-
-
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
 
 
 class StoredFile(ABC):
-    """One open file of a store. ``str(file)`` is its path or URL, for error messages. Reading is thread-safe."""
+    """One open file of a store. ``str(file)`` is its path or URL, for error messages."""
 
     name: str
     """Last component of the path or URL."""
@@ -48,14 +47,6 @@ class StoredFile(ABC):
             CheckpointError: the file has changed since it was opened.
             OSError: it cannot be read.
         """
-
-    def read_whole(self, limit: int) -> bytes:
-        """Returns all bytes of a file that describes others. Raises as :meth:`read`; CheckpointError if it is too large."""
-        if self.nbytes > limit:
-            raise CheckpointError(
-                f"{self} has {self.nbytes} bytes, expected at most {limit} from its name: replace it, or save it again"
-            )
-        return self.read(0, self.nbytes)
 
     def stream(self) -> BinaryIO:
         """Returns a new stream over the open file, positioned at its beginning. Reading raises as :meth:`read`."""
@@ -96,33 +87,64 @@ class _Stream(io.RawIOBase):
 
 
 class ByteStore(ABC):
-    """The files of one checkpoint, open for reading. Reading is thread-safe; closing must not overlap with it.
+    """A folder, and the files of one checkpoint that are open in it. ``str(store)`` is its path or URL, for error messages.
 
     Each file is opened once and everything, headers included, is read from what was opened, so that what was parsed is what is
-    read.
+    read. Reading is thread-safe; closing must not overlap with it.
     """
 
-    files: Sequence[StoredFile]
-    _all: Sequence[StoredFile]
-    """The files, and others whose content the checkpoint depends on."""
     direct_io: bool = False
     """True if large reads of what is not in the page cache go past it, in a store that uses it."""
     threads: int | None = None
     """Number of threads that read, in a store that has threads; None for the store's own number."""
 
-    def __init__(self, files: Sequence[StoredFile], metadata: Sequence[StoredFile] = ()) -> None:
-        """Takes ownership of the files.
+    def __init__(self) -> None:
+        self.files: list[StoredFile] = []
+        """The files with tensors, to which ranges refer by index."""
+        self.descriptions: list[StoredFile] = []
+        """Other files whose content the checkpoint depends on, such as an index."""
+
+    # ---- the folder ----
+
+    @abstractmethod
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        """Returns the names of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError.
 
         Args:
-            files: the files that ranges refer to by index.
-            metadata: other files whose content the checkpoint depends on, such as an index, which must not change either.
+            standard: names to look for if the store cannot list.
         """
-        self.files = files
-        self._all = [*metadata, *files]
+
+    @abstractmethod
+    def path_of(self, name: str) -> str:
+        """Returns the path or URL of a file in it, for error messages."""
+
+    @abstractmethod
+    def open_files(self, names: Sequence[str]) -> Iterable[StoredFile]:
+        """Opens files. Raises CheckpointError; OSError, which names the file."""
+
+    def open(self, names: Sequence[str]) -> list[StoredFile]:
+        """Opens the files with tensors. Raises as :meth:`open_files`."""
+        self.files += self.open_files(names)
+        return self.files
+
+    def open_description(self, name: str) -> StoredFile:
+        """Opens another file that the checkpoint depends on. Raises as :meth:`open_files`."""
+        self.descriptions += self.open_files([name])
+        return self.descriptions[-1]
+
+    def peek(self, name: str, limit: int) -> bytes:
+        """Returns the content of a file, up to ``limit`` bytes, and closes it. Raises as :meth:`open_files`."""
+        (file,) = self.open_files([name])
+        try:
+            return file.read(0, limit)
+        finally:
+            file.close()
+
+    # ---- the open files ----
 
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
-        return next(filter(None, (file.changed() for file in self._all)), "")
+        return next(filter(None, (file.changed() for file in chain(self.descriptions, self.files))), "")
 
     def reopen(self) -> None:
         """Opens all files by path again, so that later reads see what other ranks find there. Raises CheckpointError if a file
@@ -132,7 +154,7 @@ class ByteStore(ABC):
 
     def close(self) -> None:
         """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
-        for file in self._all:
+        for file in chain(self.descriptions, self.files):
             file.close()
 
     @abstractmethod
@@ -155,7 +177,7 @@ class ByteStore(ABC):
         Args:
             files: int64 CPU tensor [t], for each tensor the index of its file.
             offsets: int64 CPU tensor [t], where each tensor starts in its file, in bytes.
-            regions: what to read, and where to; targets on CPU.
+            regions: what to read, and where to.
 
         Returns the bytes read. Raises as :meth:`read`.
         """
@@ -172,69 +194,3 @@ class ByteStore(ABC):
             self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
             regions.unpack_other(copies, buffer)
         return int(spans.sum())
-
-
-class Folder(ABC):
-    """The location of a checkpoint's files. ``str(folder)`` is its path or URL, for error messages."""
-
-    store: ClassVar[type[ByteStore]]
-    """Reads the files that the folder has opened."""
-
-    def __init__(self) -> None:
-        self._opened: list[StoredFile] = []
-
-    @classmethod
-    @abstractmethod
-    def locate(
-        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
-    ) -> tuple[Folder, str] | None:
-        """Finds what a path or URL means. A store that downloads does so here.
-
-        Args:
-            source: as for ``Checkpoint.open``.
-            variant: of the weights, where the store downloads.
-            progress: called with numbers of bytes as they are downloaded.
-            shared: what another rank has opened, if this one joins it.
-
-        Returns:
-            The folder, and the name of the file in it that is meant, "" for the folder itself; None if ``source`` is not of this
-            store.
-
-        Raises:
-            CheckpointError: there is nothing.
-        """
-
-    @abstractmethod
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        """Returns the names of what is in it, sorted; those of folders end with "/". Raises CheckpointError, OSError.
-
-        Args:
-            standard: names to look for if the store cannot list.
-        """
-
-    def open(self, names: Sequence[str]) -> list[StoredFile]:
-        """Opens files. Raises CheckpointError; OSError, which names the file."""
-        begin = len(self._opened)
-        self._opened.extend(self._files(names))
-        return self._opened[begin:]
-
-    @abstractmethod
-    def _files(self, names: Sequence[str]) -> Iterable[StoredFile]:
-        """Opens files."""
-
-    def read(self, name: str, limit: int) -> bytes:
-        """Returns the content of a file, up to ``limit`` bytes. Raises as :meth:`open`."""
-        (file,) = self._files([name])
-        try:
-            return file.read(0, limit)
-        finally:
-            file.close()
-
-    def close(self) -> None:
-        """Closes what was opened, if it was to no avail."""
-        for file in self._opened:
-            file.close()
-
-    @abstractmethod
-    def path_of(self, name: str) -> str:
-        """Returns the path or URL of a file in it, for error messages."""

@@ -5,8 +5,10 @@ A format is one module with a :class:`Format`, which ``FORMATS`` in :mod:`epload
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,9 +19,11 @@ from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor, TensorLocations
 from epload.checkpoint.state_dict import StateDictCheckpoint
+from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces, Quantization
+from epload.core.placement import Box, intersect
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native.ops import Pipe
@@ -75,45 +79,95 @@ class FileCheckpoint(Checkpoint):
 class OpenFiles:
     """The files of a checkpoint that is not described yet."""
 
-    files: Sequence[StoredFile]
+    store: ByteStore
+    """The store in which they are open."""
     facts: Sequence[FileFacts]
     """One entry per file."""
-    store: ByteStore
-    """The store of these files."""
     source: str
     """The path, for messages."""
-    index: Index | None
+    index: Index | None = None
     """The index that names the files, if there is one."""
 
-    def checkpoint(self, layouts: Sequence[Sequence[StoredTensor]], ignored: Sequence[str] = ()) -> FileCheckpoint:
-        """Returns the checkpoint of files with these tensors.
+    def checkpoint(
+        self,
+        stored: Iterable[StoredTensor],
+        ignored: Sequence[str] = (),
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> FileCheckpoint:
+        """Returns the checkpoint of these tensors, or chunks of tensors, which come in the order of their bytes.
 
         Args:
-            layouts: the tensors of each file.
+            stored: in the files.
             ignored: names of entries that hold no tensor.
+            shapes: of tensors that are stored in chunks, by name; by default the smallest that have room for the chunks.
 
         Raises:
-            CheckpointError: a tensor is in two files, or the index names one that is in none.
+            CheckpointError: a tensor is in two files, the index names one that is in none, or chunks are missing or overlap.
         """
-        tensors: dict[str, tuple[int, StoredTensor]] = {}
-        for number, (file, layout) in enumerate(zip(self.files, layouts, strict=True)):
-            for tensor in layout:
-                if self.index is None or self.index.places(tensor.name, file.name):
-                    if tensor.name in tensors:
-                        raise CheckpointError(
-                            f"{tensor.name} is both in {self.files[tensors[tensor.name][0]]} and in {file}"
-                        )
-                    tensors[tensor.name] = number, tensor
-        if self.index is not None:
-            self.index.check_complete({*tensors, *ignored})
-        files, stored = zip(*tensors.values(), strict=True) if tensors else ((), ())
-        digest = "" if self.index is None else self.index.digest
-        offsets = column([tensor.offset for tensor in stored])
-        locations = TensorLocations(tuple(self.facts), column(files), offsets, digest)
-        shapes, dtypes = tuple(tensor.shape for tensor in stored), tuple(tensor.dtype for tensor in stored)
-        return FileCheckpoint(
-            self.store, Manifest(tuple(tensors), shapes, dtypes, self.source, locations, tuple(ignored))
+        index, files = self.index, self.store.files
+        tensors: dict[str, list[StoredTensor]] = {}
+        for tensor in stored:
+            if index is None or index.places(tensor.name, files[tensor.file].name):
+                tensors.setdefault(tensor.name, []).append(tensor)
+        if index is not None:
+            index.check_complete({*tensors, *ignored})
+        shape_of = {name: chunks[0].shape for name, chunks in tensors.items()}
+        covered: set[tuple[object, ...]] = set()
+        for name, chunks in tensors.items():
+            if len(chunks) > 1 or chunks[0].start is not None:
+                shape_of[name] = shape = self._shape(chunks) if shapes is None else shapes[name]
+                tensors[name] = [chunk for chunk in chunks if 0 not in chunk.shape] or chunks[:1]
+                boxes = tuple(_box(chunk) for chunk in tensors[name])
+                if (shape, boxes) not in covered and (fault := _fault(shape, boxes)):
+                    raise CheckpointError(f"{self.source}: {name} of shape {list(shape)} {fault}")
+                covered.add((shape, boxes))
+        dtypes = tuple(chunks[0].dtype for chunks in tensors.values())
+        names, whole_shapes = tuple(tensors), tuple(shape_of.values())
+        table = None
+        if any(len(chunks) > 1 for chunks in tensors.values()):
+            boxes_of = [list(map(_box, chunks)) for chunks in tensors.values()]
+            table = Chunks.of(whole_shapes, [dtype.itemsize for dtype in dtypes], boxes_of)
+        located = list(chain.from_iterable(tensors.values()))
+        file, offset = column([chunk.file for chunk in located]), column([chunk.offset for chunk in located])
+        digest = "" if index is None else index.digest
+        locations = TensorLocations(tuple(self.facts), file, offset, digest, table)
+        return FileCheckpoint(self.store, Manifest(names, whole_shapes, dtypes, self.source, locations, tuple(ignored)))
+
+    def _shape(self, chunks: Sequence[StoredTensor]) -> tuple[int, ...]:
+        """Returns the shape of the tensor that these are the chunks of, which files describe one by one."""
+        first, files = chunks[0], self.store.files
+        for chunk in chunks:
+            if chunk.start is None:
+                raise CheckpointError(f"{first.name} is both in {files[first.file]} and in {files[chunks[1].file]}")
+            if len({len(chunk.start), len(chunk.shape), len(first.shape)}) > 1 or chunk.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{files[chunk.file]}: {first.name} has other dims or another dtype than its part in another file"
+                )
+        ends = [[a + n for a, n in zip(*_box(chunk), strict=True)] for chunk in chunks]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _box(chunk: StoredTensor) -> Box:
+    return chunk.start or (0,) * len(chunk.shape), chunk.shape
+
+
+def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
+    """Returns why boxes do not cover a shape exactly once; empty if they do."""
+    for start, size in boxes:
+        if any(a + n > length for a, n, length in zip(start, size, shape, strict=True)):
+            return f"has a chunk at {list(start)} of {list(size)}, which reaches outside"
+    covered, ordered = sum(prod(size) for _, size in boxes), sorted(boxes)
+    if covered < prod(shape):
+        return (
+            f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
         )
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if shape and b[0][0] >= a[0][0] + a[1][0]:
+                break  # as are all after it
+            if intersect(a, b) is not None:
+                return f"has chunks at {list(a[0])} and {list(b[0])} that overlap"
+    return ""
 
 
 class Format(NamedTuple):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from epload.checkpoint import unsupported
 from epload.errors import CheckpointError
 
 CONFIG = "config.json"
+CONFIGS = (CONFIG, "hf_quant_config.json")
+"""Files next to the weights that may declare a quantization: the first that does counts."""
 DCP = ".metadata"
 """The description of a DCP folder."""
 _TRANSFORMERS = (
@@ -39,8 +41,6 @@ _MAX_SHOWN = 6
 class FileSet(NamedTuple):
     """Weight files that belong together by their names."""
 
-    pattern: str
-    """The name of the file, or what the names of all have in common, with "*" in place of the number."""
     base: str
     """The name without number and suffix: ``model.fp16`` of ``model.fp16-00001-of-00002.safetensors``."""
     files: list[str]
@@ -53,9 +53,8 @@ class FileSet(NamedTuple):
         return next((self.base.removeprefix(stem) for stem in _STEMS if self.base.startswith(stem)), "")
 
     def __str__(self) -> str:
-        if self.fault:
-            return f"{self.pattern} ({self.fault})"
-        return self.pattern if len(self.files) == 1 else f"{self.pattern} ({len(self.files)} files)"
+        more = [f"{len(self.files)} files"] * (len(self.files) > 1) + [self.fault] * bool(self.fault)
+        return self.files[0] + (f" ({', '.join(more)})" if more else "")
 
 
 def standard_names(variant: str = "") -> list[str]:
@@ -78,7 +77,14 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
     """
     sets = _group(names)
     if named_by_config:
-        standard = [_check_named(named_by_config, names, where, variant)]
+        stated = f"{where}/{CONFIG} states transformers_weights={named_by_config!r}"
+        if variant:
+            raise CheckpointError(
+                f"{stated}, which leaves no choice to variant={variant!r}: leave it out, or pass a file"
+            )
+        if named_by_config not in names:
+            raise CheckpointError(f"{stated}, which is not in that folder; pass the file that is meant")
+        standard = [named_by_config]
     else:
         families = [_of_variant(family, variant) for family in (_TRANSFORMERS, _DIFFUSERS)]
         standard = [name for family in families for name in [*filter(names.__contains__, family)][:1]]
@@ -125,15 +131,6 @@ def _of_variant(family: Sequence[str], variant: str) -> list[str]:
     return names
 
 
-def _check_named(name: str, names: Collection[str], where: str, variant: str) -> str:
-    stated = f"{where}/{CONFIG} states transformers_weights={name!r}"
-    if variant:
-        raise CheckpointError(f"{stated}, which leaves no choice to variant={variant!r}: leave it out, or pass a file")
-    if name not in names:
-        raise CheckpointError(f"{stated}, which is not in that folder; pass the file that is meant")
-    return name
-
-
 def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, variant: str) -> CheckpointError:
     """Returns the error for a folder in which no set is meant."""
     if variant:
@@ -142,9 +139,7 @@ def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, var
     if variants := sorted({each.variant for each in sets}):
         choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])
         return CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
-    folders = [name for name in names if name.endswith(tuple(f"{suffix}/" for suffix in _WEIGHTS))]
-    also = f", got a folder {folders[0]}" if folders else ""
-    return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{also}")
+    return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:
@@ -161,39 +156,29 @@ def _listed(choices: Sequence[object]) -> str:
 def _group(names: Collection[str]) -> list[FileSet]:
     """Returns the weight files of a folder as sets, sorted by name. Files without a total, such as ``part-0`` and ``part-1``,
     are one set if their numbers have no gap."""
-    numbered: dict[tuple[str, str, str, str], dict[int, list[str]]] = {}
-    singles = []
+    sets = []
+    numbered: dict[tuple[str, str, str, str], list[tuple[int, str]]] = defaultdict(list)
     for name in sorted(names):
         if not name.endswith(_WEIGHTS) or _TRAINING_STATE.fullmatch(name):
             continue
-        stem, _, suffix = name.rpartition(".")
-        match = _NUMBERED.fullmatch(_RANK_FILE.sub("shard-*-", stem))
+        stem, _, suffix = _RANK_FILE.sub("shard-*-", name).rpartition(".")
+        match = _NUMBERED.fullmatch(stem)
         if match and (match["total"] or not stem.startswith(_STEMS)):
-            key = match["begin"], match["total"] or "", match["end"] or "", suffix
-            numbered.setdefault(key, {}).setdefault(int(match["number"]), []).append(name)
+            numbered[match["begin"], match["total"] or "", match["end"] or "", suffix].append(
+                (int(match["number"]), name)
+            )
         else:
-            singles.append(name)
-    sets = []
-    for (begin, total, end, suffix), files in numbered.items():
-        listed = [name for number in sorted(files) for name in files[number]]
-        fault = _fault(files, int(total) if total else len(files))
-        if not total and (fault or len(files) == 1):
-            singles += listed
-            continue
-        pattern = f"{begin}*{f'-of-{total}' if total else ''}{end}.{suffix}"
-        shown = listed[0] if len(listed) == 1 and not fault else pattern
-        sets.append(FileSet(shown, begin.rstrip("-_.") + end, listed, fault))
-    sets += [FileSet(name, _RANK_FILE.sub("shard-*-", name).rpartition(".")[0], [name]) for name in singles]
+            sets.append(FileSet(stem, [name]))
+    for (begin, total, end, _), files in numbered.items():
+        listed = [name for _, name in sorted(files)]
+        numbers = {number for number, _ in files}
+        # Each rank has files of all numbers, or of some.
+        is_unique = len(numbers) == len(files) or _RANK_FILE.match(listed[0]) is not None
+        count = int(total) if total else len(files)
+        is_complete = len(numbers) == count and (min(numbers), max(numbers)) in ((0, count - 1), (1, count))
+        if total or (is_complete and is_unique and len(files) > 1):
+            fault = "" if is_complete and is_unique else f"expected {count} files with the numbers from 0 or 1 on"
+            sets.append(FileSet(begin.rstrip("-_.") + end, listed, fault))
+        else:
+            sets += [FileSet(name.rpartition(".")[0], [name]) for name in listed]
     return sorted(sets, key=lambda each: each.files)
-
-
-def _fault(files: dict[int, list[str]], total: int) -> str:
-    """Returns what is wrong with files that should have the numbers from 1 or 0 on; empty if nothing is."""
-    first = 0 if 0 in files else 1
-    numbers = range(first, first + total)
-    if extra := next((names[0] for number, names in files.items() if number not in numbers), ""):
-        return f"{extra} has a number that is out of range"
-    if twice := next((names for names in files.values() if len(names) > 1 and not _RANK_FILE.match(names[0])), None):
-        return f"{twice[0]} and {twice[1]} have the same number"
-    missing = [str(number) for number in islice((n for n in numbers if n not in files), _MAX_SHOWN)]
-    return f"{total - len(files)} of {total} missing: numbers {', '.join(missing)}" if missing else ""

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from epload.checkpoint import file_sets
 from epload.checkpoint.base import Progress
-from epload.checkpoint.byte_store import Folder, Shared
-from epload.checkpoint.local_store import LocalFolder
+from epload.checkpoint.byte_store import Shared
+from epload.checkpoint.local_store import LocalStore
 from epload.errors import CheckpointError
 from epload.files import read_regular
 
@@ -32,110 +32,86 @@ _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
 
-class HubModel(NamedTuple):
-    """A repository, and which revision of it."""
-
-    name: str
-    """``org/name``."""
-    revision: str | None = None
-    """A branch, a tag or a commit; None for the default branch."""
-
-    def __str__(self) -> str:
-        return f"{SCHEME}{self.name}" + (f"@{self.revision}" if self.revision else "")
-
-
-class HubFolder(LocalFolder):
-    """A snapshot in the cache."""
-
-    def __init__(self, path: Path, model: HubModel) -> None:
-        super().__init__(path)
-        self._model = model
-
-    @classmethod
-    def locate(
-        cls, source: str | os.PathLike[str], variant: str, progress: Progress, shared: Shared | None
-    ) -> tuple[Folder, str] | None:
-        """Brings the weights, their index and the configuration into the cache, if they are not there yet; with ``shared`` those
-        of the commit that the other rank reads."""
-        if (model := parse(source)) is None:
-            return None
-        if shared is None:
-            return _download(model, variant, progress), ""
-        commit = _COMMIT.search(shared[0])
-        if commit is None:
-            raise CheckpointError(
-                f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank"
-            )
-        hub, model = _library(model), HubModel(model.name, commit[1])
-        with _locked(hub, model, progress):
-            return HubFolder(_snapshot(hub, model, commit[1], shared[1]), model), ""
-
-    def path_of(self, name: str) -> str:
-        return f"{self._model}/{name}"
-
-    def __str__(self) -> str:
-        return str(self._model)
+def locate(
+    source: str | os.PathLike[str], variant: str, progress: Progress, shared: Shared | None
+) -> tuple[LocalStore, str] | None:
+    """See :data:`epload.checkpoint.opening.STORES`. Brings the weights, their index and the configuration into the cache, if they
+    are not there yet; with ``shared`` those of the commit that the other rank reads."""
+    if (model := parse(source)) is None:
+        return None
+    name, revision = model
+    hub = _library(name)
+    if shared is None:
+        return _download(hub, name, revision, variant, progress), ""
+    commit = _COMMIT.search(shared[0])
+    if commit is None:
+        raise CheckpointError(f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank")
+    with _locked(hub, name, commit[1], progress):
+        return _snapshot(hub, name, commit[1], commit[1], shared[1]), ""
 
 
-def parse(source: object) -> HubModel | None:
-    """Returns the model that ``hf://org/name@revision`` or ``org/name`` names, if no path has that name; else None. Without
-    ``hf://``, a name that ends like a file is a path, perhaps a wrong one.
-
-    Raises:
-        CheckpointError: a malformed hf:// address.
-    """
+def parse(source: object) -> tuple[str, str] | None:
+    """Returns the model ``org/name`` and the revision that ``hf://org/name@revision`` or ``org/name`` names, if no path has that
+    name; else None. The revision is "" for the default branch. Without ``hf://``, a name that ends like a file is a path, perhaps
+    a wrong one. Raises CheckpointError for a malformed hf:// address."""
     if not isinstance(source, str):
         return None
-    address = source.removeprefix(SCHEME)
-    name, _, revision = address.partition("@")
-    if address != source:
-        if not _ID.fullmatch(name) or address.endswith("@"):
+    if source.startswith(SCHEME):
+        name, separator, revision = source.removeprefix(SCHEME).partition("@")
+        if not _ID.fullmatch(name) or (separator and not revision):
             raise CheckpointError(f"expected hf://org/name or hf://org/name@revision, got {source!r}")
-        return HubModel(name, revision or None)
-    is_file = address.endswith(_SUFFIXES)
-    return HubModel(address) if _ID.fullmatch(address) and not is_file and not os.path.lexists(address) else None
+        return name, revision
+    is_model = _ID.fullmatch(source) and not source.endswith(_SUFFIXES) and not os.path.lexists(source)
+    return (source, "") if is_model else None
 
 
-def _download(model: HubModel, variant: str, progress: Progress) -> HubFolder:
+def _address(name: str, revision: str) -> str:
+    return f"{SCHEME}{name}" + (f"@{revision}" if revision else "")
+
+
+def _download(hub: Any, name: str, revision: str, variant: str, progress: Progress) -> LocalStore:
     """Raises CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached."""
-    hub = _library(model)
     try:
-        info = hub.HfApi().model_info(model.name, revision=model.revision)
+        info = hub.HfApi().model_info(name, revision=revision or None)
     except Exception as error:
         refused = isinstance(error, hub.errors.HfHubHTTPError) and error.response.status_code < 500
         names = [] if refused else [*file_sets.standard_names(variant), file_sets.CONFIG]
-        cached = (hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names)
+        cached = (hub.try_to_load_from_cache(name, file, revision=revision or None) for file in names)
         if (file := next((path for path in cached if isinstance(path, str)), None)) is not None:
-            return HubFolder(Path(file).parent, HubModel(model.name, Path(file).parent.name))
-        raise _describe(hub, model, error) from None
+            return _store(Path(file).parent, name)
+        raise _describe(hub, name, revision, error) from None
     commit: str = info.sha
-    with _locked(hub, HubModel(model.name, commit), progress):
+    with _locked(hub, name, commit, progress):
 
-        def content(name: str) -> bytes:
-            return read_regular(Path(hub.hf_hub_download(model.name, name, revision=commit)))
+        def content(file: str) -> bytes:
+            return read_regular(Path(hub.hf_hub_download(name, file, revision=commit)))
 
         names = [sibling.rfilename for sibling in info.siblings or ()]
-        patterns = _required(names, str(HubModel(model.name, commit)), variant, content)
-        path = _snapshot(hub, model, commit, patterns)
-    return HubFolder(path, HubModel(model.name, path.name))
+        required = _required(names, _address(name, commit), variant, content)
+        return _snapshot(hub, name, revision, commit, required)
 
 
-def _snapshot(hub: Any, model: HubModel, commit: str, names: Sequence[str]) -> Path:
+def _store(snapshot: Path, name: str) -> LocalStore:
+    """Returns the folder of a snapshot in the cache."""
+    return LocalStore(snapshot, _address(name, snapshot.name))
+
+
+def _snapshot(hub: Any, name: str, revision: str, commit: str, files: Sequence[str]) -> LocalStore:
     """Downloads files, unless the cache has them for this revision and commit."""
-    paths = [hub.try_to_load_from_cache(model.name, name, revision=model.revision) for name in names]
-    if paths and all(isinstance(path, str) and Path(path).parent.name == commit for path in paths):
-        return Path(paths[0]).parent
-    return Path(hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(names)))
+    cached = [hub.try_to_load_from_cache(name, file, revision=revision or None) for file in files]
+    if cached and all(isinstance(path, str) and Path(path).parent.name == commit for path in cached):
+        return _store(Path(cached[0]).parent, name)
+    return _store(Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files))), name)
 
 
-def _library(model: HubModel) -> Any:
+def _library(name: str) -> Any:
     try:
         for part in ("errors", "constants"):
             importlib.import_module(f"huggingface_hub.{part}")
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise CheckpointError(
-            f"no checkpoint at {model.name}: there is no such path; to load it from the Hugging Face Hub, install "
+            f"no checkpoint at {name}: there is no such path; to load it from the Hugging Face Hub, install "
             "huggingface_hub (pip install epload[hub])"
         ) from error
 
@@ -148,36 +124,32 @@ def _required(names: Sequence[str], where: str, variant: str, content: Callable[
         where: the repository, for messages.
         variant: of the weights.
         content: downloads a file.
-
-    Raises:
-        CheckpointError: as :func:`file_sets.choose`.
     """
     top = [name for name in names if "/" not in name]
-    configs = [name for name in top if name in (file_sets.CONFIG, "hf_quant_config.json")]
+    configs = [name for name in file_sets.CONFIGS if name in top]
     named = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in configs else ""
     chosen = file_sets.choose(top, where, variant, named)
     if chosen[0].endswith(".json"):
-        with suppress(
-            ValueError, KeyError, TypeError, AttributeError, RecursionError
-        ):  # opening it reports what is wrong
+        # Opening the index reports what is wrong with it.
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             in_index = json.loads(content(chosen[0]))["weight_map"].values()
-            chosen += sorted({name for name in in_index if isinstance(name, str)})
+            chosen = chosen + sorted({name for name in in_index if isinstance(name, str)})
     elif chosen == [file_sets.DCP]:
-        chosen += [name for name in top if name.endswith((".distcp", ".safetensors"))]
+        chosen = chosen + [name for name in top if name.endswith((".distcp", ".safetensors"))]
     return [*configs, *chosen]
 
 
-def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
+def _describe(hub: Any, name: str, revision: str, error: Exception) -> CheckpointError:
     """Returns what to raise, without the text of an HTTP error, which may quote the request."""
-    errors, where = hub.errors, hub.constants.ENDPOINT
+    errors, where, model = hub.errors, hub.constants.ENDPOINT, _address(name, revision)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        text = f"access to {model} is restricted: accept its conditions at {where}/{model.name}, then {login}"
+        text = f"access to {model} is restricted: accept its conditions at {where}/{name}, then {login}"
     elif isinstance(error, errors.RevisionNotFoundError):
-        text = f"{model.name} has no revision {model.revision} at {where}"
+        text = f"{name} has no revision {revision} at {where}"
     elif isinstance(error, errors.RepositoryNotFoundError):
         text = (
-            f"no checkpoint at {model.name}: there is neither such a path nor, for this user, such a model at {where}; if it is "
+            f"no checkpoint at {name}: there is neither such a path nor, for this user, such a model at {where}; if it is "
             f"private, {login}"
         )
     elif isinstance(error, errors.HfHubHTTPError):
@@ -185,11 +157,10 @@ def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
     elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | OSError) or (
         type(error).__module__.split(".")[0] in _HTTP_LIBRARIES
     ):
-        revision = f" --revision {model.revision}" if model.revision else ""
+        which, option = (f" in revision {revision}", f" --revision {revision}") if revision else ("", "")
         text = (
-            f"no checkpoint at {model.name}{f' in revision {model.revision}' if model.revision else ''}: there is no such path, "
-            f"{where} cannot be reached ({type(error).__name__}), and it is not in the cache {hub.constants.HF_HUB_CACHE}; "
-            f"download it where there is a network: hf download {model.name}{revision}"
+            f"no checkpoint at {name}{which}: there is no such path, {where} cannot be reached ({type(error).__name__}), and it "
+            f"is not in the cache {hub.constants.HF_HUB_CACHE}; download it where there is a network: hf download {name}{option}"
         )
     else:
         text = f"cannot download {model} from {where}: {type(error).__name__}"
@@ -197,10 +168,10 @@ def _describe(hub: Any, model: HubModel, error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def _locked(hub: Any, model: HubModel, progress: Progress) -> Iterator[None]:
+def _locked(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[None]:
     """Holds the lock of one snapshot in the cache, which a process that dies releases. Calls ``progress`` when the cache grows,
     by whatever process. Raises CheckpointError in place of what huggingface_hub raises."""
-    cache, flat = Path(hub.constants.HF_HUB_CACHE), model.name.replace("/", "--")
+    cache, flat = Path(hub.constants.HF_HUB_CACHE), name.replace("/", "--")
     (cache / ".locks").mkdir(parents=True, exist_ok=True)
     done = threading.Event()
 
@@ -217,13 +188,13 @@ def _locked(hub: Any, model: HubModel, progress: Progress) -> Iterator[None]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        with open(cache / ".locks" / f"epload--{flat}--{model.revision}.lock", "w") as file:
+        with open(cache / ".locks" / f"epload--{flat}--{commit}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise _describe(hub, model, error) from None
+        raise _describe(hub, name, commit, error) from None
     finally:
         done.set()
         watcher.join()

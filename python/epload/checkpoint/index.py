@@ -29,8 +29,12 @@ class Index:
         Args:
             salt: anything else than the content on which the meaning of the index depends.
         """
+        if file.nbytes > limit:
+            raise CheckpointError(
+                f"{file} has {file.nbytes} bytes, expected at most {limit} from its name: replace it, or save it again"
+            )
         self.file = file
-        self.raw = file.read_whole(limit)
+        self.raw = file.read(0, file.nbytes)
         self.digest = hashlib.sha256(self.raw + salt).hexdigest()[:32]
 
     @property
@@ -43,7 +47,7 @@ class Index:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file that holds each tensor, by name.
+        """The file that holds each tensor, by name; it may omit tensors.
 
         Raises:
             CheckpointError: the index is malformed, or names something else than files in its own folder.
@@ -68,13 +72,8 @@ class Index:
         """The files that the index names, sorted. Raises as :attr:`weight_map`."""
         return sorted(set(self.weight_map.values()))
 
-    def absent(self, file_name: str) -> CheckpointError:
-        """Returns the error for a file that the index names and that does not exist."""
-        name = next(name for name, file in self.weight_map.items() if file == file_name)
-        return CheckpointError(f"{self.file}: places {name} in {file_name}, which is not in its folder")
-
     def places(self, name: str, file_name: str) -> bool:
-        """Returns True if the tensor ``name`` is to be read from this file, in which it is. The index may omit tensors."""
+        """Returns True if the tensor ``name`` is to be read from this file, in which it is."""
         return self.weight_map.get(name, file_name) == file_name
 
     def check_complete(self, names: Container[str]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from threading import Lock
-from typing import NamedTuple
 
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Folder, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.files import open_regular
@@ -26,47 +25,11 @@ _COARSE_TICK_NS = 1_000_000_000
 _SETTLING_ROUNDS = 5
 
 
-class FileVersion(NamedTuple):
-    """Identifies a file by its ``stat``. Equal versions are the same file and, as far as ``stat`` can tell, the same bytes."""
-
-    device: int
-    inode: int
-    nbytes: int
-    mtime: int
-    """Nanoseconds since the epoch."""
-    ctime: int
-    """Nanoseconds since the epoch."""
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileVersion:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-    def difference(self, now: FileVersion) -> str:
-        """Returns what happened to a file that had this version and now has ``now``; empty if nothing did."""
-        if (now.device, now.inode) != (self.device, self.inode):
-            return f"was replaced by another file (inode {self.inode}, now {now.inode})"
-        if now.nbytes < self.nbytes:
-            return f"was truncated ({self.nbytes} bytes, now {now.nbytes})"
-        if now.nbytes > self.nbytes:
-            return f"was modified ({self.nbytes} bytes, now {now.nbytes})"
-        if now.mtime != self.mtime:
-            return f"was modified ({_at(now.mtime)})"
-        if now.ctime != self.ctime:
-            return f"was modified, or its attributes were ({_at(now.ctime)})"
-        return ""
-
-
-def _at(nanoseconds: int) -> str:
-    return time.strftime("at %Y-%m-%d %H:%M:%S UTC", time.gmtime(nanoseconds / 1e9))
-
-
 class LocalFile(StoredFile):
     """One local file. Everything in it, its header included, is read through one descriptor.
 
-    Its version is recorded when it is opened, before the first byte is read. If the file changed within the last tick of the
-    file system's clock, opening waits for that tick to end: a second change in the same tick would leave the same version.
-
-    Reading is thread-safe; closing must not overlap with it.
+    Its ``stat`` is recorded when it is opened, before the first byte is read. If the file changed within the last tick of the
+    file system's clock, opening waits for that tick to end: a second change in the same tick could not be told.
     """
 
     _fd = -1
@@ -75,57 +38,47 @@ class LocalFile(StoredFile):
         """Raises OSError, also if it is not a regular file."""
         self.path = Path(path)
         self.name = self.path.name
-        self._opening = Lock()
-        self._fd, self.version = self._open()
+        self._fd = open_regular(self.path)
+        self._status = os.fstat(self._fd)
         for _ in range(_SETTLING_ROUNDS):
-            if not (nanoseconds := _settling_time(self.version)):
+            if not (nanoseconds := _settling_time(self._status)):
                 break
             time.sleep(nanoseconds / 1e9)
-            before, self.version = self.version, FileVersion.of(os.fstat(self._fd))
-            if before == self.version:
+            before, self._status = self._status, os.fstat(self._fd)
+            if not _difference(before, self._status):
                 break
-        self.nbytes = self.version.nbytes
-
-    def _open(self) -> tuple[int, FileVersion]:
-        fd = open_regular(self.path)
-        return fd, FileVersion.of(os.fstat(fd))
+        self.nbytes = self._status.st_size
 
     @property
     def fd(self) -> int:
-        """The descriptor. A closed file is opened again.
+        """The descriptor. A closed file is opened again. Raises as :meth:`reopen`."""
+        if self._fd < 0:
+            self.reopen()
+        return self._fd
+
+    def reopen(self) -> None:
+        """Opens the path again.
 
         Raises:
             CheckpointError: the file has changed or cannot be opened.
         """
-        if self._fd < 0:
-            with self._opening:
-                if self._fd < 0:
-                    self._fd = self._open_again()
-        return self._fd
-
-    def reopen(self) -> None:
-        """Opens the path again. Raises as :attr:`fd`."""
-        fd = self._open_again()
-        self.close()
-        self._fd = fd
-
-    def _open_again(self) -> int:
         try:
-            fd, version = self._open()
+            fd = open_regular(self.path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.path} was removed after it was opened; load again") from error
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-        if difference := self.version.difference(version):
+        if difference := _difference(self._status, os.fstat(fd)):
             os.close(fd)
             raise CheckpointError(f"{self.path} {difference} after it was opened; load again")
-        return fd
+        self.close()
+        self._fd = fd
 
     def read(self, offset: int, nbytes: int) -> bytes:
         parts = []
         nbytes = min(nbytes, self.nbytes - offset)  # some files of /proc have no size, and no end
-        # Over FUSE one call may return fewer bytes than the file has.
         try:
+            # Over FUSE one call may return fewer bytes than the file has.
             while nbytes > 0 and (part := os.pread(self.fd, nbytes, offset)):
                 parts.append(part)
                 offset, nbytes = offset + len(part), nbytes - len(part)
@@ -141,9 +94,9 @@ class LocalFile(StoredFile):
 
     def changed(self) -> str:
         try:
-            difference = self.version.difference(FileVersion.of(os.stat(self.path)))
+            difference = _difference(self._status, os.stat(self.path))
             if not difference and self._fd >= 0:
-                difference = self.version.difference(FileVersion.of(os.fstat(self._fd)))
+                difference = _difference(self._status, os.fstat(self._fd))
         except FileNotFoundError:
             difference = "was removed"
         except OSError as error:
@@ -162,39 +115,59 @@ class LocalFile(StoredFile):
         return str(self.path)
 
 
-def _settling_time(version: FileVersion) -> int:
+def _difference(before: os.stat_result, now: os.stat_result) -> str:
+    """Returns what happened to a file between two calls of ``stat``; empty if, as far as ``stat`` can tell, nothing did."""
+    if (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
+        return f"was replaced by another file (inode {before.st_ino}, now {now.st_ino})"
+    if now.st_size != before.st_size:
+        how = "truncated" if now.st_size < before.st_size else "modified"
+        return f"was {how} ({before.st_size} bytes, now {now.st_size})"
+    if (now.st_mtime_ns, now.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+        attributes = "" if now.st_mtime_ns != before.st_mtime_ns else ", or its attributes were"
+        return f"was modified{attributes} ({time.strftime('at %Y-%m-%d %H:%M:%S UTC', time.gmtime(now.st_ctime))})"
+    return ""
+
+
+def _settling_time(status: os.stat_result) -> int:
     """Returns the nanoseconds until another change is certain to change ctime; 0 if it already is."""
-    tick = _TICK_NS if version.ctime % 1_000_000_000 else _COARSE_TICK_NS
-    age = time.time_ns() - version.ctime
+    tick = _TICK_NS if status.st_ctime_ns % 1_000_000_000 else _COARSE_TICK_NS
     # If a file server's clock is ahead of this machine's, the age is negative and means nothing: wait one whole tick.
-    return max(0, tick - max(age, 0))
+    return max(0, tick - max(time.time_ns() - status.st_ctime_ns, 0))
 
 
 class LocalStore(ByteStore):
-    """Local files, read natively with a few threads."""
+    """A folder of a file system, whose files are read natively with a few threads."""
 
-    files: Sequence[LocalFile]
-    _all: Sequence[LocalFile]
+    def __init__(self, path: Path, address: str = "") -> None:
+        """``address``: the folder's name in messages, by default its path."""
+        super().__init__()
+        self.path = path
+        self._address = address
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        with os.scandir(self.path) as entries:
+            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
+
+    def path_of(self, name: str) -> str:
+        return f"{self._address}/{name}" if self._address else str(self.path / name)
+
+    def open_files(self, names: Sequence[str]) -> Iterator[LocalFile]:
+        return (LocalFile(self.path / name) for name in names)
 
     def reopen(self) -> None:
-        for file in self._all:
-            file.reopen()
+        for file in chain(self.descriptions, self.files):
+            file.reopen()  # type: ignore[attr-defined]
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        self._check(ops.read_ranges(self._descriptors, ranges, buffer, self._threads, self.direct_io))
+        self._check(ops.read_ranges(self._descriptors(), ranges, buffer, self.threads or READ_THREADS, self.direct_io))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
         targets, copies, origins, pipe = regions
-        table = self._descriptors, files, offsets, origins, targets, copies.rows
-        return self._check(ops.read_regions(*table, self._threads, self.direct_io, pipe))
+        table = self._descriptors(), files, offsets, origins, targets, copies.rows
+        return self._check(ops.read_regions(*table, self.threads or READ_THREADS, self.direct_io, pipe))
 
-    @property
     def _descriptors(self) -> list[int]:
-        return [file.fd for file in self.files]
-
-    @property
-    def _threads(self) -> int:
-        return self.threads or READ_THREADS
+        return [file.fd for file in self.files]  # type: ignore[attr-defined]
 
     def _check(self, outcome: tuple[int, int, int, int]) -> int:
         """Returns the bytes read. ``outcome``: of ``ops.read_ranges``. Raises CheckpointError if a file could not be read."""
@@ -208,39 +181,20 @@ class LocalStore(ByteStore):
             raise CheckpointError(f"cannot read {file} at byte {offset}: {os.strerror(error)}")
         raise CheckpointError(f"{file} ends at byte {offset}, but its header describes more")
 
-
-class LocalFolder(Folder):
-    """A folder of a file system."""
-
-    store = LocalStore
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    @classmethod
-    def locate(
-        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
-    ) -> tuple[Folder, str] | None:
-        try:
-            path = Path(source).expanduser()
-        except RuntimeError as error:
-            raise CheckpointError(f"no checkpoint at {source}: {error}") from error
-        if path.is_dir():
-            return LocalFolder(path), ""
-        if shared is None and not path.exists():
-            raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
-        return LocalFolder(path.parent), path.name
-
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        with os.scandir(self.path) as entries:
-            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
-
-    def _files(self, names: Sequence[str]) -> Iterator[StoredFile]:
-        return (LocalFile(self.path / name) for name in names)
-
-    def path_of(self, name: str) -> str:
-        return str(self.path / name)
-
     def __str__(self) -> str:
-        return str(self.path)
+        return self._address or str(self.path)
+
+
+def locate(
+    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+) -> tuple[ByteStore, str]:
+    """See :data:`epload.checkpoint.opening.STORES`."""
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"no checkpoint at {source}: {error}") from error
+    if path.is_dir():
+        return LocalStore(path), ""
+    if shared is None and not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
+    return LocalStore(path.parent), path.name

@@ -222,7 +222,7 @@ class TensorLocations:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file, as the file's header describes it."""
+    """A tensor of a file, or a chunk of one, as the file's header describes it."""
 
     name: str
     dtype: torch.dtype
@@ -230,4 +230,6 @@ class StoredTensor(NamedTuple):
     offset: int
     """Offset from the start of the file, in bytes."""
     start: tuple[int, ...] | None = None
-    """Its start, in elements, in the larger tensor of the same name that it is a part of; None for a whole tensor."""
+    """Its start, in elements, in the larger tensor of the same name that it is a chunk of; None for a whole tensor."""
+    file: int = 0
+    """Index of the file in its store."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import random
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Lock
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
-import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Folder, Shared, StoredFile
-from epload.checkpoint.object_clients import Absent, Address, ObjectClient, Replaced, RequestRefused, connect
-from epload.errors import CheckpointError
+from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.object_clients import Client, connect
+from epload.errors import CheckpointError, redact_url
 
 REQUEST_BYTES = 8 << 20
 """Maximum number of bytes that one request asks for."""
@@ -28,70 +27,68 @@ ATTEMPTS = 7
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to MAX_PAUSE."""
 MAX_PAUSE = 8.0
-_HEAD_BYTES = 128 << 20
-"""Maximum number of bytes that are kept from the start of an object; more than any header has."""
+_BLOCK_BYTES = 1 << 20
+"""Unit in which headers are fetched, as they are parsed in many small reads."""
+_BLOCKS = 128
+"""Maximum number of such units that are kept of a file."""
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
+_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
 T = TypeVar("T")
 
 
 class ObjectFile(StoredFile):
     """One object, as it was when it was opened."""
 
-    def __init__(self, client: ObjectClient, name: str, url: str) -> None:
+    def __init__(self, client: Client, name: str, url: str) -> None:
         """Raises CheckpointError; FileNotFoundError."""
         self.name, self._client, self._url = name, client, url
-        self._head = bytearray()
-        """The beginning of the object, as far as headers were read."""
-        self._reading = Lock()
+        self._block = lru_cache(_BLOCKS)(self._fetch_block)
         try:
-            self.version = self._retry(lambda: client.head(name))
-        except Absent:
+            self._version = retried(lambda: client.head(name), url)
+        except FileNotFoundError:
             raise FileNotFoundError(2, "no such object", url) from None
-        self.nbytes = self.version.nbytes
-        self.identity = f"{self.version.tag} {self.nbytes}"
+        self.nbytes, tag = self._version
+        self.identity = f"{tag} {self.nbytes}"
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Ranges that continue what was read from the beginning on, as those of a header do, are fetched once."""
         end = min(offset + nbytes, self.nbytes)
         if offset >= end:
             return b""
-        with self._reading:
-            if offset > len(self._head) or end > _HEAD_BYTES:
-                return bytes(self.fetch(offset, end))
-            if end > len(self._head):
-                self._head += self.fetch(len(self._head), end)
-            return bytes(self._head[offset:end])
+        first = offset // _BLOCK_BYTES
+        content = b"".join(map(self._block, range(first, -(-end // _BLOCK_BYTES))))
+        return content[offset - first * _BLOCK_BYTES :][: end - offset]
+
+    def _fetch_block(self, number: int) -> bytes:
+        begin = number * _BLOCK_BYTES
+        return bytes(self.fetch(begin, min(begin + _BLOCK_BYTES, self.nbytes)))
 
     def fetch(self, begin: int, end: int) -> memoryview:
         """Raises CheckpointError."""
 
         def get() -> memoryview:
-            content = memoryview(self._client.get(self.name, begin, end, self.version))
-            if content.nbytes != end - begin:
-                raise ConnectionError(f"expected {end - begin} bytes, got {content.nbytes}")
-            return content
+            content = self._client.get(self.name, begin, end, self._version)
+            if content is None:
+                raise CheckpointError(f"{self} was replaced by another object while it was read; load again")
+            if (view := memoryview(content)).nbytes != end - begin:
+                raise ConnectionError(f"expected {end - begin} bytes, got {view.nbytes}")
+            return view
 
         try:
-            return self._retry(get)
-        except Absent:
+            return retried(get, self._url)
+        except FileNotFoundError:
             raise CheckpointError(f"{self} was removed after it was opened; load again") from None
-        except Replaced:
-            raise CheckpointError(f"{self} was replaced by another object while it was read; load again") from None
 
     def changed(self) -> str:
         try:
-            now = self._retry(lambda: self._client.head(self.name))
-        except Absent:
+            now = retried(lambda: self._client.head(self.name), self._url)
+        except FileNotFoundError:
             return f"{self} was removed"
         except CheckpointError as error:
             return f"{self} is no longer accessible ({error})"
-        if now != self.version:
-            return f"{self} was replaced by another object ({self.nbytes} bytes, now {now.nbytes})"
+        if now != self._version:
+            return f"{self} was replaced by another object ({self.nbytes} bytes, now {now[0]})"
         return ""
-
-    def _retry(self, call: Callable[[], T]) -> T:
-        return retried(call, str(self))
 
     def __str__(self) -> str:
         return self._url
@@ -101,16 +98,16 @@ def retried(call: Callable[[], T], what: str) -> T:
     """Returns the result of ``call``, after up to ATTEMPTS attempts. Clients' own retries do not cover the bodies of responses.
 
     Raises:
-        Absent, Replaced: as ``call`` does.
+        FileNotFoundError: there is no such object.
         CheckpointError: it was refused, or failed in each of ATTEMPTS attempts.
     """
     pause = FIRST_PAUSE
     for attempt in range(ATTEMPTS):
         try:
             return call()
-        except (Absent, Replaced, CheckpointError):
+        except (FileNotFoundError, CheckpointError):
             raise
-        except RequestRefused as refused:
+        except PermissionError as refused:
             raise CheckpointError(f"cannot read {what}: {refused}") from None
         except Exception as error:  # each client has its own; what they say may quote credentials
             last = str(error) if type(error) is ConnectionError else type(error).__name__
@@ -120,29 +117,48 @@ def retried(call: Callable[[], T], what: str) -> T:
     raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
 
 
-class _Request(NamedTuple):
-    """Bytes [begin, end) of a file, and which rows of the ranges they have parts of."""
-
-    file: int
-    begin: int
-    end: int
-    rows: range
-
-
 class ObjectStore(ByteStore):
-    """Objects, read by requests that run at once."""
+    """The objects under one address, read by requests that run at once."""
 
-    files: Sequence[ObjectFile]
+    files: list[ObjectFile]  # type: ignore[assignment]
     _pool: ThreadPoolExecutor | None = None
 
+    def __init__(self, url: str) -> None:
+        """``url``: may contain credentials and a query. Raises CheckpointError."""
+        super().__init__()
+        self._address = redact_url(url)
+        self._client = connect(url)
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        try:
+            listed = retried(self._client.list, str(self))
+        except FileNotFoundError:
+            return []
+        if listed is not None:
+            return listed
+        present = self._threads().map(self._exists, standard)
+        return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            retried(lambda: self._client.head(name), self.path_of(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def path_of(self, name: str) -> str:
+        return f"{self._address}/{name}"
+
+    def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
+        return self._threads().map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names)
+
     def changed(self) -> str:
-        return next(filter(None, self._threads().map(lambda file: file.changed(), self._all)), "")
+        files = [*self.descriptions, *self.files]
+        return next(filter(None, self._threads().map(lambda file: file.changed(), files)), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        order = torch.argsort(ranges[:, 1], stable=True)
-        rows = ranges[order[torch.argsort(ranges[order, 0], stable=True)]].tolist()
         into = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        jobs = [self._threads().submit(self._fetch, request, rows, into) for request in _requests(rows)]
+        jobs = [self._threads().submit(self._fetch, *request, into) for request in _requests(ranges)]
         done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in pending:
             job.cancel()
@@ -150,17 +166,13 @@ class ObjectStore(ByteStore):
         for job in done:
             job.result()
 
-    def _fetch(self, request: _Request, rows: Sequence[Sequence[int]], into: memoryview) -> None:
-        file = self.files[request.file]
-        if request.end > file.nbytes:
+    def _fetch(self, number: int, begin: int, end: int, parts: list[tuple[int, int, int]], into: memoryview) -> None:
+        file = self.files[number]
+        if end > file.nbytes:
             raise CheckpointError(f"{file} ends at byte {file.nbytes}, but its header describes more")
-        content = file.fetch(request.begin, request.end)
-        for i in request.rows:
-            _, offset, at, nbytes = rows[i]
-            begin, end = max(offset, request.begin), min(offset + nbytes, request.end)
-            if begin < end:
-                at += begin - offset
-                into[at : at + end - begin] = content[begin - request.begin : end - request.begin]
+        content = file.fetch(begin, end)
+        for offset, at, nbytes in parts:
+            into[at : at + nbytes] = content[offset - begin : offset - begin + nbytes]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -172,74 +184,49 @@ class ObjectStore(ByteStore):
             self._pool = ThreadPoolExecutor(REQUESTS, "epload-get")
         return self._pool
 
+    def __str__(self) -> str:
+        return self._address
 
-def _requests(rows: Sequence[Sequence[int]]) -> list[_Request]:
+
+def _requests(ranges: Tensor) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
     """Joins ranges that are close to each other in a file, and cuts them to the size of a request.
 
-    Args:
-        rows: file, offset, place in the buffer, bytes; sorted by file and offset.
+    Returns:
+        For each request the file's number, the first byte and the end, and the parts of ranges in it: offset in the file, offset
+        in the buffer, bytes.
     """
-    total = sum(nbytes for _, _, _, nbytes in rows)
+    total = int(ranges[:, 3].sum())
     size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-total // REQUESTS)))
-    requests: list[_Request] = []
-    first, ends = 0, list[int]()
-    for i, (file, offset, _, nbytes) in enumerate(rows):
-        ends.append(max(offset + nbytes, ends[-1] if ends else 0))
-        if i + 1 < len(rows) and rows[i + 1][0] == file and rows[i + 1][1] - ends[-1] <= _GAP_BYTES:
-            continue
-        begins = [row[1] for row in rows[first : i + 1]]
-        for begin in range(begins[0], ends[-1], size):
-            end = min(begin + size, ends[-1])
-            touched = range(first + bisect_right(ends, begin), first + bisect_left(begins, end))
-            requests.append(_Request(file, begin, end, touched))
-        first, ends = i + 1, []
-    return requests
+    requests: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
+    number, begin, end, parts = -1, 0, 0, list[tuple[int, int, int]]()
+    for file, offset, at, nbytes in sorted(ranges.tolist()):
+        while nbytes > 0:
+            if file != number or not begin <= offset < begin + size or offset - end > _GAP_BYTES:
+                requests.append((number, begin, end, parts))
+                number, begin, end, parts = file, offset, offset, []
+            length = min(nbytes, begin + size - offset)
+            parts.append((offset, at, length))
+            offset, at, nbytes = offset + length, at + length, nbytes - length
+            end = max(end, offset)
+    return [request for request in [*requests, (number, begin, end, parts)] if request[3]]
 
 
-class ObjectFolder(Folder):
-    """The objects under one address."""
-
-    store = ObjectStore
-
-    def __init__(self, address: Address) -> None:
-        """Raises CheckpointError."""
-        super().__init__()
-        self._address = address
-        self._client = connect(address)
-
-    @classmethod
-    def locate(
-        cls, source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
-    ) -> tuple[Folder, str] | None:
-        if not isinstance(source, str) or "://" not in source:
-            return None
-        address, name = Address.of(source)
-        return ObjectFolder(address), name
-
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        try:
-            listed = retried(self._client.list, str(self))
-        except Absent:
-            return []
-        if listed is not None:
-            return listed
-
-        def exists(name: str) -> bool:
-            try:
-                retried(lambda: self._client.head(name), self.path_of(name))
-            except Absent:
-                return False
-            return True
-
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return sorted(name for name, present in zip(standard, pool.map(exists, standard), strict=True) if present)
-
-    def _files(self, names: Sequence[str]) -> Iterator[StoredFile]:
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            yield from pool.map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names)
-
-    def path_of(self, name: str) -> str:
-        return f"{self._address}/{name}"
-
-    def __str__(self) -> str:
-        return str(self._address)
+def locate(
+    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+) -> tuple[ByteStore, str] | None:
+    """See :data:`epload.checkpoint.opening.STORES`. The URL of a file ends with a suffix of files."""
+    if not isinstance(source, str) or "://" not in source:
+        return None
+    try:
+        parts = urlsplit(source)
+    except ValueError:
+        parts = None
+    if parts is None or "@" in parts.fragment:
+        raise CheckpointError(
+            "expected a URL such as s3://bucket/path, got a malformed one: write each of /?#@ in a user or password as %2F, "
+            "%3F, %23 or %40, or leave them out and let the client find the credentials"
+        ) from None
+    path, name = parts.path.rstrip("/"), ""
+    if path.endswith(_SUFFIXES):
+        path, _, name = path.rpartition("/")
+    return ObjectStore(urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))), name

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from epload.checkpoint import dcp, file_sets, hub, safetensors, torch_file, unsupported
+from epload.checkpoint import dcp, file_sets, hub, local_store, object_store, safetensors, torch_file, unsupported
 from epload.checkpoint.base import Checkpoint, Progress
-from epload.checkpoint.byte_store import Folder, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.index import Index
-from epload.checkpoint.local_store import LocalFolder
 from epload.checkpoint.manifest import FileFacts, Manifest
-from epload.checkpoint.object_store import ObjectFolder
 from epload.checkpoint.quantization import quantization_of
 from epload.checkpoint.state_dict import STATE_DICT, StateDictCheckpoint, split_entries
 from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
 
-STORES: tuple[type[Folder], ...] = (hub.HubFolder, ObjectFolder, LocalFolder)
-"""The stores. The first that knows a path or URL has it."""
+Locate = Callable[[str | os.PathLike[str], str, Progress, Shared | None], tuple[ByteStore, str] | None]
+STORES: tuple[Locate, ...] = (hub.locate, object_store.locate, local_store.locate)
+"""The stores: functions that find what a path or URL means. The first that knows it has it. A store that downloads does so here.
+
+They get the path or URL; the variant of the weights; a function to call with numbers of bytes as they are downloaded; and what
+another rank has opened, if this one joins it. They return the folder and the name of the file in it that is meant, "" for the
+folder itself; None if the path or URL is of another store. They raise CheckpointError if there is nothing."""
 FORMATS: tuple[Format, ...] = (safetensors.FORMAT, dcp.FORMAT, torch_file.FORMAT)
 """The formats. The first that knows a file's suffix has it."""
-_CONFIGS = (file_sets.CONFIG, "hf_quant_config.json")
-"""Files next to the weights that declare a quantization: the first that does counts."""
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -48,11 +48,24 @@ def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, 
         raise TypeError(
             f"expected a checkpoint as a path, a dict of tensors or an epload.Checkpoint, got {type(source).__name__}"
         )
-    with _located(source, variant, progress) as (folder, name):
-        if not name:
-            return _open_folder(folder, known, prefix, variant)
-        _check_no_options(folder.path_of(name), prefix, variant)
-        return _open_file(folder, name, known)
+    with _located(source, variant, progress) as (store, name):
+        if name:
+            _check_no_options(store.path_of(name), prefix, variant)
+            return _open_file(store, name, known)
+        names = store.names([file_sets.CONFIG, dcp.FILE, *file_sets.standard_names(variant)])
+        chosen = [dcp.FILE]
+        if not prefix or dcp.FILE not in names:  # a prefix is not for the other weights that the folder may have
+            _check_no_options(str(store), prefix)
+            config = store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES) if file_sets.CONFIG in names else b""
+            chosen = file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
+        elif variant:
+            raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
+        if chosen == [dcp.FILE]:
+            return _open_index(store, dcp.DcpIndex(store.open_description(dcp.FILE), prefix), known)
+        if len(chosen) == 1:
+            return _open_file(store, chosen[0], known, is_folder=True)
+        store.open(chosen)
+        return _read(store, str(store), known)
 
 
 def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
@@ -60,17 +73,25 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
     expected = manifest.locations.files
-    with _located(source, "", progress, manifest) as (folder, name):
+    names = [facts.name for facts in expected]
+    with _located(source, "", progress, (manifest.source, names)) as (store, name):
         is_file = name and not name.endswith(".json")
         if is_file and len(expected) > 1:
             raise CheckpointError(
-                f"{folder.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
+                f"{store.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
                 "every rank"
             )
-        files = folder.open([name] if is_file else [facts.name for facts in expected])
-        facts = list(map(_facts, files))
-        _check_same(files, facts, expected)
-        return FileCheckpoint(folder.store(files), manifest)
+        for file, other in zip(store.open([name] if is_file else names), expected, strict=True):
+            facts = _facts(file)
+            if facts[1:] != other[1:]:
+                part = (
+                    "size" if facts.nbytes != other.nbytes else "header" if facts.header != other.header else "content"
+                )
+                raise CheckpointError(
+                    f"{file} is not the file that the source rank has: its {part} differs; "
+                    'copy it again, or let one rank read (readers="one")'
+                )
+        return FileCheckpoint(store, manifest)
 
 
 def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
@@ -78,16 +99,15 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     Raises CheckpointError."""
     if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
         return {}
-    with _located(source) as (folder, name):
-        if name or dcp.FILE not in folder.names([dcp.FILE]):
+    with _located(source) as (store, name):
+        if name or dcp.FILE not in store.names([dcp.FILE]):
             return {}
-        (file,) = folder.open([dcp.FILE])
-        saved = dcp.DcpIndex(file, dcp.ROOT).metadata.items
+        saved = dcp.DcpIndex(store.open_description(dcp.FILE), dcp.ROOT).metadata.items
         items = {name: saved[name, None] for name in names if (name, None) in saved}
-        paths = sorted({item.file for item in items.values()})
-        file_of = dict(zip(paths, folder.open(paths), strict=True))
-        contents = {name: file_of[item.file].read(item.offset, item.length) for name, item in items.items()}
-        folder.close()
+        paths = sorted({path for path, _, _ in items.values()})
+        file_of = dict(zip(paths, store.open(paths), strict=True))
+        contents = {name: file_of[path].read(offset, length) for name, (path, offset, length) in items.items()}
+        store.close()
         return contents
 
 
@@ -96,9 +116,9 @@ def read_config(source: Any) -> dict[str, Any]:
     CheckpointError if it cannot be read."""
     if not isinstance(source, str | os.PathLike):
         return {}
-    with _located(source) as (folder, _):
+    with _located(source) as (store, _):
         try:
-            config = json.loads(folder.read(file_sets.CONFIG, _MAX_CONFIG_BYTES))
+            config = json.loads(store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
     return config if isinstance(config, dict) else {}
@@ -118,20 +138,16 @@ def _located(
     source: str | os.PathLike[str],
     variant: str = "",
     progress: Progress = lambda nbytes: None,
-    joined: Manifest | None = None,
-) -> Iterator[tuple[Folder, str]]:
-    """Yields what :meth:`Folder.locate` returns. If the body fails, closes the files. ``joined``: manifest of another rank."""
-    folder: Folder | None = None
+    shared: Shared | None = None,
+) -> Iterator[tuple[ByteStore, str]]:
+    """Yields what one of :data:`STORES` returns. If the body fails, closes the files."""
+    store: ByteStore | None = None
     try:
-        shared = None
-        if joined is not None and joined.locations is not None:
-            shared = joined.source, [facts.name for facts in joined.locations.files]
-        located = (store.locate(source, variant, progress, shared) for store in STORES)
-        folder, name = next(filter(None, located))
-        yield folder, name
+        store, name = next(filter(None, (locate(source, variant, progress, shared) for locate in STORES)))
+        yield store, name
     except BaseException as error:
-        if folder is not None:
-            folder.close()
+        if store is not None:
+            store.close()
         if isinstance(error, OSError):
             raise unreadable(error) from error
         raise
@@ -141,17 +157,6 @@ def unreadable(error: OSError) -> CheckpointError:
     """Returns what all ranks raise for a file that cannot be read."""
     file = f" {error.filename}" if error.filename else ""
     return CheckpointError(f"cannot read{file}: {error.strerror or error}")
-
-
-def _check_same(files: Sequence[StoredFile], present: Sequence[FileFacts], expected: Sequence[FileFacts]) -> None:
-    """Checks that files are those that the source rank has. Raises CheckpointError."""
-    for file, facts, other in zip(files, present, expected, strict=True):
-        if facts[1:] != other[1:]:
-            part = "size" if facts.nbytes != other.nbytes else "header" if facts.header != other.header else "content"
-            raise CheckpointError(
-                f"{file} is not the file that the source rank has: its {part} differs; "
-                'copy it again, or let one rank read (readers="one")'
-            )
 
 
 def _check_no_options(source: str, prefix: str, variant: str = "") -> None:
@@ -170,78 +175,54 @@ def _check_no_options(source: str, prefix: str, variant: str = "") -> None:
 # ---- files ----
 
 
-def _open_folder(folder: Folder, known: Manifest | None, prefix: str, variant: str) -> Checkpoint:
-    names = folder.names([file_sets.CONFIG, dcp.FILE, *file_sets.standard_names(variant)])
-    chosen = [dcp.FILE]
-    if not prefix or dcp.FILE not in names:  # a prefix is not for the other weights that the folder may have
-        _check_no_options(str(folder), prefix)
-        config = folder.read(file_sets.CONFIG, _MAX_CONFIG_BYTES) if file_sets.CONFIG in names else b""
-        chosen = file_sets.choose(names, str(folder), variant, file_sets.weights_in_config(config))
-    elif variant:
-        raise ValueError(f"{folder}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
-    if chosen == [dcp.FILE]:
-        (file,) = folder.open(chosen)
-        return _open_index(folder, dcp.DcpIndex(file, prefix), known)
-    if len(chosen) == 1:
-        return _open_file(folder, chosen[0], known, is_folder=True)
-    return _read(folder, folder.open(chosen), str(folder), known)
-
-
-def _open_file(folder: Folder, name: str, known: Manifest | None, is_folder: bool = False) -> Checkpoint:
+def _open_file(store: ByteStore, name: str, known: Manifest | None, is_folder: bool = False) -> Checkpoint:
     """Opens a file or an index. ``is_folder``: True if the folder was passed, so that its configuration is that of the file."""
-    (file,) = folder.open([name])
     if name.endswith(".json"):
-        index = Index(file)
+        index = Index(store.open_description(name))
         if name.endswith(".index.json") or index.is_valid:
-            return _open_index(folder, index, known)
+            return _open_index(store, index, known)
+        raise CheckpointError(unsupported.of_file(index.file))
+    (file,) = store.open([name])
     if not name.endswith(safetensors.FORMAT.suffixes) and (reason := unsupported.of_file(file)):
         raise CheckpointError(reason)
-    return _read(folder, [file], folder.path_of(name), known, is_folder=is_folder)
+    return _read(store, store.path_of(name), known, is_folder=is_folder)
 
 
-def _open_index(folder: Folder, index: Index, known: Manifest | None) -> Checkpoint:
+def _open_index(store: ByteStore, index: Index, known: Manifest | None) -> Checkpoint:
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
     else:
         names = index.file_names
     try:
-        files = folder.open(names)
+        store.open(names)
     except FileNotFoundError as error:
-        raise index.absent(Path(error.filename).name) from error
-    return _read(folder, files, str(folder), known, index)
+        raise CheckpointError(
+            f"cannot read {error.filename}, which {index.file} names: there is no such file in its folder; copy it again"
+        ) from error
+    return _read(store, str(store), known, index)
 
 
 def _read(
-    folder: Folder,
-    files: Sequence[StoredFile],
-    source: str,
-    known: Manifest | None,
-    index: Index | None = None,
-    is_folder: bool = True,
+    store: ByteStore, source: str, known: Manifest | None, index: Index | None = None, is_folder: bool = True
 ) -> Checkpoint:
-    """Returns a checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest."""
-    store = folder.store(files, [index.file] if index is not None else [])
-    facts = list(map(_facts, files))
+    """Returns the checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest."""
+    facts = list(map(_facts, store.files))
     manifest = known and known.with_files(source, index.digest if index is not None else "", facts)
     checkpoint: FileCheckpoint | StateDictCheckpoint
     if manifest is not None:
         checkpoint = FileCheckpoint(store, manifest)
     else:
-        checkpoint = _format(files, source, index).read(OpenFiles(files, facts, store, source, index))
-    checkpoint.declare(_quantization(folder, checkpoint.manifest) if is_folder else None)
+        name_of = {_format_of(file): file.name for file in reversed(store.files)}
+        if isinstance(index, dcp.DcpIndex):
+            name_of = {dcp.FORMAT: dcp.FILE}
+        if len(name_of) > 1:
+            raise CheckpointError(
+                f"{source} has files of several formats ({', '.join(name_of.values())}); expected one format"
+            )
+        format = next(iter(name_of), FORMATS[0])
+        checkpoint = format.read(OpenFiles(store, facts, source, index))
+    checkpoint.declare(_quantization(store, checkpoint.manifest) if is_folder else None)
     return checkpoint
-
-
-def _format(files: Sequence[StoredFile], source: str, index: Index | None) -> Format:
-    """Returns the format of all of these files. Raises CheckpointError if there are two."""
-    if isinstance(index, dcp.DcpIndex):
-        return dcp.FORMAT
-    file_of = {_format_of(file): file.name for file in reversed(files)}
-    if len(file_of) > 1:
-        raise CheckpointError(
-            f"{source} has files of several formats ({', '.join(file_of.values())}); expected one format"
-        )
-    return next(iter(file_of), FORMATS[0])
 
 
 def _format_of(file: StoredFile) -> Format:
@@ -258,30 +239,27 @@ def _facts(file: StoredFile) -> FileFacts:
 # ---- quantization ----
 
 
-def _quantization(folder: Folder, manifest: Manifest) -> Quantization | None:
+def _quantization(store: ByteStore, manifest: Manifest) -> Quantization | None:
     """Returns the quantization that a folder's configuration declares; None if no tensor of it can be quantized. Raises
     CheckpointError if the configuration of fp8 weights cannot be read."""
-    if {*FP8, *INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+    dtypes = manifest.kinds.dtypes
+    if {*FP8, *INTEGERS}.isdisjoint(dtypes):
         return None
-    try:
-        return next(filter(None, (_declared(folder, name) for name in _CONFIGS)), None)
-    except CheckpointError:
-        if set(FP8).isdisjoint(manifest.kinds.dtypes):
-            return None
-        raise
-
-
-def _declared(folder: Folder, name: str) -> Quantization | None:
-    """Returns the quantization that one file declares, if the folder has the file. Raises CheckpointError."""
-    try:
-        raw = folder.read(name, _MAX_CONFIG_BYTES + 1)
-        if len(raw) > _MAX_CONFIG_BYTES:
-            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES >> 20} MiB")
-        return quantization_of(json.loads(raw))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"cannot read the quantization of fp8 weights from {folder.path_of(name)}: {reason}; correct the file, or remove it"
-        ) from error
+    for name in file_sets.CONFIGS:
+        try:
+            raw = store.peek(name, _MAX_CONFIG_BYTES + 1)
+            if len(raw) > _MAX_CONFIG_BYTES:
+                raise ValueError(f"it has more than {_MAX_CONFIG_BYTES >> 20} MiB")
+            if (declared := quantization_of(json.loads(raw))) is not None:
+                return declared
+        except FileNotFoundError:
+            continue
+        except (CheckpointError, OSError, ValueError, RecursionError) as error:
+            if set(FP8).isdisjoint(dtypes):
+                return None
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"cannot read the quantization of fp8 weights from {store.path_of(name)}: {reason}; correct the file, or remove "
+                "it"
+            ) from error
+    return None

@@ -23,41 +23,45 @@ _COMPANION = re.compile(
 
 
 def declared_quantization(config: Mapping[str, Any]) -> Quantization:
-    """Reads a ``quantization_config`` of ``config.json``, or the ``quantization`` of ModelOpt's ``hf_quant_config.json``.
-
-    Raises:
-        ValueError: a block size is malformed.
-    """
+    """Reads a ``quantization_config`` of ``config.json``, or the ``quantization`` of ModelOpt's ``hf_quant_config.json``."""
     method = config.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
-    texts = [method, config.get("format"), config.get("scale_fmt"), config.get("quant_algo")]
-    blocks = [_block("weight_block_size", config["weight_block_size"])] if config.get("weight_block_size") else []
-    blocks += _algorithm_blocks(config)
-    for layer in _mappings(config.get("quantized_layers")):
-        blocks += _algorithm_blocks(layer)
-        texts.append(layer.get("quant_algo"))
-    for group in _groups(config):
-        weights = group.get("weights", group.get("weight"))
-        for each in weights if isinstance(weights, list) else [weights]:
-            if isinstance(each, Mapping):
-                blocks += _group_blocks(each)
-                texts += [group.get("format"), each.get("scale_dtype"), each.get("scale_format")]
-    if not blocks and any("mxfp8" in str(text).lower() for text in texts):
+    blocks, texts = list[Block](), [method]
+    for section, of_weights in _sections(config, False):
+        if (algorithm := str(section.get("quant_algo")).upper()) in _ALGORITHMS:
+            blocks.append(_ALGORITHMS[algorithm])
+        for key in ("weight_block_size", "block_structure"):
+            if section.get(key):
+                blocks.append(_block(key, section[key]))
+        per_block = section.get("strategy") not in ("tensor", "channel", "token") and not section.get("block_structure")
+        if of_weights and per_block and (size := section.get("group_size")) not in (None, -1, 0):
+            blocks.append(_block("group_size", [1, size]))
+        keys = ("format", "scale_fmt", "quant_algo", "scale_dtype", "scale_format")
+        texts += [str(section.get(key)).lower() for key in keys]
+    if not blocks and any("mxfp8" in text for text in texts):
         blocks.append(_MX_GROUP)
     # In a group, scales are of dtype uint8 only if they are exponents.
-    exponents = any(re.search(r"mxfp8|e8m0|uint8", str(text).lower()) for text in texts)
+    exponents = any(re.search(r"mxfp8|e8m0|uint8", text) for text in texts)
     return Quantization(method, tuple(dict.fromkeys(blocks)), exponents)
 
 
-def quantization_of(config: Any) -> Quantization | None:
-    """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization.
+def _sections(config: Mapping[str, Any], of_weights: bool) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yields a configuration and those in it, but for activations and caches, each with True if it is of weights: libraries
+    declare them by layer, by group of layers or for all."""
+    yield config, of_weights
+    for key, value in config.items():
+        if not re.search("activation|input|output|cache", str(key)):
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Mapping):
+                    yield from _sections(inner, of_weights or key in ("weights", "weight"))
 
-    Raises:
-        ValueError: it is no JSON object, or declares a malformed block size.
-    """
+
+def quantization_of(config: Any) -> Quantization | None:
+    """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization."""
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a JSON object, got {type(config).__name__}")
-    for section in (config, *_mappings({"text": config.get("text_config")})):
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config", "quantization"):
             if isinstance(declared := section.get(key), Mapping):
                 return declared_quantization(declared)
@@ -79,44 +83,12 @@ def quantized_with(
         if dtype in stored and (dtype in FP8 or len(shape) > 1) and not _is_companion(name):
             weights.setdefault(name.rpartition(".")[0], name)
             weights.setdefault(name, name)  # bitsandbytes adds to the weight's own name
-    companions = {}
-    for name in filter(_is_companion, names):
-        weight = weights.get(name.rpartition(".")[0])
-        if weight is not None:
-            companions[name] = weight
-    return companions
+    weight_of = {name: weights.get(name.rpartition(".")[0]) for name in filter(_is_companion, names)}
+    return {name: weight for name, weight in weight_of.items() if weight is not None}
 
 
 def _is_companion(name: str) -> bool:
     return _COMPANION.search(name.rpartition(".")[2]) is not None
-
-
-def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the groups of weights of compressed-tensors and ModelOpt (``config_groups``) and of Quark."""
-    for key in ("config_groups", "layer_quant_config", "layer_type_quant_config"):
-        yield from _mappings(config.get(key))
-    yield from _mappings({"all": config.get("global_quant_config")})
-
-
-def _mappings(values: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the values of a dict that are dicts."""
-    if isinstance(values, Mapping):
-        yield from (value for value in values.values() if isinstance(value, Mapping))
-
-
-def _algorithm_blocks(config: Mapping[str, Any]) -> list[Block]:
-    block = _ALGORITHMS.get(str(config.get("quant_algo")).upper())
-    return [block] if block is not None else []
-
-
-def _group_blocks(weights: Mapping[str, Any]) -> list[Block]:
-    """Returns the block of a group of weights, if scales are not per tensor or per row."""
-    if weights.get("block_structure"):
-        return [_block("block_structure", weights["block_structure"])]
-    size = weights.get("group_size")
-    if size in (None, -1, 0) or weights.get("strategy") in ("tensor", "channel", "token"):
-        return []
-    return [_block("group_size", [1, size])]
 
 
 def _block(key: str, value: Any) -> Block:

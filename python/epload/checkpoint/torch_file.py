@@ -18,7 +18,7 @@ from torch import Tensor
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.manifest import FileFacts, StoredTensor
-from epload.checkpoint.pickles import Suspicious, check_pickle
+from epload.checkpoint.pickles import Suspicious, read_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
 from epload.errors import CheckpointError
@@ -36,11 +36,7 @@ _LEGACY_PICKLES = 5
 
 def check_pickles(stream: BinaryIO) -> None:
     """Checks the pickles in a file, before ``torch.load`` runs them. ``stream``: at the beginning, where it is again afterwards.
-
-    Raises:
-        Suspicious: the file must not be loaded.
-        RuntimeError: it is an archive that torch cannot read.
-    """
+    Raises Suspicious, or RuntimeError if torch cannot read the archive."""
     is_archive = stream.read(4) == _ZIP
     stream.seek(0)
     if is_archive:
@@ -52,67 +48,46 @@ def check_pickles(stream: BinaryIO) -> None:
             nbytes = reader.get_record_size("data.pkl")
         if nbytes > _MAX_PICKLE_BYTES:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
-        check_pickle(reader.get_record("data.pkl"))
+        read_pickle(reader.get_record("data.pkl"))
     else:
         raw, end = stream.read(_MAX_LEGACY_BYTES), 0
         for _ in range(_LEGACY_PICKLES):
-            end = check_pickle(raw, end)
+            _, end = read_pickle(raw, end)
     stream.seek(0)
 
 
 def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
     """Locates the tensors without reading them, or, if some are not one byte range each, loads the files: views that are not
     contiguous, another byte order, the format before torch 1.6, or a torch that does not report offsets.
-
-    Raises:
-        CheckpointError: a file is no state dict, a tensor is in two files, or the index names one that is in none.
-        OSError: a file cannot be read.
-    """
-    layouts, ignored = [], dict[str, None]()
-    for file, facts in zip(opened.files, opened.facts, strict=True):
+    Raises CheckpointError, OSError."""
+    located: list[StoredTensor] = []
+    ignored = dict[str, None]()
+    for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
         # Without a digest of its header, another file could not be told from this one.
-        if (layout := _read_layout(file) if facts.header else None) is None:
+        try:
+            members, state = (_members(file), _load_on_meta(file)) if facts.header else ({}, None)
+        except OSError:
+            raise
+        except Exception:
+            return _load_files(opened)  # which reports what is wrong
+        if not members:
             return _load_files(opened)
-        layouts.append(layout[0])
-        ignored |= dict.fromkeys(layout[1])
-    return opened.checkpoint(layouts, list(ignored))
-
-
-def _read_layout(file: StoredFile) -> tuple[list[StoredTensor], list[str]] | None:
-    """Returns the tensors, ordered as their bytes are, and the names of other entries; None if they are not byte ranges.
-
-    Raises:
-        CheckpointError: the file is no state dict.
-        OSError: it cannot be read.
-    """
-    try:
-        members = _members(file)
-        state = _load_on_meta(file)
-    except OSError:
-        raise
-    except Exception:
-        return None  # _load() reports what is wrong
-    tensors, ignored = _unwrapped(state, file)
-    layout = []
-    for name, tensor in tensors.items():
-        if (begin := _byte_range(tensor, members)) is None:
-            return None
-        layout.append(StoredTensor(name, tensor.dtype, tuple(tensor.shape), begin))
-    return sorted(layout, key=lambda stored: stored.offset), ignored
+        tensors, others = _unwrapped(state, file)
+        ignored |= dict.fromkeys(others)
+        begins = {name: _byte_range(tensor, members) for name, tensor in tensors.items()}
+        for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+            if begin < 0:
+                return _load_files(opened)
+            located.append(StoredTensor(name, tensors[name].dtype, tuple(tensors[name].shape), begin, None, number))
+    return opened.checkpoint(located, list(ignored))
 
 
 def locate_tensor(file: StoredFile) -> StoredTensor:
-    """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it.
-
-    Raises:
-        CheckpointError: the file has something else, or not as one byte range.
-        OSError: it cannot be read.
-    """
+    """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it. Raises CheckpointError, OSError."""
     reason = "its bytes are not one range of an uncompressed zip archive"
     try:
-        members = _members(file)
-        tensor = _load_on_meta(file)
-        if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) is not None:
+        members, tensor = _members(file), _load_on_meta(file)
+        if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) >= 0:
             return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin)
     except (CheckpointError, OSError):
         raise
@@ -129,27 +104,27 @@ def _load_on_meta(file: StoredFile) -> Any:
         return torch.load(stream, map_location="meta", weights_only=True)
 
 
-def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int | None:
-    """Returns the offset of a meta tensor's bytes in its file; None if they are not one range. ``members``: of the archive."""
+def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int:
+    """Returns the offset of a meta tensor's bytes in its file; -1 if they are not one range. ``members``: of the archive."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_quantized or tensor.dtype not in dtypes.SAFETENSORS.values():
-        return None
+        return -1
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
+        return -1
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    offset = tensor.storage_offset() * tensor.dtype.itemsize
+    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
     # Checked against the archive: torch's private offset must never lead to a wrong byte.
     if begin is None or members.get(begin, -1) < offset + tensor.nbytes:
-        return None
-    return int(begin) + int(offset)
+        return -1
+    return int(begin) + offset
 
 
 def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
     """Raises as :func:`read`."""
     tensors: dict[str, Tensor] = {}
     file_of: dict[str, StoredFile] = {}
-    ignored: dict[str, None] = {}
-    for file in opened.files:
+    ignored = dict[str, None]()
+    for file in opened.store.files:
         state, others = _load(file)
         ignored |= dict.fromkeys(others)
         for name, tensor in state.items():
@@ -163,12 +138,7 @@ def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
 
 
 def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries.
-
-    Raises:
-        CheckpointError: the file is no state dict.
-        OSError: it cannot be read.
-    """
+    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries."""
     try:
         # torch would take the bytes of compressed members as they are.
         is_mapped = file.mapping_path is not None and file.read(0, 4) == _ZIP and all(map(_is_stored, _entries(file)))
@@ -186,34 +156,29 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
     return _unwrapped(state, file)
 
 
-def _unwrapped(state: Any, file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
+def _unwrapped(state: Any, file: StoredFile, path: str = "torch.load(FILE)") -> tuple[dict[str, Tensor], list[str]]:
     """Returns the tensors of a state dict that may be wrapped, and the names of all other entries."""
-    others: list[str] = []
-    path = ""
-    for wrapper in WRAPPERS:
-        nested = [key for key in WRAPPERS if isinstance(state, Mapping) and _has_tensors(state.get(key))]
-        if len(nested) > 1:
-            raise CheckpointError(
-                f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "
-                f"torch.load(FILE){path}[{nested[-1]!r}]"
-            )
-        inner = state.get(wrapper) if isinstance(state, Mapping) else None
-        # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
-        if isinstance(inner, Mapping) and (not inner or _has_tensors(inner)):
-            others += [str(name) for name in state if name != wrapper]
-            state, path = inner, f"[{wrapper!r}]"
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{file}: expected a dict of tensors, got a {type(state).__name__}")
-    tensors, ignored = split_entries(state, str(file))
-    return tensors, ignored + others
+    # A model may have a submodule of this name, but no file has its tensors both under it and in a nested dict.
+    nested = [key for key in WRAPPERS if _has_tensors(state.get(key))]
+    if len(nested) > 1:
+        raise CheckpointError(
+            f"{file} has a state dict under each of {' and '.join(map(repr, nested))}; pass the one that is meant, e.g. "
+            f"{path}[{nested[-1]!r}]"
+        )
+    if not nested:
+        return split_entries(state, str(file))
+    tensors, others = _unwrapped(state[nested[0]], file, f"{path}[{nested[0]!r}]")
+    return tensors, others + [str(name) for name in state if name != nested[0]]
 
 
 def _has_tensors(state: Any) -> bool:
     """Returns True for a dict of tensors, and for one that wraps such a dict."""
-    if not isinstance(state, Mapping):
-        return False
-    wrapped = [state[wrapper] for wrapper in WRAPPERS if isinstance(state.get(wrapper), Mapping)]
-    return any(isinstance(value, Tensor) for values in [state, *wrapped] for value in values.values())
+    return isinstance(state, Mapping) and (
+        any(isinstance(value, Tensor) for value in state.values())
+        or any(_has_tensors(state.get(wrapper)) for wrapper in WRAPPERS)
+    )
 
 
 # ---- the archive ----
@@ -221,21 +186,15 @@ def _has_tensors(state: Any) -> bool:
 
 def file_facts(file: StoredFile) -> FileFacts:
     """Returns facts whose header is the archive's directory, which says where each storage is, and the pickle, which says what
-    is in them.
-
-    Raises:
-        CheckpointError: the file has changed.
-        OSError: it cannot be read.
-    """
+    is in them. Raises CheckpointError, OSError."""
     header = b""
     try:
         if file.read(0, 4) == _ZIP:
             entries = _entries(file)
             where = [(entry.filename, entry.header_offset, entry.file_size, entry.compress_type) for entry in entries]
-            pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
-            if len(pickles) == 1 and _is_stored(pickles[0]) and pickles[0].file_size <= _MAX_PICKLE_BYTES:
-                raw = file.read(_data_begin(file, pickles[0].header_offset), pickles[0].file_size)
-                header = repr(where).encode() + raw
+            (pickled,) = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+            if _is_stored(pickled) and pickled.file_size <= _MAX_PICKLE_BYTES:
+                header = repr(where).encode() + file.read(_data_begin(file, pickled), pickled.file_size)
     except (CheckpointError, OSError):
         raise
     except Exception:
@@ -254,23 +213,22 @@ def _entries(file: StoredFile) -> list[zipfile.ZipInfo]:
 
 def _members(file: StoredFile) -> dict[int, int]:
     """Returns the size of each uncompressed member, by where its bytes begin; empty if the tensors are not little-endian."""
-    entries = _entries(file)
-    for entry in entries:
-        if entry.filename.endswith("/byteorder") and file.read(_data_begin(file, entry.header_offset), 6) != b"little":
-            return {}
-    return {_data_begin(file, entry.header_offset): entry.file_size for entry in entries if _is_stored(entry)}
+    stored = [(entry, _data_begin(file, entry)) for entry in _entries(file) if _is_stored(entry)]
+    if any(entry.filename.endswith("/byteorder") and file.read(begin, 6) != b"little" for entry, begin in stored):
+        return {}
+    return {begin: entry.file_size for entry, begin in stored}
 
 
 def _is_stored(entry: zipfile.ZipInfo) -> bool:
     return entry.compress_type == zipfile.ZIP_STORED
 
 
-def _data_begin(file: StoredFile, header: int) -> int:
-    """Returns the offset of the bytes of the member whose local header is at ``header``; a name and padding come before them."""
-    local = file.read(header, 30)
+def _data_begin(file: StoredFile, entry: zipfile.ZipInfo) -> int:
+    """Returns the offset of a member's bytes, before which come its name and padding."""
+    local = file.read(entry.header_offset, 30)
     if len(local) < 30 or local[:4] != _ZIP:
         raise CheckpointError(
-            f"{file}: expected a zip member at byte {header}, where the archive's directory places one"
+            f"{file}: expected a zip member at byte {entry.header_offset}, where the archive's directory places one"
         )
     name_length, extra_length = struct.unpack_from("<HH", local, 26)
-    return int(header + 30 + name_length + extra_length)
+    return int(entry.header_offset + 30 + name_length + extra_length)

@@ -34,16 +34,6 @@ def fold(names: Mapping[str, Value]) -> list[tuple[str, Value, int]]:
     ]
 
 
-def numbered(names: Iterable[str]) -> dict[str, int]:
-    """Counts the different numbers after each prefix, without those further left: ``{"layers": 48, "layers.*.experts": 128}``."""
-    numbers: dict[str, set[str]] = {}
-    for name in names:
-        for match in _NUMBER.finditer(name):
-            prefix = _NUMBER.sub("*", name[: match.start()].rstrip("._"))
-            numbers.setdefault(prefix, set()).add(match.group())
-    return {prefix: len(values) for prefix, values in numbers.items()}
-
-
 def _boxes(tuples: Iterable[Numbers]) -> list[list[Sequence[int]]]:
     """Returns the tuples as products of sets, one set for each position."""
     rest_of: dict[int, list[Numbers]] = {}

@@ -12,7 +12,6 @@ from epload.cli.convert import convert
 from epload.cli.doctor import doctor
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
-from epload.cli.trace import trace
 from epload.native.info import build_info
 
 
@@ -39,8 +38,8 @@ def info(as_json: bool) -> None:
     if as_json:
         print_json(build_info())
     else:
-        show(facts([(key, str(value)) for key, value in build_info().items()]))
+        show(facts(*((key, str(value)) for key, value in build_info().items())))
 
 
-for command in (inspect, verify, diff, plan, doctor, trace, convert):
+for command in (inspect, verify, diff, plan, doctor, convert):
     main.add_command(command)

@@ -11,7 +11,6 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
-from rich.tree import Tree
 
 from epload.errors import LoadError, redact
 
@@ -67,7 +66,7 @@ def _printable(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-def show(part: Table | Tree | str = "") -> None:
+def show(part: Table | str = "") -> None:
     """Prints to standard output; to a terminal in colors, elsewhere without a limit to the width of a line."""
     terminal = sys.stdout.isatty()
     width = None if terminal else 10_000
@@ -77,13 +76,14 @@ def show(part: Table | Tree | str = "") -> None:
     click.echo(redact("\n".join(line.rstrip() for line in captured.get().splitlines())))
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> Table:
-    """Names and values, aligned."""
+def facts(*rows: tuple[str, str]) -> Table:
+    """Returns names and values, aligned, without empty values."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    for title, text in rows:
+        if text:
+            grid.add_row(title, text)
     return grid
 
 

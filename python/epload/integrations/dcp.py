@@ -29,7 +29,7 @@ from torch.futures import Future
 from epload.checkpoint import dcp
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.file_checkpoint import OpenFiles
-from epload.checkpoint.local_store import LocalFolder
+from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.manifest import FileFacts
 from epload.checkpoint.opening import unreadable
 from epload.core import dtypes
@@ -219,16 +219,10 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     root = Path(path).expanduser()
     if not (root / dcp.FILE).is_file():
         return Checkpoint.open(path), []
+    store = LocalStore(root)
     try:
-        return _open_dcp(LocalFolder(root))
+        index = dcp.DcpIndex(store.open_description(dcp.FILE), dcp.ROOT)
+        facts = list(map(FileFacts.of, store.open(index.file_names)))
+        return dcp.read(OpenFiles(store, facts, str(store), index)), index.metadata.others
     except OSError as error:
         raise unreadable(error) from error
-
-
-def _open_dcp(folder: LocalFolder) -> tuple[Checkpoint, list[str]]:
-    (file,) = folder.open([dcp.FILE])
-    index = dcp.DcpIndex(file, dcp.ROOT)
-    files = folder.open(index.file_names)
-    store = folder.store(files, [index.file])
-    opened = OpenFiles(files, [FileFacts.of(file) for file in files], store, str(folder), index)
-    return dcp.read(opened), index.metadata.others

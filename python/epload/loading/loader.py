@@ -301,7 +301,7 @@ def _write_trace(report: LoadReport, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.trace(path)
-        logger.info("wrote %s; open it with https://ui.perfetto.dev, or run `epload trace %s`", path, path)
+        logger.info("wrote %s; open it with https://ui.perfetto.dev", path)
     except OSError as error:
         logger.warning("cannot write the trace of the load to %s: %s", folder, error)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import NamedTuple
 
 ROUND = "round"
@@ -25,7 +23,7 @@ class Event(NamedTuple):
     phase: str
     """One of ``epload.report.PHASES``, or ``ROUND``."""
     begin: int
-    """Nanoseconds of the rank's monotonic clock, or in a :class:`~epload.observe.trace.Trace` of the first rank's."""
+    """Nanoseconds of the rank's monotonic clock, or in a :class:`~epload.observe.trace.Trace` since its beginning."""
     end: int
     nbytes: int = 0
     """Bytes handled in it."""
@@ -43,22 +41,20 @@ class Events:
     rank: int
     node: int = 0
     """Number of the rank's node in the topology."""
-    clock: str = field(default_factory=lambda: clock_identity())
-    """Equal on ranks whose monotonic clocks are one."""
+    offset: int = field(default_factory=lambda: time_ns() - monotonic_ns())
+    """Nanoseconds from the monotonic clock to the time of day, which machines keep in step."""
     spans: list[Event] = field(default_factory=list)
-    decided: dict[str, int] = field(default_factory=dict)
-    """Time in nanoseconds at which each round was decided, by round; empty except on the rank that decides rounds."""
 
     def add(
         self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = ""
     ) -> None:
-        """A span that ends now, of the calling thread."""
+        """Adds a span of the calling thread that ends now."""
         lane = threading.current_thread().name
         self.spans.append(Event(lane, phase, begin, monotonic_ns(), nbytes, detail, ranks, name))
 
     @contextmanager
     def round(self, what: str, number: str) -> Iterator[None]:
-        """Around an agreement round."""
+        """Adds the time of the block as an agreement round."""
         begin = monotonic_ns()
         try:
             yield
@@ -73,12 +69,3 @@ class Events:
         events = cls(**json.loads(zlib.decompress(data)))
         events.spans = [Event(*span[:6], tuple(span[6]), span[7]) for span in events.spans]
         return events
-
-
-def clock_identity() -> str:
-    """Names the monotonic clock of this process: that of the running kernel, in a time namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return f"process {os.getpid()} of {os.uname().nodename}"

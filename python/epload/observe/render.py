@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 
 from epload.observe.phases import Phase
@@ -43,34 +42,21 @@ def show_rate(rate: float) -> str:
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{show_bytes(rate)}/s"
 
 
-def bytes_and_rate(phase: str, nbytes: int, seconds: float) -> tuple[str, str]:
-    """Returns the bytes of a phase and their rate, as text; empty where there is none."""
-    rated = nbytes and seconds and phase != UNRATED
-    return show_bytes(nbytes) if nbytes else "", show_rate(nbytes / seconds) if rated else ""
-
-
-def rows_of(phases: Mapping[str, Phase], titles: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
-    """Returns title, seconds, bytes and rate of each phase that was used. ``titles``: by name, of the phases that are shown."""
-    return [
-        (title, f"{phase.seconds:.3f} s", *bytes_and_rate(name, phase.nbytes, phase.seconds))
-        for name, title in titles.items()
-        if (phase := phases[name]).seconds >= _MIN_SECONDS or (phase.nbytes and name != UNRATED)
-    ]
-
-
-def as_text(headline: str, facts: Facts, rows: Sequence[tuple[str, ...]], warnings: Sequence[str]) -> str:
-    """Returns a report as aligned lines. ``rows``: from :func:`rows_of`."""
-    widths = [max((len(title) for title, *_ in part), default=0) for part in (facts, rows)]
-    lines = [headline, *(f"  {title:<{widths[0]}}  {text}" for title, text in facts)]
-    lines += [f"  {name:<{max(widths)}}  {s:>9}  {nbytes:>12}  {rate:>10}".rstrip() for name, s, nbytes, rate in rows]
+def as_text(
+    headline: str,
+    facts: Facts,
+    phases: Mapping[str, Phase],
+    titles: Mapping[str, str],
+    warnings: Sequence[str],
+) -> str:
+    """Returns a report as aligned lines. ``titles``: by name, of the phases that are shown."""
+    shown = [(title, name, phases[name]) for name, title in titles.items() if name in phases]
+    shown = [part for part in shown if part[2].seconds >= _MIN_SECONDS or (part[2].nbytes and part[1] != UNRATED)]
+    width = max((len(title) for title, _ in facts), default=0)
+    lines = [headline, *(f"  {title:<{width}}  {text}" for title, text in facts)]
+    width = max([width, *(len(title) for title, _, _ in shown)])
+    for title, name, phase in shown:
+        nbytes = show_bytes(phase.nbytes) if phase.nbytes else ""
+        rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != UNRATED else ""
+        lines.append(f"  {title:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
     return "\n".join([*lines, *(f"  warning: {warning}" for warning in warnings)])
-
-
-def as_html(headline: str, facts: Facts, rows: Sequence[tuple[str, ...]], warnings: Sequence[str]) -> str:
-    """Returns a report as a table."""
-    lines = []
-    for title, *texts in [*facts, *rows, *(("warning", warning) for warning in warnings)]:
-        span, align = (" colspan=3", "left") if len(texts) == 1 else ("", "right")
-        cells = "".join(f"<td{span} style='text-align:{align}'>{html.escape(text)}</td>" for text in texts)
-        lines.append(f"<tr><th style='text-align:left'>{html.escape(title)}</th>{cells}</tr>")
-    return f"<b>{html.escape(headline)}</b><table>{''.join(lines)}</table>"

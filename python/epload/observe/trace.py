@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from epload.errors import redact
-from epload.files import read_regular
-from epload.observe.events import ROUND, Event, Events
+from epload.observe.events import ROUND, Events
 
-_FORMAT = "epload trace"
 _ORDER = {"MainThread": 0, "epload-read": 1, "epload-move": 2}
 """Threads in the order in which they are shown; others follow."""
 
 
-@dataclass(frozen=True)
 class Trace:
-    """The events of one load. All times are nanoseconds of the first rank's clock."""
+    """The events of one load. Times are nanoseconds from the first event on, by the time of day of each rank's machine."""
 
-    ranks: tuple[Events, ...]
-    accuracy: dict[int, float]
-    """Seconds by which times of a rank may be off: 0 on the first rank's machine, infinite if nothing is known. Another machine's
-    clock is known only from the agreement rounds: each is entered before the first rank decides it, and left afterwards."""
-
-    @classmethod
-    def merge(cls, ranks: Iterable[Events]) -> Trace:
-        """``ranks``: the events of each, on its own clock. The first decides rounds."""
-        first, *others = ranks
-        merged, accuracy = [first], {first.rank: 0.0}
-        for other in others:
-            offset, accuracy[other.rank] = _offset(other, first)
-            spans = [span._replace(begin=span.begin + offset, end=span.end + offset) for span in other.spans]
-            merged.append(replace(other, spans=spans))
-        return cls(tuple(_with_last_to_come(sorted(merged, key=lambda events: events.rank))), accuracy)
-
-    @property
-    def begin(self) -> int:
-        return min((span.begin for events in self.ranks for span in events.spans), default=0)
+    def __init__(self, ranks: Iterable[Events]) -> None:
+        self.ranks = sorted(ranks, key=lambda events: events.rank)
+        spans = [(events, span) for events in self.ranks for span in events.spans]
+        first = min((span.begin + events.offset for events, span in spans), default=0)
+        last_of: dict[str, tuple[int, int]] = defaultdict(lambda: (0, -1))
+        """The rank that entered each round last, for which all others waited."""
+        for events, span in spans:
+            if span.phase == ROUND:
+                last_of[span.detail] = max(last_of[span.detail], (span.begin + events.offset - first, events.rank))
+        for events in self.ranks:
+            for i, span in enumerate(events.spans):
+                last = last_of[span.detail][1] if span.phase == ROUND else events.rank
+                begin, end = (time + events.offset - first for time in (span.begin, span.end))
+                waited_for = span.ranks if last == events.rank else (last,)
+                events.spans[i] = span._replace(begin=begin, end=end, ranks=waited_for)
 
     @property
     def end(self) -> int:
@@ -50,88 +41,22 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
-        accuracy = {str(rank): bound if bound < math.inf else None for rank, bound in self.accuracy.items()}
-        content = {
-            "traceEvents": [event for events in self.ranks for event in self._describe(events)],
-            "displayTimeUnit": "ms",
-            "otherData": {"format": _FORMAT, "accuracy": accuracy},
-        }
-        Path(path).write_text(json.dumps(content, allow_nan=False))
-
-    def _describe(self, events: Events) -> Iterable[dict[str, Any]]:
-        rank, begin = events.rank, self.begin
-        lanes = sorted({span.lane for span in events.spans}, key=lambda lane: (_ORDER.get(lane, len(_ORDER)), lane))
-        tracks = [("process", 0, rank, f"rank {rank} (node {events.node})")]
-        for kind, number, index, name in [*tracks, *(("thread", i, i, lane) for i, lane in enumerate(lanes))]:
-            for what, value in (("name", name), ("sort_index", index)):
-                yield {"name": f"{kind}_{what}", "ph": "M", "pid": rank, "tid": number, "args": {what: value}}
-        totals: dict[str, int] = defaultdict(int)
-        for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
-            args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
-            yield {
-                "name": redact(span.name or span.phase), "cat": span.phase, "ph": "X", "pid": rank, "tid": lanes.index(span.lane),
-                "ts": (span.begin - begin) / 1e3, "dur": (span.end - span.begin) / 1e3,
-                "args": {name: value for name, value in args.items() if value},
-            }  # fmt: skip
-        for span in sorted(events.spans, key=lambda span: span.end):
-            if span.nbytes:
-                totals[span.phase] += span.nbytes
-                yield {
-                    "name": f"{span.phase}: bytes", "ph": "C", "pid": rank, "ts": (span.end - begin) / 1e3,
-                    "args": {"bytes": totals[span.phase]},
-                }  # fmt: skip
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Trace:
-        """Reads what :meth:`save` has written.
-
-        Raises:
-            ValueError: it is another file.
-        """
-        try:
-            content = json.loads(read_regular(path))
-            if content["otherData"]["format"] != _FORMAT:
-                raise KeyError(_FORMAT)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"expected a trace that epload has written, got {path}, which is none") from error
-        ranks: dict[int, Events] = {}
-        lanes: dict[tuple[int, int], str] = {}
-        for event in content["traceEvents"]:
-            rank, args = event["pid"], event["args"]
-            if event["name"] == "process_name":
-                ranks[rank] = Events(rank, int(args["name"].rpartition(" ")[2].rstrip(")")))
-            elif event["name"] == "thread_name":
-                lanes[rank, event["tid"]] = args["name"]
-            elif event["ph"] == "X":
-                begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-                name = event["name"] if event["name"] != event["cat"] else ""
-                of, texts = tuple(args.get("waits_for", ())), (args.get("bytes", 0), args.get("detail", ""))
-                span = Event(lanes[rank, event["tid"]], event["cat"], begin, begin + length, *texts, of, name)
-                ranks[rank].spans.append(span)
-        accuracy = content["otherData"]["accuracy"].items()
-        return cls(tuple(ranks.values()), {int(rank): math.inf if bound is None else bound for rank, bound in accuracy})
+        described = [event for events in self.ranks for event in _describe(events)]
+        Path(path).write_text(json.dumps({"traceEvents": described, "displayTimeUnit": "ms"}, allow_nan=False))
 
 
-def _offset(other: Events, first: Events) -> tuple[int, float]:
-    """Returns the nanoseconds to add to times of another rank, and the seconds by which that may be off."""
-    if other.clock == first.clock:
-        return 0, 0.0
-    rounds = [(span, first.decided[span.detail]) for span in other.spans if span.detail in first.decided]
-    if not rounds:
-        return first.spans[0].begin - other.spans[0].begin if first.spans and other.spans else 0, math.inf
-    smallest = max(decided - span.end for span, decided in rounds)
-    largest = min(decided - span.begin for span, decided in rounds)
-    return (smallest + largest) // 2, abs(largest - smallest) / 2e9
-
-
-def _with_last_to_come(ranks: list[Events]) -> Iterable[Events]:
-    """Yields the same with the rank that every round waited for."""
-    last: dict[str, tuple[float, int]] = defaultdict(lambda: (-math.inf, -1))
-    for events in ranks:
-        for span in events.spans:
-            if span.phase == ROUND:
-                last[span.detail] = max(last[span.detail], (span.begin, events.rank))
-    for events in ranks:
-        waits = {detail: (rank,) for detail, (_, rank) in last.items() if rank != events.rank}
-        spans = [s._replace(ranks=waits.get(s.detail, ())) if s.phase == ROUND else s for s in events.spans]
-        yield replace(events, spans=spans)
+def _describe(events: Events) -> Iterator[dict[str, Any]]:
+    rank = events.rank
+    lanes = sorted({span.lane for span in events.spans}, key=lambda lane: (_ORDER.get(lane, len(_ORDER)), lane))
+    names = [("process", 0, rank, f"rank {rank} (node {events.node})")]
+    names += [("thread", number, number, lane) for number, lane in enumerate(lanes)]
+    for kind, number, index, name in names:
+        for what, value in (("name", name), ("sort_index", index)):
+            yield {"name": f"{kind}_{what}", "ph": "M", "pid": rank, "tid": number, "args": {what: value}}
+    for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
+        args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
+        yield {
+            "name": redact(span.name or span.phase), "cat": span.phase, "ph": "X", "pid": rank, "tid": lanes.index(span.lane),
+            "ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3,
+            "args": {name: value for name, value in args.items() if value},
+        }  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import Any
 
 from epload.core.log import logger
@@ -251,8 +251,6 @@ class Rounds:
         self._messages.release()
         self._messages.delete_released()
         outcomes, step = round_.outcomes, round_.step
-        if self.events is not None:
-            self.events.decided[round_.number] = monotonic_ns()
         try:
             ranks = sorted(self._tree.leader_of)
             decision = decide(trees.by_rank(bundle, ranks))

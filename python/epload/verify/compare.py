@@ -1,4 +1,4 @@
-"""Comparing the tensors of two checkpoints, piece by piece, in bounded memory."""
+"""Compares the tensors of two checkpoints, and looks for NaN and Inf in one, piece by piece, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ from epload.core.dtypes import name as dtype_name
 from epload.core.pieces import Piece
 
 _CHUNK_ELEMENTS = 1 << 20
-
-
-class Kind(NamedTuple):
-    """The dtype and shape of a tensor in a checkpoint's header."""
-
-    dtype: str
-    shape: tuple[int, ...]
+Progress = Callable[[int], object]
+"""Called with the number of bytes after each read."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class ValueDifference:
 
     name: str
     differing: int
-    """Elements that differ by more than the tolerances."""
+    """Number of elements that differ by more than the tolerances."""
     count: int
     """Number of elements."""
     largest: float
@@ -40,53 +35,55 @@ class ValueDifference:
     """The mean absolute difference of all elements; infinite if the largest is."""
 
 
-@dataclass(frozen=True)
-class HeaderDifferences:
-    """The result of comparing the headers of two checkpoints, each list in the order of the first that has the names."""
+def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict[str, Any]]:
+    """Reads all of a checkpoint. Yields the name of each tensor that has NaN or Inf, the numbers of both, and that of its
+    elements. Raises CheckpointError."""
+    manifest = checkpoint.manifest
+    for number, (name, shape) in enumerate(zip(manifest.names, manifest.shapes, strict=True)):
+        nans = infs = 0
+        for values in _read(checkpoint, number, progress):
+            if values.is_complex():  # as pairs: torch counts neither kind in complex numbers
+                values = torch.view_as_real(values)
+            if values.is_floating_point():
+                values = values.float() if values.dtype.itemsize == 1 else values  # torch has no isinf for float8
+                nans += int(values.isnan().sum())
+                infs += int(values.isinf().sum())
+        if nans or infs:
+            yield {"name": name, "nans": nans, "infs": infs, "count": prod(shape)}
 
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    shapes: dict[str, tuple[Kind, Kind]]
-    """Tensors whose shapes differ; their values are not compared."""
-    dtypes: dict[str, tuple[Kind, Kind]]
-    """Tensors of equal shape whose dtypes differ."""
-    common: tuple[str, ...]
-    """Tensors of equal shape."""
 
-    @property
-    def any(self) -> bool:
-        return bool(self.only_first or self.only_second or self.shapes or self.dtypes)
+def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[str] | None = None) -> dict[str, Any]:
+    """Returns the names in only one of two checkpoints (``only_first``, ``only_second``), the pairs of dtype and shape of tensors
+    whose shapes differ (``shapes``) or only the dtypes (``dtypes``), and the names of tensors of equal shape (``common``).
 
-
-def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[str] | None = None) -> HeaderDifferences:
-    """``pattern``: compares only tensors whose name it matches anywhere."""
+    Args:
+        pattern: compares only tensors whose name it matches anywhere.
+    """
     a, b = (
         {
-            name: Kind(dtype_name(dtype), shape)
+            name: (dtype_name(dtype), list(shape))
             for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
             if pattern is None or pattern.search(name) is not None
         }
         for manifest in (first.manifest, second.manifest)
     )
-    both = {name: (a[name], b[name]) for name in a if name in b}
-    shapes = {name: pair for name, pair in both.items() if pair[0].shape != pair[1].shape}
-    common = tuple(name for name in both if name not in shapes)
-    return HeaderDifferences(
-        only_first=tuple(name for name in a if name not in b),
-        only_second=tuple(name for name in b if name not in a),
-        shapes=shapes,
-        dtypes={name: both[name] for name in common if a[name].dtype != b[name].dtype},
-        common=common,
-    )
+    common = [name for name in a if name in b and a[name][1] == b[name][1]]
+    return {
+        "only_first": [name for name in a if name not in b],
+        "only_second": [name for name in b if name not in a],
+        "shapes": {name: (a[name], b[name]) for name in a if name in b and a[name][1] != b[name][1]},
+        "dtypes": {name: (a[name], b[name]) for name in common if a[name] != b[name]},
+        "common": common,
+    }
 
 
 def compare_values(
     first: Checkpoint,
     second: Checkpoint,
-    names: tuple[str, ...],
+    names: list[str],
+    progress: Progress,
     rtol: float = 0.0,
     atol: float = 0.0,
-    progress: Callable[[int], object] | None = None,
 ) -> Iterator[ValueDifference]:
     """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Raises CheckpointError.
 
@@ -94,19 +91,15 @@ def compare_values(
     two integers differ is exact.
 
     Args:
+        progress: for the reads of the first.
         rtol, atol: an element of the first differs if it is further from that of the second than ``atol + rtol * abs(second)``.
-        progress: called with the number of bytes read of the first after each piece.
     """
     number_of = [{name: i for i, name in enumerate(checkpoint.manifest.names)} for checkpoint in (first, second)]
     for name in names:
         i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
         differing, largest, total = 0, 0.0, 0.0
-        for begin in range(0, count, _CHUNK_ELEMENTS):
-            elements = min(_CHUNK_ELEMENTS, count - begin)
-            a, b = _read(first, i, begin, elements), _read(second, j, begin, elements)
-            if progress is not None:
-                progress(a.nbytes)
+        for a, b in zip(_read(first, i, progress), _read(second, j, lambda nbytes: None), strict=True):
             if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 continue
             off, distance = _differences(a, b, rtol, atol)
@@ -117,11 +110,14 @@ def compare_values(
             yield ValueDifference(name, differing, count, largest, total / count)
 
 
-def _read(checkpoint: Checkpoint, number: int, begin: int, elements: int) -> Tensor:
-    dtype = checkpoint.manifest.dtypes[number]
-    buffer = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
-    checkpoint.fill(buffer, [Piece(number, begin * dtype.itemsize, 0, len(buffer))])
-    return buffer.view(dtype)
+def _read(checkpoint: Checkpoint, number: int, progress: Progress) -> Iterator[Tensor]:
+    """Yields the elements of a tensor, a million at a time."""
+    dtype, count = checkpoint.manifest.dtypes[number], prod(checkpoint.manifest.shapes[number])
+    for begin in range(0, count, _CHUNK_ELEMENTS):
+        buffer = torch.empty(min(_CHUNK_ELEMENTS, count - begin) * dtype.itemsize, dtype=torch.uint8)
+        checkpoint.fill(buffer, [Piece(number, begin * dtype.itemsize, 0, len(buffer))])
+        progress(len(buffer))
+        yield buffer.view(dtype)
 
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import column, from_raw, to_raw
-from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.buckets import Bucket
@@ -83,12 +82,14 @@ def verify_digests(
     wrong: dict[str, set[int]] = defaultdict(set)
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
-        table, rows_of = _merge([table for _, table, _ in by_bucket[number]])
-        origins = _origins(plan, bucket, table)
-        checkpoint.fill(scratch[: bucket.nbytes], plan.pieces(bucket))
-        expected = ops.digest_bucket(scratch[: bucket.nbytes], table)
-        for (holder, _, digests), rows in zip(by_bucket[number], rows_of, strict=True):
-            for tensor in origins[rows][expected[rows] != digests, 0].tolist():
+        content = scratch[: bucket.nbytes]
+        checkpoint.fill(content, plan.pieces(bucket))
+        expected: dict[bytes, Tensor] = {}  # ranks that hold the same regions have equal tables
+        for holder, table, digests in by_bucket[number]:
+            if (key := to_raw(table)) not in expected:
+                expected[key] = ops.digest_bucket(content, table)
+            origins = _origins(plan, bucket, table)
+            for tensor in origins[expected[key] != digests, 0].tolist():
                 wrong[manifest.names[tensor]].add(holder)
         yield bucket.nbytes
     if wrong:
@@ -102,20 +103,6 @@ def verify_digests(
             f"{', '.join(shown[:_MAX_SHOWN])}{more}; the memory, the network or the storage of a machine corrupted bits, or "
             "something wrote to the model during the load"
         )
-
-
-def _merge(tables: Sequence[Tensor]) -> tuple[Tensor, list[slice]]:
-    """Returns one table, in which equal ones are there once, and the rows of each."""
-    width = max(table.shape[1] for table in tables)  # a rank's tables are as wide as its own targets require
-    distinct: dict[bytes, tuple[Tensor, slice]] = {}
-    rows_of, length = [], 0
-    for table in tables:
-        key = to_raw(table)
-        if key not in distinct:
-            distinct[key] = CopyTable(table).widened(width), slice(length, length + len(table))
-            length += len(table)
-        rows_of.append(distinct[key][1])
-    return torch.cat([table for table, _ in distinct.values()]), rows_of
 
 
 def _origins(plan: LoadPlan, bucket: Bucket, table: Tensor) -> Tensor:
