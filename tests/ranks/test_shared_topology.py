@@ -19,7 +19,8 @@ from torch import nn
 
 import epload
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
-from epload.ranks.control import DEFAULT_TIMEOUT, Control
+from epload.ranks.control import Control
+from epload.ranks.place import DEFAULT_TIMEOUT
 from support import ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 

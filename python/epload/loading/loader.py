@@ -198,9 +198,8 @@ class HierarchicalLoader:
         """
         try:
             with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
-                guard = self._control.guard()
                 try:
-                    with guard:
+                    with self._control.guard():
                         parts = None
                         if outer_shards or local_modules:
                             parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
@@ -220,7 +219,7 @@ class HierarchicalLoader:
                         )
                         return self._load(request)
                 finally:
-                    if guard.failure is not None and not guard.failure.clean:
+                    if self._control.failure is not None and not self._control.failure.clean:
                         self._resources.forget_staging()
                         self.topology.retire()
         except Refused as refused:
@@ -252,8 +251,7 @@ class HierarchicalLoader:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)
         finally:
-            if self._control.rounds is not None:
-                self._control.rounds.events = None
+            self._control.events = None
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
         report.missing_keys = [key for key in load.missing_keys if key not in ignored]

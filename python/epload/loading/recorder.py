@@ -11,8 +11,7 @@ from epload.report import LoadReport
 def record_events(topology: Topology, report: LoadReport) -> None:
     """Starts to record, as events, what this rank does in the load."""
     report.recorder.events = Events(topology.rank, topology.nodes.index(topology.node))
-    if topology.control.rounds is not None:
-        topology.control.rounds.events = report.recorder.events
+    topology.control.events = report.recorder.events
 
 
 def gather_events(topology: Topology, report: LoadReport) -> None:
@@ -22,7 +21,5 @@ def gather_events(topology: Topology, report: LoadReport) -> None:
         return
     control.settle("comparing clocks", None, patience=2)  # of which every rank has recorded when it came and left
     received = control.exchange("the trace", {first: report.recorder.events.encode()})
-    if control.place is not None:
-        control.place.messages.keep_sent()
     if topology.rank == first:
         report.merged = Trace.merge(map(Events.decode, received.values()))

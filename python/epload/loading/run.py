@@ -67,7 +67,7 @@ class LoadRun:
         if load.missing.holders:
             self._control.doing = "sharing buffers"
             stream = resources.device.stream(load.device) if load.device != CPU else None
-            with self._control.watch.guards(self._topology.groups):
+            with self._control.stopping(self._topology.groups):
                 steps = share(self._request.model, load.missing.holders, self._topology, stream)
             report.transport_steps += steps
         with Progress(plan.nbytes, show_progress) as bar:
@@ -142,4 +142,3 @@ class LoadRun:
                 _, changed = attempt(lambda: load.inputs.check_unchanged("; the model may be partly overwritten"))
             control.settle("verification", changed, patience=2)
             control.settle("verification", failure, patience=2)
-            control.delete_messages()

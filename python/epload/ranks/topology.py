@@ -12,10 +12,11 @@ import torch.distributed as dist
 from epload.errors import ManifestMismatch
 from epload.native.extension import _C
 from epload.planning.algorithms import ALGORITHMS
-from epload.ranks.control import DEFAULT_TIMEOUT, Control
+from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.groups import backends_of
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
+from epload.ranks.place import DEFAULT_TIMEOUT
 from epload.ranks.rendezvous import rendezvous
 
 

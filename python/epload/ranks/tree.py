@@ -6,7 +6,7 @@ A node here is a set of ranks that can reach one another inside their machine. A
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,9 +29,13 @@ class Tree:
         return cls(tuple(sorted(tuple(sorted(node)) for node in nodes)), rank)
 
     @cached_property
+    def node_of(self) -> dict[int, tuple[int, ...]]:
+        """The node of each rank."""
+        return {rank: node for node in self.nodes for rank in node}
+
+    @property
     def node(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
-        return next(node for node in self.nodes if self.rank in node)
+        return self.node_of[self.rank]
 
     @property
     def leader(self) -> int:
@@ -39,28 +43,24 @@ class Tree:
 
     @property
     def leads(self) -> bool:
-        return self.rank == self.node[0]
+        return self.rank == self.leader
 
     @property
     def members(self) -> tuple[int, ...]:
         """The other ranks of the node that this rank leads."""
         return self.node[1:] if self.leads else ()
 
-    @cached_property
-    def leader_of(self) -> dict[int, int]:
-        return {rank: node[0] for node in self.nodes for rank in node}
-
     @property
     def root(self) -> int:
         return self.nodes[0][0]
 
     @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes whose leaders hand their views to this rank."""
+    def children(self) -> tuple[int, ...]:
+        """The leaders that hand the views of their nodes to this rank."""
         if not self.leads:
             return ()
         first = FAN_OUT * self.nodes.index(self.node) + 1
-        return self.nodes[first : first + FAN_OUT]
+        return tuple(node[0] for node in self.nodes[first : first + FAN_OUT])
 
 
 def merge(bundles: Iterable[Bundle]) -> Bundle:
@@ -71,28 +71,27 @@ def merge(bundles: Iterable[Bundle]) -> Bundle:
     return {view: sorted(ranks) for view, ranks in merged.items()}
 
 
-def encode(bundle: Bundle) -> str:
-    return json.dumps([[view, _ranges(ranks)] for view, ranks in bundle.items()])
+def encode(bundle: Bundle) -> bytes:
+    return json.dumps([[view, _ranges(ranks)] for view, ranks in bundle.items()]).encode()
 
 
-def decode(text: str) -> Bundle:
+def decode(data: bytes) -> Bundle:
     return {
-        view: [rank for first, last in ranges for rank in range(first, last + 1)] for view, ranges in json.loads(text)
+        view: [rank for first, last in ranges for rank in range(first, last + 1)] for view, ranges in json.loads(data)
     }
 
 
-def by_rank(bundle: Bundle, ranks: Sequence[int]) -> Mapping[int, str]:
-    """The view of each of ``ranks``, in their order."""
-    views = {rank: view for view, holders in bundle.items() for rank in holders}
-    return {rank: views[rank] for rank in ranks}
+def by_rank(bundle: Bundle) -> dict[int, str]:
+    """Returns the view of each rank, in the order of the ranks."""
+    return dict(sorted((rank, view) for view, ranks in bundle.items() for rank in ranks))
 
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """First and last of each run of consecutive ranks."""
-    found: list[list[int]] = []
+    """Returns first and last of each run of consecutive ranks."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    return found
+            ranges.append([rank, rank])
+    return ranges

@@ -64,5 +64,5 @@ def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: 
     Raises:
         LoadError: as the transfer's own ``run``.
     """
-    with control.watch.guards(transfer, groups):
+    with control.stopping(transfer, groups):
         transfer.run(bar)
