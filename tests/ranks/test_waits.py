@@ -275,8 +275,7 @@ def no_more(what: str) -> Iterator[None]:
 
     patches = {
         "threads": mock.patch.object(threading.Thread, "start", no_thread),
-        "files": mock.patch.object(os, "eventfd", no_file),
-        "processes' files": mock.patch.object(os, "pidfd_open", no_file),
+        "files": mock.patch.object(os, "pidfd_open", no_file),
     }
     with patches[what]:
         yield
@@ -294,7 +293,7 @@ def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]
 
 @pytest.mark.parametrize(
     ("culprit", "what", "hint"),
-    [(0, "threads", "ulimit -u"), (3, "files", "ulimit -n"), (3, "processes' files", "ulimit -n")],
+    [(0, "threads", "ulimit -u"), (3, "files", "ulimit -n")],
 )
 def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str, hint: str) -> None:
     results = ranks.run(4, cannot_watch, culprit, what, limit=80)

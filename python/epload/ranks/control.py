@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
 from epload.ranks.failure import Failure, describe
-from epload.ranks.place import DEFAULT_TIMEOUT, Place
+from epload.ranks.place import DEFAULT_TIMEOUT, Place, outcome_keys
 from epload.ranks.rounds import Round, Rounds, decide_on_reports, encode_report
 from epload.ranks.watch import Watch
 
@@ -62,8 +62,6 @@ class Control(Place):
         self._numbering = threading.Lock()
         self._last_number = 0
         """Returned last by :meth:`next_load`."""
-        self._refused: list[tuple[int, tuple[str, ...]]] = []
-        """Loads that this rank has refused in another thread, with the keys of their outcome."""
         self._looked = 0.0
         """Value of ``time.monotonic()`` when :meth:`known` last asked the store."""
         self.watch = Watch(self, self.fail)
@@ -86,13 +84,8 @@ class Control(Place):
         self.timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         self.doing, self.progress = "", 0
         self._start_attempt(number, 0)
-        if self.store is None:
-            return
-        self.forget(number)
-        with self._numbering:
-            for refused in [refused for refused in self._refused if refused[0] < number]:
-                self.messages.delete_later(refused[1])
-                self._refused.remove(refused)
+        if self.store is not None:
+            self.forget(number)
 
     def end(self) -> None:
         """Ends a load, whatever its outcome."""
@@ -101,10 +94,9 @@ class Control(Place):
     def _start_attempt(self, load: int, attempt: int) -> None:
         """Rounds start anew, under other keys, in a new load and after a failure."""
         if self.rank == self.coordinator and self.known_failure() is not None:
-            self.messages.delete_later(self.outcomes(self.prefix).failure_keys(self.at[2]))
-        with self.lock:
-            self.failure, self._succeeded = None, False
-            self.at = load, attempt, 1
+            self.delete_later(outcome_keys(self.prefix))
+        self.failure, self._succeeded = None, False
+        self.at = load, attempt, 1
 
     # ---- failures ----
 
@@ -116,22 +108,15 @@ class Control(Place):
         failure = Failure.of(error, self.rank, clean=True)
         if self.store is None:
             return failure
-        prefix = f"{number}.0/"
-        try:
-            outcomes = self.outcomes(prefix)
-            with self._numbering:
-                self._refused.append((number, outcomes.failure_keys(1)))
-            first = outcomes.fail(1, failure) or failure
-        except RuntimeError:  # the store is lost, which the others notice themselves
-            return failure
-        self.notice(prefix, first)
-        return first
+        with suppress(RuntimeError):  # the store is lost, which the others notice themselves
+            return self.publish(f"{number}.0/", failure) or failure
+        return failure
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
         if self.store is not None:
             with suppress(RuntimeError):  # the store is lost, which all notice themselves
-                self._publish(Failure.of(error, self.rank))
+                self.publish(self.prefix, Failure.of(error, self.rank))
 
     def known(self) -> Failure | None:
         """Returns the first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
@@ -147,7 +132,6 @@ class Control(Place):
         ``hard``: this rank cannot do its part any more, so that all have to stop at once.
         """
         remote, prefix = isinstance(error, RemoteFailure), self.prefix
-        failure = Failure.of(error, self.rank, hard=hard)
         try:
             first = self._first(_PUBLISH_SECONDS if remote else 0.0)
             if first is not None and (first.hard or not hard):
@@ -155,25 +139,14 @@ class Control(Place):
             others = ""
             if first is None and not remote and self.store is not None:
                 timed_out, ended = isinstance(error, WaitTimeout), self.processes.ended
-                others = self.heartbeats.describe(self.ranks, ended, self.doing, find_silent=timed_out)
+                others = self.heartbeats.describe(self.ranks, ended, self.doing, timed_out)
             failure = describe(error, self.rank, hard, doing=self.doing, others=others)
-            return self._publish(failure) if self.store is not None else failure
+            return self.publish(prefix, failure) if self.store is not None else failure
         except RuntimeError as lost:
             why = f"The other ranks could not be notified, as the store is lost: {message_of(lost)}"
             failure = Failure(LoadError.__name__, f"{message_of(error)}\n{why}", self.rank)
             self.notice(prefix, failure)  # those of this node can be
             return failure
-
-    def _publish(self, failure: Failure) -> Failure | None:
-        """Publishes a failure of the present attempt; returns as :meth:`fail`."""
-        with self.lock:
-            if self._succeeded:
-                return None
-            prefix = self.prefix
-            first = self.outcomes(prefix).fail(self.at[2], failure)
-        if first is not None:
-            self.notice(prefix, first)
-        return first
 
     def _first(self, seconds: float) -> Failure | None:
         """Returns the failure of the present attempt, if one is known or published within some seconds."""
@@ -197,7 +170,7 @@ class Control(Place):
         elif self.store is not None and not self._succeeded:
             self._succeeded = True
             with suppress(RuntimeError):  # interrupted, perhaps before it had passed the decision on
-                self._rounds.deliver(self.outcomes(self.prefix).read(self.at[2]))
+                self._rounds.pass_on_outcome()
         return failure
 
     @contextmanager
@@ -253,9 +226,8 @@ class Control(Place):
             try:
                 try:
                     decision = self._rounds.run(Round(what, patience * self.timeout, last), view, decide)
-                    with self.lock:
-                        load, attempt, step = self.at
-                        self._succeeded, self.at = last, (load, attempt, step + 1)
+                    load, attempt, step = self.at
+                    self._succeeded, self.at = last, (load, attempt, step + 1)
                     return decision
                 except (WaitTimeout, RankExited, RemoteFailure) as raised:
                     error = raised

@@ -1,8 +1,7 @@
-"""Defines a failure as all ranks raise it, and how they learn of it.
+"""Defines a failure as all ranks raise it.
 
-The outcome of each step of a load is one key of the store: the coordinator's decision, or the first failure, whichever was
-published first. A step is a round and what a rank does before it. One compare-and-set writes the key, so that all ranks read the
-same outcome, a load cannot both succeed and fail, and a rank that waits for a decision finds a failure in its place.
+The outcome of a load is one key of the store: the decision of its last round, or the first failure, whichever was published
+first. One compare-and-set writes the key, so that all ranks read the same outcome, and a load cannot both succeed and fail.
 
 The first failure published in a load is the one that every rank raises. A *soft* failure is that of a rank that can still do its
 part: the readers check for one before each bucket and end the transfer in band. Any other failure is *hard*: every rank's watch
@@ -13,17 +12,10 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import count
-
-from torch.distributed.distributed_c10d import Store
+from dataclasses import asdict, dataclass
 
 from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_error, message_of
-from epload.ranks.messages import read_if_set
 
-DECISION, LAST, FAILURE = b"o", b"e", b"f"
-"""The first byte of an outcome. ``LAST``: a decision with which the load has succeeded."""
 _MAX_TEXT = 1 << 20
 """Characters of a failure's text; the store accepts values of up to 8 MiB."""
 
@@ -96,60 +88,3 @@ def stack_of(error: BaseException) -> str:
     if isinstance(error, WaitTimeout | RankExited):
         return ""
     return "".join(traceback.format_tb(error.__traceback__)[-12:]).rstrip()
-
-
-class Outcomes:
-    """The outcomes of one attempt of a load. Thread-safe; nothing here waits."""
-
-    def __init__(self, store: Callable[[], Store], prefix: str) -> None:
-        """
-        Args:
-            store: returns a connection.
-            prefix: of the attempt's keys.
-        """
-        self._store = store
-        self._prefix = prefix
-
-    def key(self, step: int) -> str:
-        return f"{self._prefix}{step}"
-
-    def failure_keys(self, step: int) -> tuple[str, ...]:
-        """Returns the keys that a failure in ``step`` may have set, on any rank."""
-        return self.key(step), self.key(step + 1), f"{self._prefix}stop"
-
-    def publish(self, step: int, value: bytes) -> bytes:
-        """Publishes a decision or a failure as the outcome of ``step``, unless it has one; returns that which it has."""
-        return bytes(self._store().compare_set(self.key(step), "", value))  # type: ignore[arg-type]
-
-    def fail(self, step: int, failure: Failure) -> Failure | None:
-        """Publishes a failure. Returns what all ranks raise: this one or the first; None if the load has succeeded.
-
-        ``step``: of this rank. If it has been decided, the failure belongs to a later one.
-        """
-        for at in count(step):
-            outcome = self.publish(at, FAILURE + failure.encode())
-            if outcome.startswith(LAST):
-                return None
-            if outcome.startswith(FAILURE):
-                first = Failure.decode(outcome[1:])
-                if failure.hard and not first.hard:
-                    self._store().set(f"{self._prefix}stop", "1")
-                return replace(first, hard=first.hard or failure.hard)
-        raise AssertionError
-
-    def read(self, step: int) -> bytes:
-        """Returns the outcome of ``step``; empty if it has none."""
-        return read_if_set(self._store(), self.key(step)) or b""
-
-    def first_failure(self, step: int) -> Failure | None:
-        """Returns the first failure published in ``step`` or later, if any."""
-        while (outcome := self.read(step)).startswith(DECISION):
-            step += 1
-        if not outcome.startswith(FAILURE):
-            return None
-        failure = Failure.decode(outcome[1:])
-        return failure if failure.hard or not self.stopped() else replace(failure, hard=True)
-
-    def stopped(self) -> bool:
-        """Returns True if a rank has published a hard failure after a soft one."""
-        return bool(self._store().check([f"{self._prefix}stop"]))

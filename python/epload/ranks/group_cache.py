@@ -120,14 +120,14 @@ class GroupCache:
             threads.start("epload-group", make)
             until = time.monotonic() + 1.25 * timeout.total_seconds() + 2
             while not ended.wait(_POLL_SECONDS):
-                if stop.requested() or time.monotonic() >= until:
+                if stop.is_set() or time.monotonic() >= until:
                     group.cancel()
                     ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
                     break
         control.delete_later(f"{prefix}/{key}" for key in group.keys)
         if not ended.is_set() or errors:
             dispose([group] if ended.is_set() else [])
-            if stop.requested():
+            if stop.is_set():
                 raise RemoteFailure("another rank failed")
             cause = message_of(errors[0]) if errors else f"not done within {timeout}"
             text = f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"

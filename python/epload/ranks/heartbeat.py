@@ -17,8 +17,7 @@ INTERVAL = 1.0
 _NODES_PER_SECOND, _MAX_INTERVALS = 8, 30
 """A leader posts more rarely the more nodes there are, so that all of them post so many in a second; and at least so often."""
 _SILENT_INTERVALS = 2.2
-_MAX_SILENCE_SECONDS = 10.0
-"""Maximum seconds that an error waits to find out which ranks are silent."""
+"""A rank is silent if its last heartbeat is older than so many intervals of a node."""
 _MAX_RANKS = 32
 """Ranks described in one error."""
 
@@ -29,14 +28,17 @@ Position = tuple[int, int, int]
 class Heartbeat(NamedTuple):
     """The last heartbeat of a rank."""
 
-    number: int
-    """Counts the rank's heartbeats."""
+    time: float
+    """Seconds since 1970, on the rank's machine."""
     position: Position
     progress: int
     """Grows as the rank moves data."""
     doing: str
-    age: float
-    """Seconds since it arrived."""
+
+    @classmethod
+    def decode(cls, fields: Sequence[object]) -> Heartbeat:
+        time, position, progress, doing = fields
+        return cls(time, tuple(position), progress, doing)  # type: ignore[arg-type]
 
 
 class Heartbeats:
@@ -46,9 +48,8 @@ class Heartbeats:
         """``store``: returns a connection that no wait blocks."""
         self._store = store
         self._tree = tree
-        self._count = self._posts = 0
-        self._arrived: dict[int, tuple[float, Heartbeat]] = {}
-        """The last heartbeat of each rank of the node that this rank hears of, and when it came."""
+        self._near: dict[int, Heartbeat] = {}
+        """The last heartbeat of each rank of the node that this rank hears of."""
         self._posted_at = 0.0
         self._posted: Position = (0, 0, 0)
 
@@ -58,19 +59,17 @@ class Heartbeats:
         return min(max(1.0, len(self._tree.nodes) / _NODES_PER_SECOND), _MAX_INTERVALS) * INTERVAL
 
     def beat(self, position: Position, progress: int, doing: str) -> bytes:
-        """Counts a heartbeat of this rank; returns it as sent to others of its node."""
-        self._count += 1
-        sent = json.dumps([self._count, position, progress, doing[:200]]).encode()
-        self.hear(self._tree.rank, sent)
-        return sent
+        """Returns a heartbeat of this rank, as sent to others of its node."""
+        self._near[self._tree.rank] = beat = Heartbeat(time.time(), position, progress, doing[:200])
+        return json.dumps(beat).encode()
 
     def hear(self, rank: int, sent: bytes) -> None:
-        """Takes in a heartbeat of a rank of the node."""
-        self._arrived[rank] = time.monotonic(), _parse([*json.loads(sent), 0.0])
+        """Takes in a heartbeat of another rank of the node."""
+        self._near[rank] = Heartbeat.decode(json.loads(sent))
 
     def forget(self, load: int) -> None:
         """Forgets heartbeats of the node's ranks in loads before this one."""
-        self._arrived = {rank: near for rank, near in self._arrived.items() if near[1].position[0] >= load}
+        self._near = {rank: beat for rank, beat in self._near.items() if beat.position[0] >= load}
 
     def post(self, position: Position, waits: bool) -> None:
         """Replaces what the store has of this rank's node, or of this rank alone if it does not lead the node.
@@ -80,95 +79,63 @@ class Heartbeats:
         if not (waits and position != self._posted) and time.monotonic() - self._posted_at < self.interval:
             return
         self._posted_at, self._posted = time.monotonic(), position
-        self._posts += 1
-        beats = self._near()
-        ranks = beats if self._tree.leads else [self._tree.rank]
-        self._store().set(f"heartbeat/{self._tree.rank}", json.dumps([self._posts, {r: beats[r] for r in ranks}]))
+        beats = self._near if self._tree.leads else {self._tree.rank: self._near[self._tree.rank]}
+        self._store().set(f"heartbeat/{self._tree.rank}", json.dumps(beats))
 
-    def _near(self) -> dict[int, Heartbeat]:
-        now = time.monotonic()
-        return {rank: beat._replace(age=now - arrived) for rank, (arrived, beat) in self._arrived.items()}
+    def _read(self, poster: int) -> dict[int, Heartbeat]:
+        """Returns the heartbeats in the last post of a rank."""
+        value = read_if_set(self._store(), f"heartbeat/{poster}") or b"{}"
+        return {int(rank): Heartbeat.decode(fields) for rank, fields in json.loads(value).items()}
 
-    def _read(self, poster: int) -> tuple[int, dict[int, Heartbeat]]:
-        """Returns how often a rank has posted, and the heartbeats in its last post."""
-        if (value := read_if_set(self._store(), f"heartbeat/{poster}")) is None:
-            return 0, {}
-        posts, beats = json.loads(value)
-        return posts, {int(rank): _parse(fields) for rank, fields in beats.items()}
-
-    def state(self, ranks: Iterable[int], position: Position) -> list[tuple[int, int, int]]:
+    def state(self, ranks: Iterable[int], position: Position) -> list[tuple[int, int, float]]:
         """Returns a value that changes as long as any of ``ranks``, or of the nodes that they lead, moves data, or is alive and
         itself waits in the round at ``position``."""
-        states = []
+        beats: dict[int, Heartbeat] = {}
         for rank in ranks:
-            if rank in self._tree.node:
-                near = self._near()
-                posts, beats = (near[rank].number, {rank: near[rank]}) if rank in near else (0, {})
-            else:
-                posts, beats = self._read(rank)
-            for each, beat in sorted(beats.items()):
-                states.append((each, beat.progress, posts if beat.position >= position else -1))
-        return states
+            if rank not in self._tree.node:
+                beats |= self._read(rank)
+            elif rank in self._near:
+                beats[rank] = self._near[rank]
+        return [
+            (rank, beat.progress, beat.time if beat.position >= position else 0.0)
+            for rank, beat in sorted(beats.items())
+        ]
 
     def arrived(self, rank: int, position: Position) -> bool:
         """Returns True if a rank is known to have come to the round at ``position``."""
-        beats = [self._near().get(rank)]
-        if rank not in self._tree.node:
-            beats += [self._read(poster)[1].get(rank) for poster in {self._tree.node_of[rank][0], rank}]
-        return any(beat is not None and beat.position >= position for beat in beats)
+        posters = {self._tree.node_of[rank][0], rank} if rank not in self._tree.node else ()
+        beats = [self._near, *map(self._read, posters)]
+        return any(rank in each and each[rank].position >= position for each in beats)
 
-    def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, find_silent: bool) -> str:
+    def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, timed_out: bool) -> str:
         """Returns the last known state of each rank, for an error message; empty if no rank has posted a heartbeat.
 
         Args:
             ranks: all ranks.
             ended: ranks whose process has ended.
             doing: this rank's activity.
-            find_silent: also says which ranks post no heartbeats any more; takes two intervals.
+            timed_out: also says which ranks post no heartbeats any more. Clocks of machines are the same to about a second.
         """
         shown = sorted(ranks, key=lambda rank: (rank not in ended, rank))[:_MAX_RANKS]
-        posts, beats = self._look(shown)
+        beats: dict[int, Heartbeat] = {}
+        for leader in {self._tree.node_of[rank][0] for rank in shown}:
+            beats |= self._read(leader)
+        beats |= self._near
         if not beats:
             return ""
-        silent: set[int] = set()
-        if find_silent:
-            seconds, before = _SILENT_INTERVALS * self.interval, posts
-            time.sleep(min(seconds, _MAX_SILENCE_SECONDS))
-            posts, now = self._look(shown)
-            hears = self._tree.members if self._tree.leads else (self._tree.leader,)
-            for rank in shown:
-                leader = self._tree.node_of[rank][0]
-                same = leader not in self._tree.node and posts[leader] == before[leader]
-                old = rank in now and now[rank].age > _SILENT_INTERVALS * INTERVAL
-                if (same and seconds <= _MAX_SILENCE_SECONDS) or old or (rank in hears and rank not in now):
-                    silent.add(rank)
-            beats |= now
+        oldest = time.time() - _SILENT_INTERVALS * self.interval
         lines = ["Last known state of each rank:"]
         for rank in sorted(shown):
-            state = (
-                doing if rank == self._tree.rank else (beats[rank].doing if rank in beats else "no heartbeat received")
-            )
-            note = ""
-            if rank in ended:
+            state, note = "no heartbeat received", ", silent: not in this call, stopped or unreachable"
+            if rank in beats:
+                state, note = beats[rank].doing or "not started", ", silent: stopped or unreachable"
+            if rank == self._tree.rank:
+                state, note = doing, ""
+            elif rank in ended:
                 note = ", process ended"
-            elif rank in silent and rank != self._tree.rank:
-                note = ", silent: " + ("" if rank in beats else "not in this call, ") + "stopped or unreachable"
-            lines.append(f"  rank {rank}: {state or 'not started'}{note}")
+            elif not timed_out or (rank in beats and beats[rank].time >= oldest):
+                note = ""
+            lines.append(f"  rank {rank}: {state}{note}")
         if len(shown) < len(ranks):
             lines.append(f"  and {len(ranks) - len(shown)} more")
         return "\n".join(lines)
-
-    def _look(self, ranks: Sequence[int]) -> tuple[dict[int, int], dict[int, Heartbeat]]:
-        """Returns how often each leader of ``ranks`` has posted, and the last heartbeats of ``ranks``."""
-        posts: dict[int, int] = {}
-        beats: dict[int, Heartbeat] = {}
-        for leader in {self._tree.node_of[rank][0] for rank in ranks}:
-            posts[leader], posted = self._read(leader)
-            beats |= posted
-        beats |= self._near()
-        return posts, {rank: beats[rank] for rank in ranks if rank in beats}
-
-
-def _parse(fields: Sequence[object]) -> Heartbeat:
-    number, position, progress, doing, age = fields
-    return Heartbeat(number, tuple(position), progress, doing, age)  # type: ignore[arg-type]

@@ -21,12 +21,17 @@ def machine_identity() -> str:
         return f"{platform.node()}-{uuid.getnode():x}"
 
 
-def local_network() -> str:
-    """Equal on two processes exactly if they can connect to each other inside their machine."""
+def namespace(kind: str) -> str:
+    """Returns a text that is equal on two processes exactly if they share a machine and a namespace of this kind."""
     try:
-        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
+        return f"{machine_identity()} {os.readlink(f'/proc/self/ns/{kind}')}"
     except OSError:
         return f"{machine_identity()} ?"
+
+
+def local_network() -> str:
+    """Returns a text that is equal on two processes exactly if they can connect to each other inside their machine."""
+    return namespace("net")
 
 
 def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:

@@ -15,14 +15,16 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.errors import RankExited, RemoteFailure
 from epload.observe.events import Events
-from epload.ranks.failure import Failure, Outcomes
+from epload.ranks.failure import Failure
 from epload.ranks.heartbeat import Heartbeats, Position
 from epload.ranks.links import Link, connect_node
-from epload.ranks.messages import MessageStore
+from epload.ranks.messages import MessageStore, read_if_set
 from epload.ranks.processes import Processes
 from epload.ranks.tree import Tree
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+FAILURE = b"f"
+"""The first byte of an outcome that is a failure; no decision begins with it."""
 FAILED = "failed"
 """Tag of a message within a node: the prefix of an attempt, and its failure."""
 _CONNECT_SECONDS = 10.0
@@ -35,21 +37,14 @@ class Stoppable(Protocol):
     def fail(self) -> None: ...
 
 
-class Stop:
-    """Tells whoever polls it that another rank has failed."""
+class Stop(threading.Event):
+    """An event that is set when another rank has failed."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def fail(self) -> None:
-        self._event.set()
-
-    def requested(self) -> bool:
-        return self._event.is_set()
+    fail = threading.Event.set
 
     def check(self) -> None:
         """Raises RemoteFailure if another rank has failed."""
-        if self.requested():
+        if self.is_set():
             raise RemoteFailure("another rank failed")
 
 
@@ -78,8 +73,7 @@ class Place:
         """The load, the attempt, which counts the failures in it, and the round that this rank is in, or comes to next."""
         self.waits_since = 0.0
         """Value of ``time.monotonic()`` when this rank came to the round that it is in; 0 between two rounds."""
-        self.lock = threading.Lock()
-        """Held while ``at`` changes, and by a thread that publishes a failure there."""
+        self._lock = threading.Lock()
         self.news = threading.Event()
         """Wakes this rank in a round: a message has arrived, a process has ended, a rank has failed, or the store is lost."""
         self.received: dict[str, dict[int, bytes]] = {}
@@ -143,10 +137,6 @@ class Place:
         """Prefix of the keys of the present attempt."""
         return "{}.{}/".format(*self.at)
 
-    def outcomes(self, prefix: str) -> Outcomes:
-        """Returns the outcomes of the attempt whose keys have this prefix."""
-        return Outcomes(self.connection, prefix)
-
     @property
     def position(self) -> Position:
         """The round that this rank is in, or was in last."""
@@ -161,21 +151,39 @@ class Place:
 
     def look(self) -> Failure | None:
         """Looks in the store for a failure of the present attempt. Thread-safe."""
-        load, attempt, step = self.at
-        prefix = f"{load}.{attempt}/"
-        outcomes, failure = self.outcomes(prefix), self._failures.get(prefix)
+        prefix, store = self.prefix, self.connection()
+        outcome, stop = outcome_keys(prefix)
+        failure = self._failures.get(prefix)
         if failure is None:
-            failure = outcomes.first_failure(step)
-        elif not failure.hard and outcomes.stopped():
+            value = read_if_set(store, outcome) or b""
+            failure = Failure.decode(value[1:]) if value.startswith(FAILURE) else None
+        if failure is not None and not failure.hard and store.check([stop]):
             failure = replace(failure, hard=True)
         if failure is not None:
             self.notice(prefix, failure)
         return failure
 
+    def set_outcome(self, prefix: str, value: bytes) -> bytes:
+        """Publishes the outcome of an attempt, unless it has one; returns that which it has. Thread-safe."""
+        return bytes(self.connection().compare_set(outcome_keys(prefix)[0], "", value))  # type: ignore[arg-type]
+
+    def publish(self, prefix: str, failure: Failure) -> Failure | None:
+        """Publishes a failure of an attempt. Returns what all ranks raise: this one or the first; None if the load has succeeded.
+        Thread-safe."""
+        outcome = self.set_outcome(prefix, FAILURE + failure.encode())
+        if not outcome.startswith(FAILURE):
+            return None
+        first = Failure.decode(outcome[1:])
+        if failure.hard and not first.hard:
+            self.connection().set(outcome_keys(prefix)[1], "1")
+            first = replace(first, hard=True)
+        self.notice(prefix, first)
+        return first
+
     def notice(self, prefix: str, failure: Failure, sender: int = -1) -> None:
         """Takes in that an attempt has failed, as ``sender`` of this node says if given: wakes this rank and notifies its node.
         Thread-safe."""
-        with self.lock:
+        with self._lock:
             known = self._failures.get(prefix)
             if known is not None:
                 failure = replace(known, hard=known.hard or failure.hard)
@@ -200,7 +208,7 @@ class Place:
         self.heartbeats.forget(load)
         for tag in [tag for tag in self.received if int(tag.split("/")[1].split(".")[0]) < load]:
             del self.received[tag]
-        with self.lock:
+        with self._lock:
             self._failures = {prefix: f for prefix, f in self._failures.items() if int(prefix.split(".")[0]) >= load}
 
     @contextmanager
@@ -224,6 +232,11 @@ class Place:
         """Ends what waits in :meth:`stopping`."""
         for waiting in list(self._stoppable):
             waiting.fail()
+
+
+def outcome_keys(prefix: str) -> tuple[str, str]:
+    """Returns the keys of an attempt's outcome, and of a hard failure after a soft one."""
+    return f"{prefix}outcome", f"{prefix}stop"
 
 
 def _clone(store: Store) -> Store:

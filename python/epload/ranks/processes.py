@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
 
 
@@ -35,7 +36,8 @@ class Processes:
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
-        self._list = f"on/{hashlib.blake2b(_pid_namespace().encode(), digest_size=8).hexdigest()}"
+        # Processes can watch each other if their machine and namespace of process ids are the same.
+        self._list = f"on/{hashlib.blake2b(namespace('pid').encode(), digest_size=8).hexdigest()}"
         self._own_key = f"{self._list}/{store.add(self._list, 1)}"
         store.set(self._own_key, f"{rank} {os.getpid()} {_start_time(os.getpid())}")
         self._store = store
@@ -121,15 +123,6 @@ class Processes:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _pid_namespace() -> str:
-    """Boot id and namespace of process ids: equal on processes that can watch each other."""
-    texts = ["?", "?"]
-    with suppress(OSError):
-        texts[0] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        texts[1] = os.readlink("/proc/self/ns/pid")
-    return " ".join(texts)
 
 
 def _start_time(pid: int) -> str:

@@ -27,8 +27,9 @@ from epload.errors import (
     message_of,
 )
 from epload.ranks import tree as trees
-from epload.ranks.failure import DECISION, FAILURE, LAST, Failure, stack_of
-from epload.ranks.place import Place
+from epload.ranks.failure import Failure, stack_of
+from epload.ranks.messages import read_if_set
+from epload.ranks.place import FAILURE, Place, outcome_keys
 from epload.ranks.tree import Bundle
 
 _MIN_POLL, _MAX_POLL, _MAX_POLLS_PER_SECOND = 0.002, 0.25, 8192
@@ -84,33 +85,40 @@ class Rounds:
                     return self._participate(round_, view)
                 bundle = self._gather(round_, view)
                 if place.rank == place.tree.root:
-                    return self.deliver(self._decide(round_, bundle, decide))
+                    return self._decide(round_, bundle, decide)
                 place.delete_later(place.messages.put(f"{self._tag}/{place.rank}", trees.encode(bundle)))
                 place.messages.delete_released()
-                outcome = self._wait(round_, self._outcome, lambda: [place.tree.root])
-                decision = self.deliver(outcome)
+                decision = self._wait(round_, lambda: self._read(self._key(round_)), lambda: [place.tree.root])
+                self._pass_on(decision)
                 place.messages.release()  # deleted in the next round: after the last one the store may no longer exist
                 return decision
         finally:
             place.waits_since = 0.0
             place.received.pop(self._tag, None)
 
-    def _outcome(self) -> bytes | None:
-        return self._place.outcomes(self._place.prefix).read(self._place.at[2]) or None
+    def _key(self, round_: Round) -> str:
+        """Returns the key of the decision; that of the last round is the outcome of the load."""
+        return outcome_keys(self._place.prefix)[0] if round_.last else self.number
 
-    def deliver(self, outcome: bytes) -> str:
-        """Returns the decision that is this round's outcome. A leader passes it on to the other ranks of its node."""
-        decision = self._decision(outcome)
+    def _read(self, key: str) -> str | None:
+        """Returns the decision if there is one. Raises RemoteFailure if the coordinator has refused to make it."""
+        place = self._place
+        if (value := read_if_set(place.connection(), key)) is None:
+            return None
+        if value.startswith(FAILURE):
+            place.look()
+            raise RemoteFailure("another rank failed")
+        return place.messages.decode(key, value).decode()
+
+    def _pass_on(self, decision: str) -> None:
+        """A leader passes a decision on to the other ranks of its node."""
         for rank in self._place.tree.members:
             self._send(rank, decision.encode())
-        return decision
 
-    def _decision(self, outcome: bytes) -> str:
-        place = self._place
-        if outcome.startswith(FAILURE):
-            place.notice(place.prefix, Failure.decode(outcome[1:]))
-            raise RemoteFailure("another rank failed")
-        return place.messages.decode(f"{place.prefix}{place.at[2]}", outcome[1:]).decode()
+    def pass_on_outcome(self) -> None:
+        """Does so if this rank was interrupted when the load had succeeded, perhaps before it could."""
+        if (decision := self._read(outcome_keys(self._place.prefix)[0])) is not None:
+            self._pass_on(decision)
 
     def _send(self, rank: int, data: bytes) -> None:
         link = self._place.links[rank]
@@ -127,9 +135,8 @@ class Rounds:
         def decided() -> str | None:
             if leader in place.received.get(self._tag, {}):
                 return place.received[self._tag][leader].decode()
-            if leader in place.processes.ended and (outcome := self._outcome()) is not None:
-                return self._decision(outcome)  # the leader has ended, perhaps before it could pass it on
-            return None
+            # A leader that has ended may not have passed the decision on.
+            return self._read(self._key(round_)) if leader in place.processes.ended else None
 
         decision = self._wait(round_, decided, lambda: [leader])
         place.messages.release()
@@ -158,23 +165,30 @@ class Rounds:
             bundles.append(trees.decode(place.messages.decode(key, value)))
         return trees.merge(bundles)
 
-    def _decide(self, round_: Round, bundle: Bundle, decide: Callable[[Mapping[int, str]], str]) -> bytes:
-        """The part of the coordinator: publishes the decision, and returns the outcome."""
-        place = self._place
+    def _decide(self, round_: Round, bundle: Bundle, decide: Callable[[Mapping[int, str]], str]) -> str:
+        """The part of the coordinator: makes, publishes and passes on the decision."""
+        place, key = self._place, self._key(round_)
         place.messages.release()
         place.messages.delete_released()
         if place.events is not None:
             place.events.decided[self.number] = monotonic_ns()
-        step, outcomes = place.at[2], place.outcomes(place.prefix)
         try:
             decision = decide(trees.by_rank(bundle))
         except Exception as error:  # all ranks stop at the same step
-            outcomes.fail(step, Failure.of(error, place.rank, clean=True, hard=False))
-            return outcomes.read(step)
-        key = outcomes.key(step)
-        value, parts = place.messages.encode(key, decision.encode(errors="backslashreplace"))
+            place.publish(place.prefix, Failure.of(error, place.rank, clean=True, hard=False))
+            value, parts = FAILURE, list[str]()
+        else:
+            value, parts = place.messages.encode(key, decision.encode(errors="backslashreplace"))
         place.delete_later([key, *parts])
-        return outcomes.publish(step, (LAST if round_.last else DECISION) + value)
+        if round_.last:
+            value = place.set_outcome(place.prefix, value)
+        else:
+            place.messages.store.set(key, value)  # type: ignore[arg-type]
+        if value.startswith(FAILURE):
+            place.look()
+            raise RemoteFailure("another rank failed")
+        self._pass_on(decision)
+        return decision
 
     # ---- waiting ----
 
@@ -195,7 +209,7 @@ class Rounds:
             pause = min(2 * pause, max_poll)
             if (value := ready()) is not None:
                 return value
-            self._check()
+            self._check(round_)
             now = monotonic()
             if now >= next_sample:
                 state = place.heartbeats.state(missing(), place.position)
@@ -208,13 +222,13 @@ class Rounds:
                 if absent or now >= until + grace:
                     raise self._timeout(round_, absent or waited_for)
 
-    def _check(self) -> None:
+    def _check(self, round_: Round) -> None:
         """Raises an error if the round has failed."""
         place = self._place
         if place.known_failure() is not None:
             raise RemoteFailure("another rank failed")
         # A rank that has read the decision of the last round may end before this one has read it.
-        if place.processes.ended and self._outcome() is None:
+        if place.processes.ended and self._read(self._key(round_)) is None:
             raise RankExited(*min(place.processes.ended.items()))
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
