@@ -114,19 +114,6 @@ def test_a_killed_rank_of_a_job_with_a_tcp_store() -> None:
     check_raised([s[0] for s in results if s], "rank 2", seconds=15)
 
 
-def test_an_interrupt_in_a_job_with_a_tcp_store() -> None:
-    results = ranks.run(4, failing_load, 3, interrupt, WAYS[3], 60.0, tcp=True)
-    check_raised([first for first, _ in results[:3]], "rank 3 was interrupted (KeyboardInterrupt)", seconds=15)
-    assert results[3][0][0] == "KeyboardInterrupt"
-    assert [bad for _, bad in results] == [[]] * 4
-
-
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[5]], ids="-".join)
-def test_a_killed_source_is_noticed_by_all(way: tuple[str, str]) -> None:
-    results = ranks.run(4, failing_load, 0, kill, way, 60.0, dying=(0,))
-    check_raised([s[0] for s in results if s], "rank 0", seconds=15)
-
-
 def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Raised, list[str]]]:
     return [failing_load(rank, culprit, action, way, 60.0) for way in WAYS]
 

@@ -32,8 +32,9 @@ from epload.ranks.messages import read_if_set
 from epload.ranks.place import FAILURE, Place, outcome_keys
 from epload.ranks.tree import Bundle
 
-_MIN_POLL, _MAX_POLL, _MAX_POLLS_PER_SECOND = 0.002, 0.25, 8192
-"""Seconds between two looks at the store: at first, and at most unless so many nodes would ask more often than that."""
+_MIN_POLL, _MAX_POLL = 0.002, 0.25
+_MIN_POLL_PER_NODE, _MAX_POLL_PER_NODE = 1e-5, 1 / 8192
+"""Seconds to the first look at the store, and at most between two: the larger of a constant and what grows with the nodes."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
 """Number of times within its limit that a rank looks at the heartbeats of those it waits for, and maximum seconds between two."""
 T = TypeVar("T")
@@ -200,8 +201,9 @@ class Rounds:
         place, limit = self._place, round_.limit.total_seconds()
         grace = 0.25 * limit + 2
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
-        max_poll = min(max(_MAX_POLL, len(place.tree.nodes) / _MAX_POLLS_PER_SECOND), sample)
-        pause, now = _MIN_POLL, monotonic()
+        nodes, now = len(place.tree.nodes), monotonic()
+        pause = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes)
+        max_poll = min(max(_MAX_POLL, _MAX_POLL_PER_NODE * nodes), sample)
         until, next_sample, seen = now + limit, now + sample, None
         while True:
             place.news.wait(pause)

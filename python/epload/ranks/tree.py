@@ -6,14 +6,14 @@ A node here is a set of ranks that can reach one another inside their machine. A
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 FAN_OUT = 32
 """Children of a leader in the tree of nodes. The views of so many are one call to the store."""
 Bundle = dict[str, list[int]]
-"""Each distinct view with the ranks that have it, ascending."""
+"""Each distinct view with the ranks that have it."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +68,17 @@ def merge(bundles: Iterable[Bundle]) -> Bundle:
     for bundle in bundles:
         for view, ranks in bundle.items():
             merged.setdefault(view, []).extend(ranks)
-    return {view: sorted(ranks) for view, ranks in merged.items()}
+    return merged
 
 
 def encode(bundle: Bundle) -> bytes:
-    return json.dumps([[view, _ranges(ranks)] for view, ranks in bundle.items()]).encode()
+    return json.dumps([*bundle.items()]).encode()
 
 
 def decode(data: bytes) -> Bundle:
-    return {
-        view: [rank for first, last in ranges for rank in range(first, last + 1)] for view, ranges in json.loads(data)
-    }
+    return dict(json.loads(data))
 
 
 def by_rank(bundle: Bundle) -> dict[int, str]:
     """Returns the view of each rank, in the order of the ranks."""
     return dict(sorted((rank, view) for view, ranks in bundle.items() for rank in ranks))
-
-
-def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns first and last of each run of consecutive ranks."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ranges

@@ -1,239 +1,233 @@
-"""A campaign of seeded faults, each judged: the right result, or one same error on every live rank, in time; and nothing left.
+"""A campaign of seeded faults in loads, each judged: the right result, or one same error on every live rank, in time; and nothing
+left.
 
     python -m campaigns.chaos --faults 300 --seed 0
-    python -m campaigns.chaos --faults 300 --seed 0 --links     # each node in a network namespace; needs root
 
-With --links the two nodes are joined by links of a given rate, and a slow link is one of 64 kbit/s; without, it is a relay that
-is held up.
+Two nodes of two ranks load without a fault, with one, and without again.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import gc
 import os
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
-from multiprocessing.connection import wait
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from campaigns.chaos.faults import HARMLESS, KINDS, REGRESSIONS, WORLD, Fault
-from campaigns.chaos.job import TIMEOUT, Outcome, Place, main
-from netbed import HOST, NetBed
-from support.small_model import NODES, state_for
+from campaigns import seeds
+from campaigns.chaos.faults import ANEW, HARMLESS, REGRESSIONS, WORLD, Fault, Moments, broken, moments_of
+from epload import HierarchicalLoader, Topology
+from epload.transfer import direct_read
+from support import ranks
+from support.small_model import NODES, meta_net, state_for, wrong
 
-_context = multiprocessing.get_context("forkserver")
-HANG = 90.0
-"""Seconds after which a rank that has not answered hangs."""
+TIMEOUT = 4.0
+"""Seconds without progress; short, as a stopped rank takes it whole."""
 IN_TIME = 4 * TIMEOUT + 15
 """Seconds that a failing load may take: waits of a timeout may follow one another, and this machine may be busy."""
-MBIT = 1000
-"""Of a node's link in the test-bed."""
 
 
-class Job:
-    """Four ranks, and a store that outlives them, as a launcher's does."""
+@dataclass
+class Outcome:
+    """What one load did on one rank."""
 
-    def __init__(self, bed: NetBed | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="epload-chaos-")
-        save_file(state_for(1), Path(self._folder.name) / "model.safetensors")
-        save_file(state_for(2), Path(self._folder.name) / "other.safetensors")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._links, self._processes = [], []
-        if bed is not None:
-            bed.restore()
-        for rank in range(WORLD):
-            place = Place("127.0.0.1", self._store.port)
-            if bed is not None:
-                node = next(i for i, ranks in enumerate(NODES) if rank in ranks)
-                place = Place(HOST, self._store.port, bed.namespace(node), bed.mbit)
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=main, args=(rank, self._folder.name, place, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._links.append(ours)
-            self._processes.append(process)
-        self.pids = self.collect(set(range(WORLD)))
-        if absent := sorted(rank for rank in range(WORLD) if self.pids.get(rank) is None):
-            self.close()
-            raise SystemExit(f"ranks {absent} did not start")
-
-    def tell(self, step: str, seed: int) -> None:
-        for link in self._links:
-            link.send((step, seed))
-
-    def collect(self, ranks: set[int]) -> dict[int, list[Outcome] | None]:
-        """What ``ranks`` answer, None for one that died; those that hang are missing."""
-        answers: dict[int, list[Outcome] | None] = {}
-        until = time.monotonic() + HANG
-        waiting = {self._links[rank]: rank for rank in ranks}
-        while waiting and (ready := wait(list(waiting), timeout=max(0.0, until - time.monotonic()))):
-            for link in ready:
-                rank = waiting.pop(link)
-                try:
-                    answers[rank] = link.recv()
-                except (EOFError, ConnectionResetError):
-                    answers[rank] = None
-        return answers
-
-    def close(self) -> None:
-        for link in self._links:
-            link.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
+    kind: str = ""
+    """Class of what it raised, empty if nothing."""
+    text: str = ""
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    """Tensors with other values than the checkpoint's, after a load that raised nothing."""
+    leaks: list[str] = field(default_factory=list)
+    fired: bool = False
 
 
-def run(job: Job, fault: Fault) -> tuple[str, bool, bool]:
-    """What is wrong with how a fault ended, whether it happened, and whether the job can go on."""
-    everyone = set(range(WORLD))
-    job.tell("run", fault.seed)
-    first = everyone - {fault.victim} if fault.kind == "stop" else everyone
-    answers = job.collect(first)
-    stopped = fault.kind == "stop" and _state(job.pids[fault.victim]) == "T"
-    if fault.kind == "stop":
-        os.kill(job.pids[fault.victim], signal.SIGCONT)
-        answers |= job.collect({fault.victim})
-    if hung := sorted(everyone - set(answers)):
-        return f"HANG: ranks {hung} did not answer in {HANG:.0f} s", True, False
-    dead = sorted(rank for rank, answer in answers.items() if answer is None)
-    fired = bool(dead) or stopped or any(answer[1].fired for answer in answers.values() if answer is not None)
-    if dead:
-        if not fault.kind.startswith("kill") or dead != [fault.victim]:
-            return f"WRONG: ranks {dead} died", fired, False
-        live = [answer for answer in answers.values() if answer is not None]
-        return judge(fault, [answer[1] for answer in live]), fired, False
-    by_rank = [answers[rank] for rank in sorted(answers)]
-    for answer in by_rank:
-        if problem := judge_clean([answer[0]]):
-            return f"{problem} before the fault", fired, False
-    for at in range(1, len(by_rank[0])):  # of two loads at once, each by itself
-        if problem := judge(fault, [answer[at] for answer in by_rank]):
-            return problem, fired, False
-    job.tell("after", fault.seed)
-    answers = job.collect(everyone)
-    if hung := sorted(everyone - set(answers)):
-        return f"HANG: after the fault, ranks {hung} did not answer in {HANG:.0f} s", fired, False
-    if None in answers.values():
-        return "WRONG: a rank died in the load after the fault", fired, False
-    problem = judge_clean([answers[rank][0] for rank in sorted(answers)])
-    return (f"{problem} in the load after the fault" if problem else ""), fired, not problem
+def leaks(folder: str, memories: int = 1, watches: int = 1) -> list[str]:
+    """Returns what a load must not leave behind, except sockets of groups that a failure retired (docs/reliability.md).
+
+    ``memories``: how many loaders keep a shared buffer. ``watches``: how many topologies watch the other ranks' processes.
+    """
+    gc.collect()
+    problems = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
+    watched = Counter[str]()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if "[pidfd]" in target:
+                watched.update(
+                    re.findall(r"^Pid:\s+(\d+)", Path(f"/proc/self/fdinfo/{entry}").read_text(), re.MULTILINE)
+                )
+        except OSError:
+            continue
+        if target.startswith((folder, "/dev/shm/")):
+            problems.append(f"descriptor {target}")
+    problems += [f"{count} watches over process {pid}" for pid, count in watched.items() if count > watches]
+    mapped = sum("memfd:epload" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return problems + ([f"{mapped} shared buffers"] if mapped > memories else [])
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+class Loads:
+    """The loads of one rank."""
+
+    def __init__(self, fault: Fault, folder: str) -> None:
+        self._fault = fault
+        self._folder = folder
+        self._path = Path(folder) / "model.safetensors"
+        self._topology = Topology.from_nodes(NODES)
+
+    def run(self, rank: int) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
+        """Returns how the loads without a fault, with it, and without again have ended."""
+        fault, content = self._fault, self._path.read_bytes()
+        is_victim = rank == fault.victim
+        loader, counter = self._loader(), Moments(moments_of(fault))
+        with counter.watched():
+            before = self._load(loader)
+        if fault.kind == "full disk":
+            loader = self._loader()  # which has no buffers yet
+        if fault.kind == "two threads":
+            during = self._two_threads(loader, is_victim and fault.moment < 0.5)
+        elif fault.kind == "mismatch" and is_victim:
+            during = [self._load(loader, torch.float64 if fault.moment < 0.5 else torch.bfloat16)]
+            during[0].fired = True
+        else:
+            make = (lambda: self._loader(Topology.from_nodes(NODES, timeout=TIMEOUT))) if fault.kind in ANEW else None
+            if is_victim:
+                with broken(fault, self._path, counter.count, TIMEOUT) as moments:
+                    during = [self._load(loader, make=make)]
+                during[0].fired = moments.fired
+            else:
+                during = [self._load(loader, make=make)]
+        if fault.kind.startswith("kill"):
+            return [before], during, []
+        dist.barrier()
+        if is_victim and fault.kind in ("truncated", "replaced"):
+            with open(self._path, "r+b") as file:  # the same file: others have it open
+                file.write(content)
+        dist.barrier()
+        return [before], during, [self._load(self._loader())]
+
+    def _two_threads(self, loader: HierarchicalLoader, swapped: bool) -> list[Outcome]:
+        """Two loads of different checkpoints, with one loader, two of one topology, or two topologies."""
+        kind = self._fault.seed % 3
+        topologies = [self._topology] + [Topology.from_nodes(NODES)] * (kind == 2)
+        loaders = [loader, loader if kind == 0 else self._loader(topologies[-1])]
+        outcomes = [Outcome(), Outcome()]
+
+        def load(which: int) -> None:
+            path = self._path.with_name(("model", "other")[which] + ".safetensors")
+            outcomes[which] = self._load(loaders[which], path=path, number=which + 1)
+
+        threads = [threading.Thread(target=load, args=(which,)) for which in (0, 1)]
+        for thread in reversed(threads) if swapped else threads:
+            thread.start()
+            time.sleep(0.02 * self._fault.moment)
+        for thread in threads:
+            thread.join()
+        left = leaks(self._folder, memories=1 + (kind > 0), watches=len(topologies))
+        for outcome in outcomes:
+            outcome.leaks, outcome.fired = left, True
+        return outcomes
+
+    def _loader(self, topology: Topology | None = None) -> HierarchicalLoader:
+        fault = self._fault
+        return HierarchicalLoader(
+            topology or self._topology, readers=fault.way[0], algorithm=fault.way[1], bucket_bytes=fault.bucket_bytes,
+            verify=fault.verify, timeout=TIMEOUT, progress=False,
+        )  # fmt: skip
+
+    def _load(
+        self,
+        loader: HierarchicalLoader,
+        dtype: torch.dtype = torch.float32,
+        make: Callable[[], HierarchicalLoader] | None = None,
+        path: Path | None = None,
+        number: int = 1,
+    ) -> Outcome:
+        """``make``: a loader of a topology that is part of what may fail. ``number``: of the state that ``path`` has."""
+        outcome, model, began = Outcome(), meta_net(dtype), time.monotonic()
+        try:
+            (make() if make is not None else loader).load(model, path or self._path)
+            outcome.wrong = wrong(model, state_for(number))
+        except BaseException as error:
+            outcome.kind, outcome.text = type(error).__name__, str(error)
+        outcome.seconds = time.monotonic() - began
+        outcome.leaks = leaks(self._folder)
+        return outcome
 
 
-def judge(fault: Fault, outcomes: list[Outcome]) -> str:
-    """Empty if a load with a fault ended as it may."""
+def load_with(rank: int, fault: Fault, folder: str) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
+    direct_read.READ_BYTES = 1  # so that each wave of the small model is a call, which may fail
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return Loads(fault, folder).run(rank)
+
+
+def judge(seed: int) -> tuple[str, str]:
+    """Returns the verdict on one fault, and why."""
+    fault = Fault.of(seed)
+    dies = fault.kind.startswith("kill")
+    with tempfile.TemporaryDirectory(prefix="epload-chaos-") as folder:
+        save_file(state_for(1), Path(folder) / "model.safetensors")
+        save_file(state_for(2), Path(folder) / "other.safetensors")
+        try:
+            answers = ranks.run(WORLD, load_with, fault, folder, dying=[fault.victim] if dies else [], tcp=True)
+        except ranks.RankFailed as error:
+            if "was to die, but returned" in str(error):
+                return "no fault", str(fault)
+            hung = "did not answer" in str(error) or "stack at the limit" in str(error)
+            return "hang" if hung else "wrong", f"{fault}\n{error}"
+    living = [answer for answer in answers if answer is not None]
+    fired = dies or any(outcome.fired for _, during, _ in living for outcome in during)
+    phases = [[outcome for each in living for outcome in each[number]] for number in (0, 2)]
+    for verdict, why in [
+        *map(judge_clean, phases),
+        *(judge_load(fault, list(outcomes)) for outcomes in zip(*(during for _, during, _ in living), strict=True)),
+    ]:
+        if verdict:
+            return verdict, f"{fault}: {why}"
+    return ("right" if fired or fault.kind == "stop" else "no fault"), str(fault)
+
+
+def judge_load(fault: Fault, outcomes: list[Outcome]) -> tuple[str, str]:
+    """Judges a load with a fault; empty if it ended as it may."""
     if all(not outcome.kind for outcome in outcomes) or fault.kind in HARMLESS:
         return judge_clean(outcomes)
     interrupted = [outcome for outcome in outcomes if outcome.kind == "KeyboardInterrupt"]
     if len(interrupted) > (fault.kind == "interrupt"):
-        return f"WRONG: {len(interrupted)} ranks were interrupted"
+        return "wrong", f"{len(interrupted)} ranks were interrupted"
     others = [outcome for outcome in outcomes if outcome not in interrupted]
     if len({(outcome.kind, outcome.text) for outcome in others}) > 1:
-        if interrupted and all(not outcome.kind for outcome in others):
-            return ""
-        return "WRONG: different ends: " + " | ".join(f"{o.kind}: {o.text[:300]}" for o in others)
-    kind = others[0].kind
-    if kind and (not kind.endswith(("Error", "Mismatch")) or not others[0].text):
-        return f"WRONG: raised {kind}: {others[0].text[:300]}"
-    if not kind and (problem := judge_clean(others)):
-        return problem
+        return "wrong", "different ends: " + " | ".join(f"{o.kind}: {o.text[:300]}" for o in others)
+    kind, text = others[0].kind, others[0].text
+    if kind and (not kind.endswith(("Error", "Mismatch")) or not text):
+        return "wrong", f"raised {kind}: {text[:300]}"
+    if not kind:
+        return judge_clean(others)
     if max(outcome.seconds for outcome in outcomes) > IN_TIME and fault.kind != "stop":
-        return f"LATE: took {max(outcome.seconds for outcome in outcomes):.0f} s"
-    return _leaked(outcomes)
+        return "late", f"took {max(outcome.seconds for outcome in outcomes):.0f} s"
+    return _left(outcomes)
 
 
-def judge_clean(outcomes: list[Outcome]) -> str:
+def judge_clean(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     for outcome in outcomes:
-        if outcome.kind:
-            return f"WRONG: raised {outcome.kind}: {outcome.text[:600]}"
-        if outcome.wrong:
-            return f"WRONG: data: {outcome.wrong[:3]}"
-    return _leaked(outcomes)
+        if outcome.kind or outcome.wrong:
+            return "wrong", f"{outcome.kind}: {outcome.text[:600]} {outcome.wrong[:3]}"
+    return _left(outcomes)
 
 
-def _leaked(outcomes: list[Outcome]) -> str:
+def _left(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     left = sorted({leak for outcome in outcomes for leak in outcome.leaks})
-    return f"LEAK: {', '.join(left)}" if left else ""
-
-
-def shared_files(pids: set[int], folder: str = "/dev/shm") -> list[str]:
-    """Files in shared memory whose names say that one of these processes made them. Other programs have files there too."""
-    made_by = re.compile(rf"(?<!\d)({'|'.join(map(str, sorted(pids)))})(?!\d)")
-    return sorted(name for name in os.listdir(folder) if made_by.search(name))
-
-
-def campaign(seeds: Sequence[int], until: float, verbose: bool, bed: NetBed | None) -> int:
-    """Runs the faults of ``seeds`` until the time is over; prints what came of them. The exit status."""
-    _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "epload"])
-    happened, reached, bad = Counter[str](), Counter[str](), []
-    job, began = Job(bed), time.monotonic()
-    pids = set(job.pids.values())
-    for seed in seeds:
-        if time.monotonic() > until:
-            break
-        fault = Fault.of(seed)
-        problem, fired, goes_on = run(job, fault)
-        happened[fault.kind] += 1
-        reached[fault.kind] += fired
-        if verbose:
-            print(
-                f"{time.monotonic() - began:7.1f} s  {fault}: {problem or ('right' if fired else 'did not happen')}",
-                flush=True,
-            )
-        if problem:
-            bad.append(f"{fault}: {problem}")
-            print(bad[-1], flush=True)
-        if not goes_on:
-            job.close()
-            job = Job(bed)
-            pids |= set(job.pids.values())
-    job.close()
-    if left := shared_files(pids):
-        bad.append(f"LEAK: /dev/shm has {left}")
-        print(bad[-1])
-    count = sum(happened.values())
-    print(f"{'fault':<16}{'loads':>6}{'it happened':>13}")
-    for kind in KINDS:
-        print(f"{kind:<16}{happened[kind]:>6}{reached[kind]:>13}")
-    verdicts = {
-        what: sum(f": {what}: " in text or text.startswith(what) for text in bad)
-        for what in ("HANG", "WRONG", "LEAK", "LATE")
-    }
-    print(
-        f"seeds {seeds[0]} to {seeds[count - 1]}: {count} faults in {time.monotonic() - began:.0f} s, "
-        f"{count - len(bad)} judged right, "
-        + ", ".join(f"{number} {what.lower()}" for what, number in verdicts.items())
-    )
-    return 1 if bad or count == 0 else 0
+    return ("leak", ", ".join(left)) if left else ("", "")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first fault")
-    parser.add_argument(
-        "--regressions", action="store_true", help="the seeds that were once judged wrong, in place of others"
-    )
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--verbose", action="store_true", help="a line for each fault")
-    parser.add_argument("--links", action="store_true", help="over links of the test-bed; needs root")
-    options = parser.parse_args()
-    with NetBed(len(NODES), MBIT, host=True) if options.links else nullcontext() as links:
-        seeds = REGRESSIONS if options.regressions else range(options.seed, options.seed + options.faults)
-        sys.exit(campaign(seeds, time.monotonic() + options.seconds, options.verbose, links))
+    sys.exit(seeds.run(__doc__, judge, ("right", "no fault"), ("hang", "wrong", "leak", "late"), REGRESSIONS))
