@@ -252,9 +252,9 @@ def no_more(what: str) -> Iterator[None]:
     def no_file(*_: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with mock.patch.object(threading.Thread, "start", start_others):
-        with mock.patch.object(os, "pidfd_open", no_file) if what == "files" else nullcontext():
-            yield
+    files = mock.patch.object(os, "pidfd_open", no_file) if what == "files" else nullcontext()
+    with mock.patch.object(threading.Thread, "start", start_others), files:
+        yield
 
 
 def cannot_start(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:

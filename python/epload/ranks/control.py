@@ -124,7 +124,7 @@ class Control(Place):
         if known is not None or self.store is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return known
         self._looked = time.monotonic()
-        return self.look()
+        return self.look(self.store)  # a connection for each rank that reads would be many
 
     def fail(self, error: BaseException, hard: bool = True) -> Failure | None:
         """Publishes a failure; returns what all ranks raise, or None if the load has succeeded on the others. Thread-safe.

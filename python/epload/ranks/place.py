@@ -149,9 +149,9 @@ class Place:
         """Returns the failure of the present attempt that this rank has heard of."""
         return self._failures.get(self.prefix)
 
-    def look(self) -> Failure | None:
-        """Looks in the store for a failure of the present attempt. Thread-safe."""
-        prefix, store = self.prefix, self.connection()
+    def look(self, store: Store | None = None) -> Failure | None:
+        """Looks in the store for a failure of the present attempt, over :meth:`connection` if not another. Thread-safe."""
+        prefix, store = self.prefix, store or self.connection()
         outcome, stop = outcome_keys(prefix)
         failure = self._failures.get(prefix)
         if failure is None:
