@@ -95,23 +95,17 @@ def complain_at_length() -> None:
     raise MemoryError("no room, " * 50_000 + "at all")
 
 
-@pytest.mark.parametrize("way", [WAYS[2]], ids="-".join)
-def test_a_failure_too_long_for_a_message_between_ranks(way: tuple[str, str]) -> None:
-    results = ranks.run(4, failing_load, 1, complain_at_length, way, 60.0)
+def test_a_failure_larger_than_a_socket_takes_at_once() -> None:
+    results = ranks.run(4, failing_load, 1, complain_at_length, WAYS[2], 60.0)
     check_raised([first for first, _ in results], "no room, at all", seconds=15)
     assert [bad for _, bad in results] == [[]] * 4
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
-def test_a_killed_rank_is_noticed_by_all(way: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("victim", "way"), [(0, WAYS[0]), *((2, way) for way in WAYS)])
+def test_a_killed_rank_is_noticed_by_all(victim: int, way: tuple[str, str]) -> None:
     """Within seconds, though the timeout is a minute: its neighbors see the process end or the connection close."""
-    results = ranks.run(4, failing_load, 2, kill, way, 60.0, dying=(2,))
-    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
-
-
-def test_a_killed_rank_of_a_job_with_a_tcp_store() -> None:
-    results = ranks.run(4, failing_load, 2, kill, WAYS[0], 60.0, dying=(2,), tcp=True)
-    check_raised([s[0] for s in results if s], "rank 2", seconds=15)
+    results = ranks.run(4, failing_load, victim, kill, way, 60.0, dying=(victim,), tcp=way == WAYS[0])
+    check_raised([s[0] for s in results if s], f"rank {victim}", seconds=15)
 
 
 def all_ways(rank: int, culprit: int, action: Callable[[], None]) -> list[tuple[Raised, list[str]]]:
