@@ -282,7 +282,7 @@ _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
 
 @atexit.register
 def _abort_all() -> None:
-    """Before the device libraries are unloaded, as torch does for the groups that it knows."""
+    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows."""
     aborting = [threading.Thread(target=group.abort, daemon=True) for group in _with_devices if group.on_devices]
     until = time.monotonic() + _EXIT_SECONDS
     for thread in aborting:

@@ -25,7 +25,7 @@ class Processes:
         """Process id of each rank whose process has ended."""
         self._lock = threading.Lock()
         self._store: Store | None = None
-        """While more ranks may register."""
+        """Prefixed for the rendezvous; None unless more ranks may register."""
         self._list = self._own_key = ""
         self._seen = 0
         self._unwatched: list[tuple[int, int, str]] = []

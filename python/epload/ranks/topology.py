@@ -174,7 +174,7 @@ class Topology:
         self.groups.clear()
 
     def dispose_stale_groups(self) -> None:
-        """Before each load."""
+        """Is called before each load."""
         if self.stale:
             self.stale = False
             self.retire()
