@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from campaigns import seeds
-from campaigns.chaos.faults import ANEW, HARMLESS, REGRESSIONS, WORLD, Fault, Moments, broken, moments_of
+from campaigns.chaos_faults import ANEW, HARMLESS, REGRESSIONS, WORLD, Fault, Moments, broken, moments_of
 from epload import HierarchicalLoader, Topology
 from epload.transfer import direct_read
 from support import ranks
