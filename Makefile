@@ -22,7 +22,6 @@ WORKERS ?= 1
 TEST_WORKERS ?= 3
 PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 RUNS ?= 100
-LINKS ?=
 
 # The oldest and the newest torch that epload supports (setup.py).
 OLDEST ?= torch==2.11.0
@@ -145,9 +144,9 @@ demo: build ## load a Mixture-of-Experts checkpoint over two emulated nodes
 demo-sync: build ## sync a trainer's weights into a tensor-parallel engine of another job, after each of three steps
 	$(RUN)/python examples/demo/demo_sync.py
 
-chaos: build ## replay the regressions, inject FAULTS=300 seeded faults from SEED=0 on 4 ranks, check each outcome; LINKS=1 shapes the links (root)
+chaos: build ## replay the regressions, inject FAULTS=300 seeded faults from SEED=0 on 4 ranks, check each outcome
 	$(CAMPAIGN).chaos --regressions
-	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS) $(if $(LINKS),--links)
+	$(CAMPAIGN).chaos --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
 
 chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
 	$(CAMPAIGN).chaos_sync --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)

@@ -175,7 +175,7 @@ class Rank:
     def move_data(self, seconds: float) -> None:
         """As a transfer: ends when the watch says that another rank has failed."""
         stop, before, began = _Stop(), self.counts.copy(), time.monotonic()
-        with self.control.watch.guards(stop):
+        with self.control.stopping(stop):
             if stop.requested.wait(seconds):
                 raise RemoteFailure("another rank failed")
         spent = self.counts - before

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from epload.ranks.tree import FAN_OUT
 
 INFINITE = float("inf")
+LOOKS = 3
+"""How often a rank looks at the store until what it waits for is there."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +195,14 @@ class Agreement:
 
 
 def agreement(nodes: int, ranks: int, rounds: int, store: StoreRates) -> Agreement:
-    """The rounds of a load of ``ranks`` ranks on ``nodes`` nodes: see control/rounds.py. All ranks come to each at once.
+    """The rounds of a load of ``ranks`` ranks on ``nodes`` nodes: see ranks/rounds.py. All ranks come to each at once.
 
-    A leader sets its views, waits for and gets the decision, and deletes the views; the coordinator sets the decision and deletes
-    it. Every parent waits for and gets the views of its children.
+    A leader sets its views, looks for the decision, and deletes the views; the coordinator sets the decision and deletes it.
+    Every parent looks for the views of its children, and gets them.
     """
     parents = -(-(nodes - 1) // FAN_OUT)
-    operations = rounds * (4 * (nodes - 1) + 2 * parents + 2)
-    most = rounds * (2 if nodes == 1 else 6)
+    operations = rounds * ((2 + LOOKS) * (nodes - 1) + (2 + LOOKS) * parents + 2)
+    most = rounds * (2 if nodes == 1 else 4 + 2 * LOOKS)
     levels, reach, last = 0, 1, 1
     while reach < nodes:
         last *= FAN_OUT

@@ -1,6 +1,6 @@
 """What the store's server computes for the agreement rounds of one load, with as many leaders as a large job has.
 
-The leaders' operations are replayed on a connection each, in the order of control/rounds.py, without the ranks around them:
+The leaders' operations are replayed on a connection each, in the order of ranks/rounds.py, without the ranks around them:
 threads of hundreds of ranks on few cores wake the server for each operation alone, and take its core from it, which costs several
 times as much as the operation.
 """
@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from control_bed import CountingStore, Server
+from costs import LOOKS
 from epload.ranks.tree import FAN_OUT
 
 THREADS = 8
@@ -60,7 +61,10 @@ class _Leader:
 
     def post(self, number: int) -> None:
         if self.children:
-            self.store.multi_get([f"view/{number}/{child}" for child in self.children])
+            keys = [f"view/{number}/{child}" for child in self.children]
+            for _ in range(LOOKS):
+                self.store.check(keys)
+            self.store.multi_get(keys)
         if self.node > 0:
             self.posted, before = f"view/{number}/{self.node}", self.posted
             self.store.set(self.posted, VIEW)
@@ -69,7 +73,8 @@ class _Leader:
 
     def read(self, number: int) -> None:
         if self.node > 0:
-            self.store.multi_get([f"outcome/{number}"])
+            for _ in range(LOOKS):
+                self.store.compare_set(f"outcome/{number}", "?", "?")
 
     def delete(self) -> None:
         if self.posted:

@@ -20,20 +20,14 @@ def machine(folder: Path, ports: dict[str, list[tuple[str, str]]]) -> Path:
     return folder
 
 
-EIGHT = {f"mlx5_{i}": [(ACTIVE, "400 Gb/sec (4X NDR)\n")] for i in range(8)}
-
-
-def test_a_machine_without_cards(tmp_path: Path) -> None:
+def test_only_fast_cards_with_an_active_port_count(tmp_path: Path) -> None:
     assert cards.count_rdma(tmp_path) == 0
-    (tmp_path / "class/infiniband/mlx5_0/ports/1").mkdir(parents=True)  # nothing to read there
+    (tmp_path / "class/infiniband/mlx5_7/ports/1").mkdir(parents=True)  # nothing to read there
     assert cards.count_rdma(tmp_path) == 0
-
-
-def test_cards_with_an_active_port(tmp_path: Path) -> None:
-    down = {"mlx5_8": [(DOWN, "400 Gb/sec (4X NDR)\n")], "mlx5_9": [(DOWN, "10 Gb/sec\n"), (ACTIVE, "200 Gb/sec\n")]}
-    assert cards.count_rdma(machine(tmp_path, {**EIGHT, **down})) == 9
-
-
-def test_slow_cards_are_for_something_else(tmp_path: Path) -> None:
-    slow = {"mlx5_bond_0": [(ACTIVE, "100 Gb/sec (4X EDR)\n")], "irdma0": [(ACTIVE, "2.5 Gb/sec (1X SDR)\n")]}
-    assert cards.count_rdma(machine(tmp_path, {**EIGHT, **slow})) == 8
+    ports = {f"mlx5_{i}": [(ACTIVE, "400 Gb/sec (4X NDR)\n")] for i in range(4)} | {
+        "mlx5_8": [(DOWN, "400 Gb/sec (4X NDR)\n")],
+        "mlx5_9": [(DOWN, "10 Gb/sec\n"), (ACTIVE, "200 Gb/sec\n")],
+        "mlx5_bond_0": [(ACTIVE, "100 Gb/sec (4X EDR)\n")],
+        "irdma0": [(ACTIVE, "2.5 Gb/sec (1X SDR)\n")],
+    }
+    assert cards.count_rdma(machine(tmp_path, ports)) == 5

@@ -19,7 +19,8 @@ from torch import nn
 
 import epload
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
-from epload.ranks.control import DEFAULT_TIMEOUT, Control
+from epload.ranks.control import Control
+from epload.ranks.place import DEFAULT_TIMEOUT
 from support import ranks
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
@@ -200,18 +201,3 @@ def failing_offer(rank: int, round_: str) -> list[str]:
 @pytest.mark.parametrize("round_", ["planning", "sharing memory"])
 def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
     assert ranks.run(4, failing_offer, round_, limit=60) == [[]] * 4
-
-
-def large_lists(rank: int) -> str:
-    tensors = [torch.zeros((1,) * 60) for _ in range(50_000 + (rank == 1))]
-    try:
-        coalesced_bcast(tensors, 0, Topology.from_nodes([[0], [1]]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
-
-
-def test_a_mismatch_of_lists_larger_than_a_value_of_the_store() -> None:
-    results = ranks.run(2, large_lists, tcp=True, limit=100)
-    assert results[0] == results[1]
-    assert "rank 0 has 50000 tensors and rank 1 has 50001" in results[0]

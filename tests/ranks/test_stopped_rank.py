@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,39 +43,28 @@ def state_of_process(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-class Progress:
-    """How many waves each rank has unpacked, where all ranks can see it."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-
-    def note(self, waves: int) -> None:
-        path = self._folder / f"waves-{self._rank}"
-        path.with_suffix(".new").write_text(str(waves))
-        path.with_suffix(".new").rename(path)
-
-    def all(self) -> list[int]:
-        paths = [self._folder / f"waves-{rank}" for rank in range(4)]
-        return [int(path.read_text()) if path.exists() else 0 for path in paths]
+def waves(folder: Path) -> list[int]:
+    """Returns how many waves each rank has unpacked."""
+    return [(folder / f"waves-{rank}").stat().st_size for rank in range(4)]
 
 
 @contextmanager
-def stopping(rank: int, victim: int, progress: Progress) -> Iterator[None]:
-    """The victim stops itself when it comes to wave STOP_AT; every rank notes how far it is."""
+def stopping(rank: int, victim: int, folder: Path) -> Iterator[None]:
+    """The victim stops itself when it comes to wave STOP_AT; every rank writes a byte for each wave."""
     check = Engine._check
 
     def noted(self: Engine, wave: Wave) -> bool:
         if threading.current_thread() is threading.main_thread():  # unpacking, not relaying
-            progress.note(wave.index)
+            os.truncate(folder / f"waves-{rank}", wave.index)
             if rank == victim and wave.index == STOP_AT:
                 os.kill(os.getpid(), signal.SIGSTOP)
         return check(self, wave)
 
-    Engine._check = noted  # type: ignore[method-assign]
-    yield
+    with mock.patch.object(Engine, "_check", noted):
+        yield
 
 
-def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) -> None:
+def wake(victim: int, folder: Path, seen: dict[str, Any]) -> None:
     """Runs next to another rank's load: lets the victim go on when the others have not moved for a while."""
     pid = int((folder / f"pid-{victim}").read_text())
     until = time.monotonic() + 60
@@ -82,8 +72,8 @@ def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) ->
         time.sleep(0.01)
     seen["state"] = state_of_process(pid)
     before: list[int] = []
-    while before != progress.all():
-        before = progress.all()
+    while before != waves(folder):
+        before = waves(folder)
         time.sleep(SECONDS)
     seen["waves"] = before
     os.kill(pid, signal.SIGCONT)
@@ -92,6 +82,7 @@ def wake(victim: int, folder: Path, progress: Progress, seen: dict[str, Any]) ->
 def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
     schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"waves-{rank}").touch()
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
@@ -101,9 +92,8 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
     loader = HierarchicalLoader(
         Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False
     )
-    progress = Progress(folder, rank)
     seen: dict[str, Any] = {}
-    waker = threading.Thread(target=wake, args=(victim, folder, progress, seen))
+    waker = threading.Thread(target=wake, args=(victim, folder, seen))
     if rank == (victim + 1) % 4:
         waker.start()
     start = peak = anonymous_and_shared()
@@ -117,7 +107,7 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with stopping(rank, victim, progress):
+        with stopping(rank, victim, folder):
             loader.load(model, folder / "model.safetensors")
     finally:
         done.set()
@@ -125,15 +115,13 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
     problems = []
     if waker.ident is not None:
         waker.join()
-        if seen["state"] != "T":
-            problems.append(f"rank {victim} was not stopped")
-        if seen["waves"][victim] != STOP_AT:
-            problems.append(f"rank {victim} was stopped at {seen['waves']}")
-        its_node = next(node for node in NODES if victim in node)
-        if not all(waves < STOP_AT + BUFFERS for waves in (seen["waves"][other] for other in its_node)):
-            problems.append(f"the other rank of its node did not wait: {seen['waves']}")
-        if not all(STOP_AT <= waves <= STOP_AT + 3 * BUFFERS for waves in seen["waves"]):
-            problems.append(f"other nodes did not wait: {seen['waves']}")
+        neighbors = next(node for node in NODES if victim in node)
+        if seen["state"] != "T" or seen["waves"][victim] != STOP_AT:
+            problems.append(f"rank {victim} was not stopped: {seen}")
+        if not all(seen["waves"][other] < STOP_AT + BUFFERS for other in neighbors):
+            problems.append(f"the other rank of its node did not wait: {seen}")
+        if not all(STOP_AT <= count <= STOP_AT + 3 * BUFFERS for count in seen["waves"]):
+            problems.append(f"other nodes did not wait: {seen}")
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     if peak - start > shards + BUFFERS * BUCKET + SLACK:
         problems.append(f"took {peak - start} bytes, with shards of {shards}")

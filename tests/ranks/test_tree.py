@@ -1,4 +1,4 @@
-"""The tree of nodes, what travels along it, and the rounds of several nodes, in threads over one store."""
+"""The rounds of several nodes, in threads over one store."""
 
 from __future__ import annotations
 
@@ -11,37 +11,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from control_bed import CountingStore
 from epload.errors import LoadError
-from epload.ranks import tree as trees
 from epload.ranks.control import Control
-from epload.ranks.tree import FAN_OUT, Tree
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=80))
-def test_every_node_but_the_first_has_one_parent(sizes: list[int]) -> None:
-    nodes, first = [], 0
-    for size in sizes:
-        nodes.append(tuple(range(first, first + size)))
-        first += size
-    places = [Tree.of(reversed(nodes), rank) for rank in range(first)]
-    handed = [child for place in places for child in place.children]
-    assert sorted(handed) == nodes[1:]
-    assert all(len(place.children) <= FAN_OUT for place in places)
-    assert sorted(rank for place in places if place.leads for rank in (place.rank, *place.members)) == list(
-        range(first)
-    )
-
-
-@given(st.dictionaries(st.integers(0, 50), st.sampled_from(["a", "b", 'c "quoted"']), min_size=1))
-def test_views_survive_the_tree(views: dict[int, str]) -> None:
-    bundles = [trees.decode(trees.encode({view: [rank]})) for rank, view in views.items()]
-    merged = trees.decode(trees.encode(trees.merge(bundles)))
-    assert dict(trees.by_rank(merged, sorted(views))) == views
-    assert len(merged) == len(set(views.values())), "equal views travel once"
+from epload.ranks.tree import FAN_OUT
 
 
 def run(nodes: list[list[int]], action: Callable[[Control], Any]) -> tuple[dict[int, Any], dict[int, Counter[str]]]:
@@ -102,7 +76,7 @@ def test_more_nodes_than_one_leader_has_children() -> None:
     expected = sum(range(FAN_OUT + 3))
     assert results == dict.fromkeys(range(FAN_OUT + 3), [expected] * 6)
     most = {rank: sum(count for kind, count in counts[rank].items() if kind != "bytes") for rank in counts}
-    assert max(most.values()) < 3 * 24, most
+    assert max(most.values()) < 3 * 40, most
 
 
 def absent(control: Control, ranks: tuple[int, ...], ended: threading.Barrier) -> tuple[str, float]:

@@ -68,20 +68,6 @@ def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None
     check(results, "topology", *parts)
 
 
-def default_waits_as_long_as_the_loader_may(rank: int) -> Raised | None:
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["test/0"])
-        return None
-    result = raised_by(lambda: HierarchicalLoader(timeout=2.0))
-    store.set("test/0", "")
-    return result
-
-
-def test_the_loaders_timeout_covers_discovery() -> None:
-    check(ranks.run(2, default_waits_as_long_as_the_loader_may, limit=50), "rank 1 did not arrive within 2 s")
-
-
 def killed_in_discovery(rank: int, victim: int) -> Raised | None:
     """One rank never comes, so that the others still wait when the victim is killed."""
     missing = 3 if victim != 3 else 1
@@ -207,18 +193,6 @@ def test_a_killed_rank_whose_child_keeps_its_connections_is_named(step: str) -> 
     check(ranks.run(4, killed_at, 3, step, NODES, True, dying=(3,), limit=80), "rank 3")
 
 
-def killed_in_a_relay(rank: int) -> Raised | None:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
-    if rank == 2:
-        fork_a_child()
-    with mock.patch("epload.native.ops.relay", kill) if rank == 2 else nullcontext():
-        return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
-
-
-def test_a_rank_killed_in_the_transfer_whose_child_keeps_its_connections_is_named() -> None:
-    check(ranks.run(4, killed_in_a_relay, dying=(2,), limit=80), "rank 2")
-
-
 def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
     topology = Topology.from_nodes(NODES)
     with at("making groups", kill) if rank == 1 else nullcontext():
@@ -267,60 +241,42 @@ def test_a_store_whose_host_dies_is_lost_for_all(step: str, tmp_path: Path) -> N
 
 @contextmanager
 def no_more(what: str) -> Iterator[None]:
-    def no_thread(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    """No more of the threads with this name, or no more open files."""
+    start = threading.Thread.start
+
+    def start_others(self: threading.Thread) -> None:
+        if self.name == what:
+            raise RuntimeError("can't start new thread")
+        start(self)
 
     def no_file(*_: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    patches = {
-        "threads": mock.patch.object(threading.Thread, "start", no_thread),
-        "files": mock.patch.object(os, "eventfd", no_file),
-        "processes' files": mock.patch.object(os, "pidfd_open", no_file),
-    }
-    with patches[what]:
+    files = mock.patch.object(os, "pidfd_open", no_file) if what == "files" else nullcontext()
+    with mock.patch.object(threading.Thread, "start", start_others), files:
         yield
 
 
-def cannot_watch(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
+def cannot_start(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
     model = meta_net()
     loader.topology.control.processes.close()  # else they have been opened since the ranks found one another
     with no_more(what) if rank == culprit else nullcontext():
         first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
     loader.load(model, only_readers(state_for(2), "one"))
-    return first, wrong(model, state_for(2))
-
-
-@pytest.mark.parametrize(
-    ("culprit", "what", "hint"),
-    [(0, "threads", "ulimit -u"), (3, "files", "ulimit -n"), (3, "processes' files", "ulimit -n")],
-)
-def test_a_rank_that_cannot_watch_fails_the_load_for_all(culprit: int, what: str, hint: str) -> None:
-    results = ranks.run(4, cannot_watch, culprit, what, limit=80)
-    check([first for first, _ in results], f"rank {culprit} cannot watch over the other ranks", hint)
-    assert [bad for _, bad in results] == [[]] * 4, "the next load is right"
-
-
-def cannot_start_the_transfer(rank: int) -> tuple[Raised, list[str]]:
-    """The watch has its thread; those of the transfer cannot be had."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
-    model = meta_net()
-    start = threading.Thread.start
-
-    def some(self: threading.Thread) -> None:
-        if self.name == "epload-move":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    with mock.patch.object(threading.Thread, "start", some) if rank == 2 else nullcontext():
-        first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
-    loader.load(model, only_readers(state_for(2), "one"))
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("epload-")]
     return first, wrong(model, state_for(2)) + left
 
 
-def test_a_rank_without_threads_for_the_transfer_fails_the_load_for_all() -> None:
-    results = ranks.run(4, cannot_start_the_transfer, limit=80)
-    check([first for first, _ in results], "cannot start thread epload-move", "ulimit -u")
-    assert [bad for _, bad in results] == [[]] * 4
+@pytest.mark.parametrize(
+    ("culprit", "what", "text", "hint"),
+    [
+        (0, "epload-watch", "rank 0 cannot watch over the other ranks", "ulimit -u"),
+        (3, "files", "rank 3 cannot watch over the other ranks", "ulimit -n"),
+        (2, "epload-move", "cannot start thread epload-move", "ulimit -u"),
+    ],
+)
+def test_a_rank_without_threads_or_files_fails_the_load_for_all(culprit: int, what: str, text: str, hint: str) -> None:
+    results = ranks.run(4, cannot_start, culprit, what, limit=80)
+    check([first for first, _ in results], text, hint)
+    assert [bad for _, bad in results] == [[]] * 4, "the next load is right"

@@ -197,9 +197,8 @@ class HierarchicalLoader:
         """
         try:
             with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
-                guard = self._control.guard()
                 try:
-                    with guard:
+                    with self._control.guard():
                         parts = None
                         if outer_shards or local_modules:
                             parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
@@ -219,7 +218,7 @@ class HierarchicalLoader:
                         )
                         return self._load(request)
                 finally:
-                    if guard.failure is not None and not guard.failure.clean:
+                    if self._control.failure is not None and not self._control.failure.clean:
                         self._resources.forget_staging()
                         self.topology.retire()
         except Refused as refused:
@@ -247,8 +246,7 @@ class HierarchicalLoader:
                 load = self._agreement.run(request, self._streams, report)
             run_load(self._resources, request, load, report, self.progress and self.topology.rank == options.src)
         finally:
-            if self._control.rounds is not None:
-                self._control.rounds.events = None
+            self._control.events = None
             self._agreement.inputs.close_checkpoint()
         plan, ignored = load.plan, set(load.ignored_keys)
         report.missing_keys = [key for key in load.missing_keys if key not in ignored]

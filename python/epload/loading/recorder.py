@@ -11,8 +11,7 @@ from epload.report import LoadReport
 def record_events(topology: Topology, report: LoadReport) -> None:
     """Starts to record, as events, what this rank does in the load."""
     report.recorder.events = Events(topology.rank, topology.nodes.index(topology.node))
-    if topology.control.rounds is not None:
-        topology.control.rounds.events = report.recorder.events
+    topology.control.events = report.recorder.events
 
 
 def gather_events(topology: Topology, report: LoadReport) -> None:
@@ -21,7 +20,5 @@ def gather_events(topology: Topology, report: LoadReport) -> None:
     if report.recorder.events is None:
         return
     received = control.exchange("the trace", {first: report.recorder.events.encode()})
-    if control.place is not None:
-        control.place.messages.keep_sent()
     if topology.rank == first:
         report.merged = Trace(map(Events.decode, received.values()))

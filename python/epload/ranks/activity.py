@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from epload.ranks.control import Control
-from epload.ranks.watch import Stop
+from epload.ranks.place import Stop
 from epload.report import TransferReport
 
 
@@ -22,7 +22,7 @@ def working(control: Control, what: str) -> Iterator[Callable[[int], None]]:
         control.progress += nbytes + 1
         stop.check()
 
-    with control.watch.guards(stop):
+    with control.stopping(stop):
         yield done
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from epload.core import threads
 from epload.errors import LoadError, RemoteFailure, message_of
 from epload.ranks.control import Control
-from epload.ranks.groups import FIRST_POLL, LAST_POLL, Backends, Group, abort, dispose
-from epload.ranks.watch import Stop
+from epload.ranks.groups import Backends, Group, abort, dispose
+from epload.ranks.place import Stop
 
+_POLL_SECONDS = 0.02
 _GRACE_SECONDS = 0.5
 """Seconds that a canceled group has to end by itself."""
 
@@ -79,17 +80,15 @@ class GroupCache:
             alone = self._agreed != control.position[:2]
             if alone:  # a rank that failed to make its last ones may have a lower count
                 self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
-            number = self.count
+            first, made = self.count, list[Group]()
             self.count += len(families)
-            made: list[Group] = []
             try:
-                for family in families:
+                for number, family in enumerate(families, first):
                     ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
                     # Two families may have a group in common. A second one of the same ranks would end the first.
                     if ranks is not None and (timeout, ranks) not in self._groups:
                         made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
                         self._groups[timeout, ranks] = made[-1]
-                    number += 1
                 if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
                     control.settle(what, None)
             except BaseException:
@@ -97,6 +96,44 @@ class GroupCache:
                 dispose(made)
                 raise
         self._made.update((timeout, family) for family in families)
+
+    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, backends: Backends) -> Group:
+        """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
+        control = self._control
+        assert control.store is not None
+        control.doing = f"makes the process group of ranks {ranks}"
+        group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
+        prefix, stop = f"group/{name}/{ranks[0]}", Stop()
+        store = PrefixStore(prefix, control.store)
+        group.device = self._device.index if self._device is not None else _current_device(backends)
+        ended, errors = threading.Event(), list[BaseException]()
+
+        def make() -> None:  # in a thread, as a wait for connections between members cannot be canceled
+            try:
+                group.enter_thread()
+                group.make(store, self._rank, timeout, backends, self._device)
+            except BaseException as error:
+                errors.append(error)
+            ended.set()
+
+        with control.stopping(stop):
+            threads.start("epload-group", make)
+            until = time.monotonic() + 1.25 * timeout.total_seconds() + 2
+            while not ended.wait(_POLL_SECONDS):
+                if stop.is_set() or time.monotonic() >= until:
+                    group.cancel()
+                    ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
+                    break
+        control.delete_later(f"{prefix}/{key}" for key in group.keys)
+        if not ended.is_set() or errors:
+            dispose([group] if ended.is_set() else [])
+            if stop.is_set():
+                raise RemoteFailure("another rank failed")
+            cause = message_of(errors[0]) if errors else f"not done within {timeout}"
+            text = f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"
+            raise LoadError(text) from (errors[0] if errors else None)
+        group.register()
+        return group
 
     def fail(self) -> None:
         """Ends what the groups do on devices, as another rank has failed. Thread-safe."""
@@ -108,76 +145,9 @@ class GroupCache:
         self._groups.clear()
         self._made.clear()
 
-    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, backends: Backends) -> Group:
-        """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
-        control = self._control
-        assert control.store is not None
-        control.doing = f"makes the process group of ranks {ranks}"
-        group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
-        prefix = f"group/{name}/{ranks[0]}"
-        stop = Stop()
-        with control.watch.guards(stop):
-            creation = _Creation(group, PrefixStore(prefix, control.store), self._rank, timeout, backends, self._device)
-            ended = creation.wait(stop.requested, 1.25 * timeout.total_seconds() + 2)
-        control.delete_later(f"{prefix}/{key}" for key in group.keys)
-        if not ended or creation.error is not None:
-            dispose([group] if ended else [])
-            if stop.requested():
-                raise RemoteFailure("another rank failed")
-            cause = message_of(creation.error) if creation.error is not None else f"not done within {timeout}"
-            raise LoadError(
-                f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"
-            ) from creation.error
-        group.register()
-        return group
-
-
-class _Creation:
-    """Makes a group in a thread, as a wait for connections between its members cannot be canceled."""
-
-    def __init__(
-        self,
-        group: Group,
-        store: Store,
-        rank: int,
-        timeout: timedelta,
-        backends: Backends,
-        device: torch.device | None,
-    ) -> None:
-        """Arguments are those of :meth:`Group.make`, and ``device`` that of :meth:`Group.connect` if not None."""
-        self.error: BaseException | None = None
-        self._group = group
-        self._ended = threading.Event()
-        self._make: Callable[[], None] = lambda: group.make(store, rank, timeout, backends, device)
-        group.device = device.index if device is not None else _current_device(backends)
-        threads.start("epload-group", self._run)
-
-    def _run(self) -> None:
-        try:
-            self._group.enter_thread()
-            self._make()
-        except BaseException as error:
-            self.error = error
-        self._ended.set()
-
-    def wait(self, stopped: Callable[[], bool], seconds: float) -> bool:
-        """Waits until the group is made, or ``error`` is set.
-
-        Returns:
-            False if it was ``stopped`` or has taken longer than ``seconds``: the thread is then left alone with the group.
-        """
-        until = time.monotonic() + seconds
-        pause = FIRST_POLL
-        while not self._ended.wait(pause):
-            if stopped() or time.monotonic() >= until:
-                self._group.cancel()
-                return self._ended.wait(_GRACE_SECONDS)
-            pause = min(2 * pause, LAST_POLL)
-        return True
-
 
 def _current_device(backends: Backends) -> int | None:
-    """Index of the calling thread's device if there is a backend for it, else None."""
+    """Returns the index of the calling thread's device if there is a backend for it, else None."""
     if set(backends) == {"cpu"} or not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()

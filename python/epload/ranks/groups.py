@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from epload.core import threads
 from epload.errors import LoadError
 
-FIRST_POLL, LAST_POLL = 0.001, 0.1
+_MIN_POLL, _MAX_POLL = 0.001, 0.1
 """Seconds between two checks; doubles in between."""
 _EXIT_SECONDS = 10.0
 """Maximum seconds that process exit waits for device communicators to be aborted."""
@@ -69,14 +69,14 @@ class GroupStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Polls, as a wait inside the store cannot be canceled."""
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
-        pause = FIRST_POLL
+        pause = _MIN_POLL
         while not self._inner.check(keys):
             if self.canceled:
                 raise LoadError("making a process group was canceled, as another rank failed")
             if time.monotonic() >= until:
                 raise LoadError(f"timed out: members of the process group did not set {', '.join(keys)}")
             time.sleep(pause)
-            pause = min(2 * pause, LAST_POLL)
+            pause = min(2 * pause, _MAX_POLL)
 
 
 Backends = Mapping[str, str]
@@ -130,7 +130,9 @@ class Group:
                     made[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
             kind, built = made[backend]
             group._register_backend(torch.device(kind_of_device), kind, built)
-        group._set_default_backend(_default_kind({str(name): kind for name, (kind, _) in made.items()}))
+        # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
+        default = min(made, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
+        group._set_default_backend(made[default][0])
         group._set_group_name(self.name)
         if device is not None:
             _connect(group, device)
@@ -139,7 +141,7 @@ class Group:
             _with_devices.add(self)
 
     def _make_backend(self, device: str, name: str, store: Store, rank: int, timeout: timedelta) -> tuple[Any, Any]:
-        """The backend's type and object."""
+        """Returns the backend's type and object."""
         assert self._store is not None
         index, size = self.ranks.index(rank), len(self.ranks)
         # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the process exits,
@@ -159,8 +161,8 @@ class Group:
             options.group_name = self.name
             built = kind(plain, index, size, options)
             backend_type = getattr(dist.ProcessGroup.BackendType, name.upper())
-        elif name.upper() in dist.Backend._plugins:
-            plugin = dist.Backend._plugins[name.upper()]
+        elif (plugin := dist.Backend._plugins.get(name.upper())) is not None:
+            backend_type = dist.ProcessGroup.BackendType.CUSTOM
             if plugin.extended_api:
                 arguments = _distributed_c10d._DistributedBackendOptions()
                 arguments.store, arguments.group_rank, arguments.group_size = plain, index, size
@@ -169,7 +171,6 @@ class Group:
                 built = plugin.creator_fn(arguments, None)
             else:
                 built = plugin.creator_fn(plain, index, size, timeout)
-            backend_type = dist.ProcessGroup.BackendType.CUSTOM
         else:
             raise LoadError(
                 f"cannot make process groups of backend {name!r}; initialize the job with gloo, nccl or hccl"
@@ -213,8 +214,7 @@ class Group:
 
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
-        self._group = None
-        self._store = None
+        self._group = self._store = None
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -234,14 +234,13 @@ def _no_error_handling() -> Iterator[None]:
     """ProcessGroupNCCL, if it is made inside, does not end the process when a member of another job has ended."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     with _environment:
-        before = os.environ.get(name)
+        before = os.environ.pop(name, None)
         os.environ[name] = "0"
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if before is not None:
                 os.environ[name] = before
 
 
@@ -251,14 +250,6 @@ _environment = threading.Lock()
 def can_connect(backend: str) -> bool:
     """Returns True if groups can be made of a backend, and it moves bytes from device to device."""
     return backend in ("nccl", "xccl") or (backend != "fake" and backend.upper() in dist.Backend._plugins)
-
-
-def _default_kind(made: dict[str, Any]) -> Any:
-    """The default backend as torch chooses it: that of NCCL or XCCL, else that of a plugin, else gloo's."""
-    for name in ("nccl", "xccl"):
-        if name in made:
-            return made[name]
-    return next((kind for name, kind in made.items() if name != "gloo"), made.get("gloo"))
 
 
 def dispose(groups: Sequence[Group]) -> None:
@@ -291,14 +282,10 @@ _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
 
 @atexit.register
 def _abort_all() -> None:
-    """Before the device libraries are unloaded, as torch does for the groups that it knows."""
-    groups = [group for group in _with_devices if group.on_devices]
-
-    def abort_each() -> None:
-        for group in groups:
-            group.abort()
-
-    if groups:
-        thread = threading.Thread(target=abort_each, daemon=True)
+    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows."""
+    aborting = [threading.Thread(target=group.abort, daemon=True) for group in _with_devices if group.on_devices]
+    until = time.monotonic() + _EXIT_SECONDS
+    for thread in aborting:
         thread.start()
-        thread.join(_EXIT_SECONDS)
+    for thread in aborting:
+        thread.join(max(until - time.monotonic(), 0.0))

@@ -1,131 +1,87 @@
-"""Connections between the ranks of a node: Unix sockets between the leader and each of the others.
-
-Each pair has two: one for the threads that run the rounds, one for the watches. So each has one reader, no message waits for a
-thread to pass it on, and none goes through the store.
-"""
+"""Unix sockets between the leader of a node and each of its other ranks, over which their watches exchange messages."""
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import select
 import socket
 import struct
-import termios
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
 
 from epload.errors import LoadError
 from epload.ranks.tree import Tree
 
-Kind = Literal["rounds", "watch"]
-KINDS: tuple[Kind, ...] = ("rounds", "watch")
-HELLO = "hello"
-"""Tag of a link's first message: its kind and the rank that has connected."""
 _HEADER = struct.Struct("<IQ")
-"""Bytes of a message's tag and of its data."""
+"""Number of bytes of a message's tag and of its data."""
+_HELLO = struct.Struct("<I")
+"""The rank that has connected, before any message."""
+_HELLO_SECONDS = 5.0
+"""Maximum seconds from a connection to its hello: other programs may connect, too."""
 _POLL_SECONDS = 0.02
-"""Between two attempts to connect to a leader that does not listen yet."""
-_ACCEPT_POLL_MS = 100
-"""Between two checks for ranks that cannot come any more."""
 _CHUNK = 1 << 18
-_MAX_HELLO = 1000
-"""Bytes of a first message at most: other programs may connect, too."""
 
 
 class Link:
-    """One end of a connection. One thread sends and one receives; any may notify, on a link on which none sends."""
+    """One end of a connection. Any thread may send; the watch receives, and sends what did not fit into the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
         self._connection = connection
         self._lock = threading.Lock()
         self._received = bytearray()
         self._unsent = bytearray()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.process, self.user, _ = struct.unpack("3i", credentials)
         self.closed = False
         """True if the other end has closed the connection."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def send(self, tag: str, data: bytes, wait: Callable[[], None]) -> None:
-        """Sends a message, of which what another end has not taken is sent before the next.
+    @property
+    def unsent(self) -> bool:
+        """True if a message is not sent yet, as the other end does not read."""
+        return bool(self._unsent)
 
-        Args:
-            wait: called while the other end takes nothing; an error that it raises ends the wait.
+    def send(self, tag: str, data: bytes, optional: bool = False) -> None:
+        """Sends a message, or as much of it as fits into the socket; :meth:`flush` sends the rest.
 
-        Raises:
-            OSError: the other end has closed the connection.
+        ``optional``: the message is dropped if others are not sent yet.
         """
-        self._unsent += _frame(tag, data)
-        while self._unsent:
+        with self._lock:
+            if self._unsent and optional:
+                return
+            name = tag.encode()
+            self._unsent += _HEADER.pack(len(name), len(data)) + name + data
+        self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
             try:
-                del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+                while self._unsent:
+                    del self._unsent[: self._connection.send(self._unsent)]
             except BlockingIOError:
-                wait()
-
-    def notify(self, tag: str, data: bytes) -> None:
-        """Sends a small message that may be lost if the other end does not read or has closed the connection."""
-        with self._lock, suppress(OSError):
-            self._connection.send(_frame(tag, data), socket.MSG_DONTWAIT)
-
-    def is_half_full(self) -> bool:
-        """Returns True if the other end has so much unread that unimportant news should wait."""
-        (unread,) = struct.unpack("i", fcntl.ioctl(self._connection, termios.TIOCOUTQ, bytes(4)))
-        return bool(2 * unread > self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+                return
+            except OSError:  # the watch detects that the process has ended
+                self._unsent.clear()
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """Returns the messages that have arrived since the last call; does not wait."""
-        while not self.closed and self._read(_CHUNK) == _CHUNK:
-            pass
-        return self._take_messages()
-
-    def receive_hello(self) -> Any:
-        """Returns the content of the first message, None until it has arrived; does not wait.
-
-        Reads no byte behind it: a message that has been read does not show as one that can be read.
-        """
-        while not self.closed:
-            lacking = _HEADER.size - len(self._received)
-            if lacking <= 0:
-                tag, data = _HEADER.unpack_from(self._received)
-                lacking += tag + data
-                self.closed = tag + data > _MAX_HELLO
-            if lacking == 0:
-                with suppress(ValueError, RecursionError):
-                    ((name, text),) = self._take_messages()
-                    return json.loads(text) if name == HELLO else ""
-                return ""
-            if self.closed or not self._read(lacking):
-                break
-        return None
-
-    def _read(self, most: int) -> int:
-        """Reads at most ``most`` bytes without waiting; returns how many there were."""
+        """Returns the messages that have arrived, each with its tag; does not wait."""
         try:
-            data = self._connection.recv(most, socket.MSG_DONTWAIT)
+            while data := self._connection.recv(_CHUNK):
+                self._received += data
+            self.closed = True
         except BlockingIOError:
-            return 0
+            pass
         except OSError:
-            data = b""
-        self.closed = not data
-        self._received += data
-        return len(data)
-
-    def _take_messages(self) -> list[tuple[str, bytes]]:
+            self.closed = True
         messages, at = [], 0
         while len(self._received) - at >= _HEADER.size:
-            tag, data = _HEADER.unpack_from(self._received, at)
+            tag, nbytes = _HEADER.unpack_from(self._received, at)
             begin = at + _HEADER.size
-            if len(self._received) < begin + tag + data:
+            if len(self._received) < begin + tag + nbytes:
                 break
-            at = begin + tag + data
+            at = begin + tag + nbytes
             messages.append((self._received[begin : begin + tag].decode(), bytes(self._received[begin + tag : at])))
         del self._received[:at]
         return messages
@@ -133,108 +89,78 @@ class Link:
     def close(self) -> None:
         self._connection.close()
 
-
-class NodeLinks:
-    """This rank's links, by rank: a leader's to the others of its node, any other's to its leader."""
-
-    def __init__(self, links: Mapping[Kind, dict[int, Link]]) -> None:
-        self.rounds, self.watch = links["rounds"], links["watch"]
-
-    @classmethod
-    def none(cls) -> NodeLinks:
-        return cls({"rounds": {}, "watch": {}})
-
-    @classmethod
-    def make(cls, tree: Tree, token: str, limit: timedelta, check: Callable[[], None]) -> NodeLinks:
-        """Connects the ranks of a node, which all call this.
-
-        Args:
-            tree: this rank's place.
-            token: equal on the node's ranks, and unknown to other programs.
-            limit: time within which the others have to connect.
-            check: raises an error if one of them cannot come any more.
-
-        Raises:
-            LoadError: a rank has not connected in time.
-        """
-        if len(tree.node) == 1:
-            return cls.none()
-        address = f"\0epload/{token}/{tree.leader}"
-        until = time.monotonic() + limit.total_seconds()
-        links: dict[Kind, dict[int, Link]] = {"rounds": {}, "watch": {}}
-        try:
-            if tree.leads:
-                _accept(address, links, tree, until, check)
-            else:
-                for kind in KINDS:
-                    links[kind][tree.leader] = _connect(address, kind, tree, until, check)
-        except BaseException:
-            cls(links).close()
-            raise
-        return cls(links)
-
-    def close(self) -> None:
-        for link in (*self.rounds.values(), *self.watch.values()):
-            link.close()
-
     def __del__(self) -> None:
         self.close()
 
 
-def _frame(tag: str, data: bytes) -> bytes:
-    name = tag.encode()
-    return _HEADER.pack(len(name), len(data)) + name + data
+def connect_node(tree: Tree, token: str, limit: timedelta, check: Callable[[], None]) -> dict[int, Link]:
+    """Returns this rank's links: a leader's to the other ranks of its node, any other rank's to its leader.
+
+    Args:
+        tree: this rank's place.
+        token: equal on the node's ranks, and unknown to other programs.
+        limit: time within which the others have to connect.
+        check: raises an error if one of them cannot come any more.
+
+    Raises:
+        LoadError: a rank has not connected in time.
+    """
+    if len(tree.node) == 1:
+        return {}
+    address = f"\0epload/{token}/{tree.leader}"
+    until = time.monotonic() + limit.total_seconds()
+    if tree.leads:
+        return _accept(address, tree, until, check)
+    return {tree.leader: _connect(address, tree, until, check)}
 
 
-def _connect(address: str, kind: Kind, tree: Tree, until: float, check: Callable[[], None]) -> Link:
+def _connect(address: str, tree: Tree, until: float, check: Callable[[], None]) -> Link:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(address)
-            link = Link(connection)
-            link.notify(HELLO, json.dumps([kind, tree.rank]).encode())
-            return link
+            connection.sendall(_HELLO.pack(tree.rank))
+            return Link(connection)
         except OSError as error:  # the leader does not listen yet
             connection.close()
             check()
             if time.monotonic() >= until:
-                raise LoadError(
-                    f"rank {tree.rank} could not connect to rank {tree.leader} of its node: {error}"
-                ) from error
+                text = f"rank {tree.rank} could not connect to rank {tree.leader} of its node: {error}"
+                raise LoadError(text) from error
             time.sleep(_POLL_SECONDS)
 
 
-def _accept(
-    address: str, links: dict[Kind, dict[int, Link]], tree: Tree, until: float, check: Callable[[], None]
-) -> None:
-    missing: list[Any] = [[kind, rank] for kind in KINDS for rank in tree.members]
-    unknown: list[Link] = []
+def _accept(address: str, tree: Tree, until: float, check: Callable[[], None]) -> dict[int, Link]:
+    links: dict[int, Link] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
-        listener.listen(len(missing))
-        while missing:
-            poll = select.poll()
-            for each in (listener.fileno(), *(link.fileno() for link in unknown)):
-                poll.register(each, select.POLLIN)
-            poll.poll(_ACCEPT_POLL_MS)
+        listener.listen(len(tree.members))
+        listener.settimeout(5 * _POLL_SECONDS)
+        while missing := sorted(set(tree.members) - links.keys()):
             check()
             if time.monotonic() >= until:
-                ranks = sorted({rank for _, rank in missing})
-                raise LoadError(f"ranks {ranks} did not connect to rank {tree.rank} of their node in time")
-            with suppress(BlockingIOError):
-                listener.setblocking(False)
-                unknown.append(Link(listener.accept()[0]))
-                unknown[-1]._connection.setblocking(True)
-            for link in list(unknown):
-                hello = link.receive_hello()
-                if hello is None and not link.closed:
-                    continue
-                unknown.remove(link)
-                if link.user == os.getuid() and hello in missing:
-                    missing.remove(hello)
-                    kind, rank = hello
-                    links[kind][rank] = link
-                else:
-                    link.close()
-    for link in unknown:
-        link.close()
+                raise LoadError(f"ranks {missing} did not connect to rank {tree.rank} of their node in time")
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            rank = _hello(connection)
+            if rank in missing:
+                links[rank] = Link(connection)
+            else:
+                connection.close()
+    return links
+
+
+def _hello(connection: socket.socket) -> int | None:
+    """Returns the rank that has connected; None if it is another program."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user != os.getuid():
+        return None
+    connection.settimeout(_HELLO_SECONDS)
+    try:
+        data = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return int(_HELLO.unpack(data)[0]) if len(data) == _HELLO.size else None

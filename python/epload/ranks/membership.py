@@ -21,12 +21,17 @@ def machine_identity() -> str:
         return f"{platform.node()}-{uuid.getnode():x}"
 
 
-def local_network() -> str:
-    """Equal on two processes exactly if they can connect to each other inside their machine."""
+def namespace(kind: str) -> str:
+    """Returns a text that is equal on two processes exactly if they share a machine and a namespace of this kind."""
     try:
-        return f"{machine_identity()} {os.readlink('/proc/self/ns/net')}"
+        return f"{machine_identity()} {os.readlink(f'/proc/self/ns/{kind}')}"
     except OSError:
         return f"{machine_identity()} ?"
+
+
+def local_network() -> str:
+    """Returns a text that is equal on two processes exactly if they can connect to each other inside their machine."""
+    return namespace("net")
 
 
 def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:
@@ -61,12 +66,12 @@ def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | Non
 
 def check_partition(nodes: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
     """Raises ValueError if ``nodes`` is not a partition of ``ranks``."""
-    listed = [rank for node in nodes for rank in node]
-    if any(not node for node in nodes) or len(set(listed)) != len(listed):
+    listed = {rank for node in nodes for rank in node}
+    if not all(nodes) or len(listed) != sum(map(len, nodes)):
         raise ValueError(f"expected nodes that are not empty and share no rank, got {list(map(list, nodes))}")
-    if unknown := sorted(set(listed) - set(ranks)):
+    if unknown := sorted(listed - set(ranks)):
         raise ValueError(f"nodes list ranks {unknown}, which are not among the group's ranks {list(ranks)}")
-    if missing := sorted(set(ranks) - set(listed)):
+    if missing := sorted(set(ranks) - listed):
         raise ValueError(
             f"ranks {missing} are in no node of {list(map(list, nodes))}; list every rank of the group, "
             "or pass group= with the ranks that load together"

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -61,23 +62,23 @@ def rendezvous(
         shared = PrefixStore(f"epload/{name}", store)
         try:
             number = _join(shared)
-            control = Control(PrefixStore(number, shared), ranks, rank, f"{name}/{number}")
         except DistNetworkError as error:
             raise LoadError(f"topology: the store is lost: {message_of(error)} (seen by rank {rank})") from error
+        control = Control(PrefixStore(number, shared), ranks, rank, f"{name}/{number}")
+        control.timeout = timeout
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
-            decision = decide({rank: view for rank, (_, view) in views.items()})
-            return [decision, group_equal({rank: place for rank, (place, _) in views.items()}), secrets.token_hex(16)]
+            nodes = group_equal({rank: place for rank, (place, _) in views.items()})
+            return decide({rank: view for rank, (_, view) in views.items()}), nodes, secrets.token_hex(16)
 
         try:
             with control.guard():
-                control.timeout = timeout
                 control.doing = "topology"
-                control.open_registry()
+                control.processes.register(control.connection(), rank)
                 place = f"{local_network()} {within}"
                 decision, nodes, token = control.settle("topology", failure, [place, view], close_and_decide)
-                control.close_registry()
+                control.delete_later(control.processes.close_registry())
                 # Another group of the same ranks has a store of its own, which gives out the same numbers.
                 control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"
                 control.join_nodes(nodes, token)
@@ -92,7 +93,7 @@ def rendezvous(
 
 
 def _join(store: Store) -> str:
-    """The number of the open rendezvous; opens one if there is none."""
+    """Returns the number of the open rendezvous; opens one if there is none."""
     state = store.compare_set("rendezvous", "", "1").decode()
     while state.endswith(_CLOSED):
         state = store.compare_set("rendezvous", state, str(int(state[: -len(_CLOSED)]) + 1)).decode()
@@ -101,7 +102,5 @@ def _join(store: Store) -> str:
 
 def _close(store: Store, number: str) -> None:
     """No rank joins this rendezvous any more: the next one opens another, also after a failure."""
-    try:
+    with suppress(RuntimeError):  # the store is lost
         store.compare_set("rendezvous", number, number + _CLOSED)
-    except RuntimeError:  # the store is lost
-        return

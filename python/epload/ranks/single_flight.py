@@ -42,8 +42,8 @@ class Call:
     def distinguishable_from(self, other: Call) -> bool:
         """Returns True if all ranks can tell the two calls apart, in whatever order they enter them."""
         if self.topology is not other.topology:
-            ours, theirs = self.topology, other.topology
-            return ours.ranks != theirs.ranks or ours.made_by is theirs.made_by
+            same_thread = self.topology.made_by is other.topology.made_by
+            return same_thread or self.topology.ranks != other.topology.ranks
         if self.loader is None or other.loader is None:  # rounds of a load and of a broadcast have different names
             return self.loader is not other.loader
         return self.loader is not other.loader and self.loader_made_by is other.loader_made_by

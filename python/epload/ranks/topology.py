@@ -9,13 +9,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
 from epload.native.extension import _C
 from epload.planning.algorithms import ALGORITHMS
-from epload.ranks.control import DEFAULT_TIMEOUT, Control
+from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.groups import backends_of
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
+from epload.ranks.place import DEFAULT_TIMEOUT
 from epload.ranks.rendezvous import rendezvous
 
 
@@ -109,28 +111,25 @@ class Topology:
         """
         group, rank, ranks = membership(group)
         nodes = [list(node) for node in nodes]
-        failure: ValueError | None = None
-        try:
-            check_partition(nodes, ranks)
-        except ValueError as error:
-            failure = error
+        checked = Attempt(lambda: check_partition(nodes, ranks))
         if group is None:
-            if failure is not None:
-                raise failure
+            if checked.failure is not None:
+                raise checked.failure
             return cls(nodes, None, rank, Control(None, ranks, rank))
 
         def check_equal(views: Mapping[int, list[list[int]]]) -> None:
-            for other, theirs in views.items():
-                if theirs != views[ranks[0]]:
+            first = views[ranks[0]]
+            for other, its_nodes in views.items():
+                if its_nodes != first:
                     raise ManifestMismatch(
-                        f"the ranks' topologies differ, nothing was moved: rank {ranks[0]} has nodes {views[ranks[0]]}, "
-                        f"rank {other} has {theirs}"
+                        f"the ranks' topologies differ, nothing was moved: rank {ranks[0]} has nodes {first}, rank {other} has "
+                        f"{its_nodes}"
                     )
 
         store, limit = group.get_group_store(), as_timedelta(timeout)
         # Emulated nodes of one machine are nodes for their control as well.
         within = str(next((number for number, node in enumerate(nodes) if rank in node), ""))
-        control, _ = rendezvous(store, ranks, rank, limit, failure, nodes, check_equal, within)
+        control, _ = rendezvous(store, ranks, rank, limit, checked.failure, nodes, check_equal, within)
         return cls(nodes, group, rank, control)
 
     def __repr__(self) -> str:
@@ -166,16 +165,16 @@ class Topology:
             )
         between = chosen.groups(self.nodes, src)
         self.groups.make("route", between, self.nodes)
-        mine = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
+        inter = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
         leader = chosen.leader(self.nodes, src, self.rank)
-        return Route(src, leader, self.groups.name(mine), self.groups.name(self.node))
+        return Route(src, leader, self.groups.name(inter), self.groups.name(self.node))
 
     def retire(self) -> None:
         """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
         self.groups.clear()
 
     def dispose_stale_groups(self) -> None:
-        """Before each load."""
+        """Is called before each load."""
         if self.stale:
             self.stale = False
             self.retire()

@@ -6,14 +6,14 @@ A node here is a set of ranks that can reach one another inside their machine. A
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 FAN_OUT = 32
 """Children of a leader in the tree of nodes. The views of so many are one call to the store."""
 Bundle = dict[str, list[int]]
-"""Each distinct view with the ranks that have it, ascending."""
+"""Each distinct view with the ranks that have it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,13 @@ class Tree:
         return cls(tuple(sorted(tuple(sorted(node)) for node in nodes)), rank)
 
     @cached_property
+    def node_of(self) -> dict[int, tuple[int, ...]]:
+        """The node of each rank."""
+        return {rank: node for node in self.nodes for rank in node}
+
+    @property
     def node(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
-        return next(node for node in self.nodes if self.rank in node)
+        return self.node_of[self.rank]
 
     @property
     def leader(self) -> int:
@@ -39,28 +43,24 @@ class Tree:
 
     @property
     def leads(self) -> bool:
-        return self.rank == self.node[0]
+        return self.rank == self.leader
 
     @property
     def members(self) -> tuple[int, ...]:
         """The other ranks of the node that this rank leads."""
         return self.node[1:] if self.leads else ()
 
-    @cached_property
-    def leader_of(self) -> dict[int, int]:
-        return {rank: node[0] for node in self.nodes for rank in node}
-
     @property
     def root(self) -> int:
         return self.nodes[0][0]
 
     @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes whose leaders hand their views to this rank."""
+    def children(self) -> tuple[int, ...]:
+        """The leaders that hand the views of their nodes to this rank."""
         if not self.leads:
             return ()
         first = FAN_OUT * self.nodes.index(self.node) + 1
-        return self.nodes[first : first + FAN_OUT]
+        return tuple(node[0] for node in self.nodes[first : first + FAN_OUT])
 
 
 def merge(bundles: Iterable[Bundle]) -> Bundle:
@@ -68,31 +68,17 @@ def merge(bundles: Iterable[Bundle]) -> Bundle:
     for bundle in bundles:
         for view, ranks in bundle.items():
             merged.setdefault(view, []).extend(ranks)
-    return {view: sorted(ranks) for view, ranks in merged.items()}
+    return merged
 
 
-def encode(bundle: Bundle) -> str:
-    return json.dumps([[view, _ranges(ranks)] for view, ranks in bundle.items()])
+def encode(bundle: Bundle) -> bytes:
+    return json.dumps([*bundle.items()]).encode()
 
 
-def decode(text: str) -> Bundle:
-    return {
-        view: [rank for first, last in ranges for rank in range(first, last + 1)] for view, ranges in json.loads(text)
-    }
+def decode(data: bytes) -> Bundle:
+    return dict(json.loads(data))
 
 
-def by_rank(bundle: Bundle, ranks: Sequence[int]) -> Mapping[int, str]:
-    """The view of each of ``ranks``, in their order."""
-    views = {rank: view for view, holders in bundle.items() for rank in holders}
-    return {rank: views[rank] for rank in ranks}
-
-
-def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """First and last of each run of consecutive ranks."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found
+def by_rank(bundle: Bundle) -> dict[int, str]:
+    """Returns the view of each rank, in the order of the ranks."""
+    return dict(sorted((rank, view) for view, ranks in bundle.items() for rank in ranks))

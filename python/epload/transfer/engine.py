@@ -225,5 +225,5 @@ def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
 
 def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
     """Runs a transfer until it is done or a rank fails; raises as the transfer's own ``run``. ``groups``: those that it uses."""
-    with control.watch.guards(transfer, groups):
+    with control.stopping(transfer, groups):
         transfer.run(bar)

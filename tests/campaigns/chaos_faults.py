@@ -21,13 +21,11 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.native import ops
 from epload.ranks.control import Control
 from epload.ranks.groups import Group
+from epload.ranks.processes import Processes
 from epload.transfer import shared_memory
 from epload.transfer.local import Local
-from netbed import slow_link
 
 WORLD = 4
-SLOW_KBIT = 64
-"""Of a slow link. A load here is some 2 KB, and about as much again to agree on it."""
 HARMLESS = ("none", "slow reader", "slow link", "full disk")
 KINDS = (
     *HARMLESS, "unreadable", "truncated", "unpack", "out of memory", "hook", "interrupt", "kill", "stop", "mismatch",
@@ -56,7 +54,7 @@ _ALL = (*_READS, *_MOVES, "unpack", "agree")
 _AT = {
     "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
     "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
-    "kill discovering": ("open_registry", "agree", "close_registry"), "kill making groups": ("make", "register"),
+    "kill discovering": ("agree", "close_registry", "join_nodes"), "kill making groups": ("make", "register"),
     "no threads": ("start",),
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""
@@ -132,7 +130,7 @@ class Moments:
     @contextmanager
     def watched(self) -> Iterator[None]:
         owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, Local)
-        owners |= dict.fromkeys(("open_registry", "agree", "close_registry"), Control)
+        owners |= {"agree": Control, "join_nodes": Control, "close_registry": Processes}
         owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
         with ExitStack() as stack:
             for name in self._names:
@@ -167,19 +165,13 @@ def _raise(kind: type[Exception], *args: Any) -> Callable[..., None]:
 
 
 @contextmanager
-def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> Iterator[Moments]:
-    """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it.
-
-    ``mbit``: of the link of this rank's node in the test-bed; 0 without one.
-    """
+def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Moments]:
+    """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it."""
     at = int(fault.moment * (len(_AT[fault.kind]) if fault.kind in ANEW else calls))
     names = moments_of(fault)
 
     def slow(*_: Any) -> None:
         time.sleep(0.3 * timeout)
-
-    def throttle(*_: Any) -> None:
-        stack.enter_context(slow_link(SLOW_KBIT, mbit))
 
     def truncate(*_: Any) -> None:
         os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
@@ -191,7 +183,12 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> I
         os.replace(replacement, path)
 
     def stop_here(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        victim = os.getpid()
+        if os.fork() == 0:  # wakes the victim once the others must have given it up
+            time.sleep(2.5 * timeout)
+            os.kill(victim, signal.SIGCONT)
+            os._exit(0)
+        os.kill(victim, signal.SIGSTOP)
 
     def kill(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +197,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float, mbit: int) -> I
         signal.raise_signal(signal.SIGINT)
 
     before: dict[str, Callable[..., None]] = {
-        "slow reader": slow, "slow link": throttle if mbit else slow, "truncated": truncate, "replaced": replace,
+        "slow reader": slow, "slow link": slow, "truncated": truncate, "replaced": replace,
         "stop": stop_here, "kill": kill, "kill discovering": kill, "kill making groups": kill, "interrupt": interrupt,
         "no threads": _raise(RuntimeError, "can't start new thread"),
         "unreadable": _raise(OSError, errno.EIO, "the disk is on fire"), "unpack": _raise(RuntimeError, "cannot unpack"),
