@@ -23,7 +23,7 @@ from support.synced_models import SHAPES, build, values, write
 PLACES = {
     "writing": (writer, "write_all"),
     "syncing": (os, "fsync"),
-    "before the rename": (folders, "sync"),
+    "before the rename": (folders, "_sync"),
     "after the rename": (folders.shutil, "rmtree"),
 }
 

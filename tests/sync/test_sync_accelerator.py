@@ -19,9 +19,9 @@ import torch
 import epload
 from epload.planning.waves import Wave
 from epload.ranks.groups import Group
-from epload.sync.device_route import Broadcasts
-from epload.sync.devices import DeviceLink, obstacle
-from epload.sync.transfer import MemorySink
+from epload.sync.device_route import DeviceRoute
+from epload.sync.devices import DeviceAccess, link_obstacle
+from epload.sync.transfer import LocalBuckets
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
@@ -119,7 +119,9 @@ def test_models_on_a_device(
     ids=["two GPUs", "one GPU", "not known", "two versions", "GPU and CPU", "CPU"],
 )
 def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
-    found = obstacle([DeviceLink("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)])
+    found = link_obstacle(
+        [DeviceAccess("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)]
+    )
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
@@ -161,7 +163,7 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
 
 
 def receive_flipped(rank: int, meeting: Meeting) -> str:
-    copy = MemorySink._copy
+    copy = LocalBuckets._keep
 
     def flips(place: torch.Tensor, bucket: torch.Tensor) -> None:
         copy(place, bucket)
@@ -170,7 +172,7 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
     model = build("plain", 1, where=DEVICE)
     with (
         many_waves(),
-        mock.patch.object(MemorySink, "_copy", staticmethod(flips)),
+        mock.patch.object(LocalBuckets, "_keep", staticmethod(flips)),
         epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
     ):
         try:
@@ -233,16 +235,16 @@ def test_an_engine_that_moves_to_another_device(stage: str) -> None:
 @contextmanager
 def slow(stream: str) -> Iterator[None]:
     """Whatever a wave has to do on a stream waits for a while, however soon the other streams are done."""
-    move, timers = Broadcasts.move, []
+    move, timers = DeviceRoute.move, []
 
-    def moved(self: Broadcasts, wave: Wave) -> None:
-        held = getattr(self._route.staging, stream)
+    def moved(self: DeviceRoute, wave: Wave) -> None:
+        held = getattr(self._staging, stream)
         fakedev.hold(held)
         timers.append(threading.Timer(0.15, fakedev.release, [held]))
         timers[-1].start()
         move(self, wave)
 
-    with mock.patch.object(Broadcasts, "move", moved):
+    with mock.patch.object(DeviceRoute, "move", moved):
         yield
     for timer in timers:
         timer.join()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import epload
 from epload.mapping import Convert, Mapping, Split
 from epload.native import ops
-from epload.sync import pulling
+from epload.sync.pulling import Puller, SenderMemory
 from support import fakedev
 from support.accelerator import DEVICE
 from support.checks import all_fine
@@ -178,7 +178,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
     """One engine fails in its copies, the other is slow. Returns when it had closed the memory of the sender, and what is open
     while the error is held and after the next version."""
     closed: list[float] = []
-    copying, close = pulling.Puller.copying, pulling._Opened.close
+    copying, close = Puller.copying, SenderMemory.close
 
     @contextmanager
     def copies(self: Any, *args: Any) -> Iterator[None]:
@@ -195,7 +195,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
     model = build("plain", 1, where=DEVICE)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
         pid, held = int(meeting.hear("pid-0")), None
-        with mock.patch.object(pulling.Puller, "copying", copies), mock.patch.object(pulling._Opened, "close", closes):
+        with mock.patch.object(Puller, "copying", copies), mock.patch.object(SenderMemory, "close", closes):
             try:
                 receiver.receive_weights()
             except epload.LoadError as error:

@@ -15,7 +15,7 @@ import torch
 
 import epload
 from epload.sync import store
-from epload.sync.device_route import Broadcasts
+from epload.sync.device_route import DeviceRoute
 from epload.transfer.movers import Relay
 from support import fakedev
 from support.accelerator import DEVICE
@@ -27,7 +27,7 @@ from support.synced_models import build, check, write
 def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
     """Acts before a wave is moved."""
     stack = ExitStack()
-    for mover in (Relay, Broadcasts):
+    for mover in (Relay, DeviceRoute):
 
         def moved(self: Any, wave: Any, move: Callable[[Any, Any], None] = mover.move) -> None:
             if wave.index == wave_index:
@@ -226,7 +226,7 @@ def asks_any(rank: int, meeting: Meeting, kind: str) -> str:
     [
         ("version", "expected version 7, but the sender offers 1"),
         ("shape", r"head has shape \[16, 41\]"),
-        ("names", r"tensors that only the receiver has \(extra\)"),
+        ("names", r"only the receiver has 1 tensor: extra"),
         ("verify", "expected the same verify="),
     ],
 )

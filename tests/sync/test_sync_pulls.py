@@ -16,7 +16,7 @@ import torch
 import epload
 from epload.native import ops
 from epload.sync import pulling
-from epload.sync.pulling import Puller
+from epload.sync.pulling import Puller, SenderMemory
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import (
@@ -261,13 +261,13 @@ def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
         with mock.patch.object(Puller, "copying", acting):
             yield
         return
-    opens = pulling._Opened.allocation
+    opens = SenderMemory.allocation
 
     def acts(self: Any, *args: Any) -> Any:
         act()
         return opens(self, *args)
 
-    with mock.patch.object(pulling._Opened, "allocation", acts):
+    with mock.patch.object(SenderMemory, "allocation", acts):
         yield
 
 

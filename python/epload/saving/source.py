@@ -23,7 +23,7 @@ from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import read_once
+from epload.saving.model_reader import ModelReader
 
 
 @dataclass
@@ -49,10 +49,9 @@ def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype:
             dtype; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.read_once` and
-            :func:`with_dtype`.
+        ModelMismatch, ValueError: as :meth:`ModelReader.read`, :func:`catalog` and :func:`with_dtype`.
     """
-    targets = read_once(model)
+    targets = ModelReader(model, filled=False).read()
     manifest, placed, padded = catalog(model, targets, mapping, names_from)
     shapes = manifest.shapes
     holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)

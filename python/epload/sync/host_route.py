@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
+from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
-from epload.transfer.engine import Engine
 from epload.transfer.host_ring import HostRing
 from epload.transfer.movers import Relay
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
-from epload.transfer.transfers import through_memory
+from epload.transfer.transfers import run_transfer, through_memory
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
@@ -27,30 +25,27 @@ class HostRoute:
     backend = "host"
     device = None
     footprint = 0
-    """Bytes of buffers besides the node's memory."""
+    """Bytes of buffers other than the node's memory."""
 
     def __init__(self, plan: ExchangePlan, members: Members, control: Control, memory: NodeMemory) -> None:
         """Collective over the epoch's ranks. ``memory``: of the node."""
         self._plan = plan
         self._members = members
-        self._rank = control.rank
+        self._control = control
         self._memory = memory
         self._waves_before = 0
         self.groups = GroupCache({"cpu": "gloo"}, control.rank, control)
         self.groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
 
-    def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def engine(self, context: TransferContext, sink: Sink) -> Engine:
-        """Returns the engine that moves one version."""
-        chunk_bytes = _CHUNK_BYTES if len(self._members.nodes) > 1 else _LONE_CHUNK_BYTES
+    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
+        """Moves one version."""
+        rank, members = self._control.rank, self._members
 
         def connect(ring: HostRing, seconds: float) -> Relay:
-            group = self.groups.name(self._members.rail(self._members.rail_of[self._rank]))
-            route = Route(self._rank, self._rank, group, "")
+            route = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
+            chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
             return Relay(context, ring, route, chunk_bytes, self._memory.board.words, seconds)
 
         engine = through_memory(context, self._memory, self._plan.waves, sink, connect, self._waves_before)
         self._waves_before += len(self._plan.waves)
-        return engine
+        run_transfer(engine, self._control, self.groups, bar)

@@ -66,22 +66,27 @@ class ExchangeRoles:
         return steps
 
 
-class ShardSource(HostSource):
-    """Fills buckets out of the sender's shards. See :class:`~epload.transfer.sources.BucketSource`."""
+class LocalBuckets(HostSource, PlainSink):
+    """This rank's side of a version: fills buckets out of a sender's shards; copies them into a receiver's, or into the memory
+    for a whole version. See :class:`~epload.transfer.sources.BucketSource` and :class:`~epload.transfer.sinks.Sink`."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(
+        self,
+        shards: Shards | None,
+        sends: bool = False,
+        places: Mapping[int, Tensor] | None = None,
+        verify: Callable[[int, Tensor], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            shards: None to leave buckets where they are.
+            places: the memory of each bucket, where buckets are on a device and the version stays in host memory.
+            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
+        """
         self._shards = shards
-
-    def fill(self, number: int, buffer: Tensor) -> None:
-        self._shards.pack(number, buffer)
-
-
-class ShardSink(PlainSink):
-    """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transfer.sinks.Sink`."""
-
-    def __init__(self, shards: Shards | None) -> None:
-        """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
-        self._shards = shards
+        self._sends = sends
+        self._places = places or {}
+        self._verify = verify
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -91,29 +96,18 @@ class ShardSink(PlainSink):
             if self._shards is not None:
                 self._shards.finish()
 
+    def fill(self, number: int, buffer: Tensor) -> None:
+        assert self._shards is not None
+        self._shards.pack(number, buffer)
+
     def unpack(self, number: int, bucket: Tensor) -> None:
-        if self._shards is not None:
+        if number in self._places:
+            self._keep(self._places[number], bucket)
+            if self._verify is not None:  # what is kept, and not what was on the device
+                self._verify(number, self._places[number])
+        elif self._shards is not None and not self._sends:
             self._shards.unpack(number, bucket)
 
-
-class MemorySink(PlainSink):
-    """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transfer.sinks.Sink`."""
-
-    def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
-        """
-        Args:
-            places: that of each bucket.
-            verify: raises LoadError if a bucket's checksum is not that of its bytes.
-        """
-        self._places = places
-        self._verify = verify
-
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        place = self._places[number]
-        self._copy(place, bucket)
-        if self._verify is not None:  # what is kept, and not what was on the device
-            self._verify(number, place)
-
     @staticmethod
-    def _copy(place: Tensor, bucket: Tensor) -> None:
+    def _keep(place: Tensor, bucket: Tensor) -> None:
         place.copy_(bucket)
