@@ -56,9 +56,7 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
 def test_an_engine_of_which_one_rank_is_near(stage: str) -> None:
     """It needs nothing of one of the senders within reach."""
     jobs = [Job(2, send_versions, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
-    sent, received = run(jobs)
-    all_fine(received)
-    assert [version.error for of_rank in sent for version in of_rank] == [""] * 4
+    all_fine(run(jobs)[1])
 
 
 class Padded(nn.Module):
@@ -94,16 +92,10 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
             others = model.embed[37:] if kind == "padded" else model.extra
             if not (others.detach().cpu() == 7.0 + version).all():
                 wrong.append(f"version {version} changes what the sender does not have")
-            wrong += [
-                f"version {version}: {name}"
-                for name, shape in SHAPES.items()
-                if not torch.equal(
-                    model.get_parameter(name).detach().cpu()[: shape[0]]
-                    if shape
-                    else model.get_parameter(name).detach().cpu(),
-                    values(name, version),
-                )
-            ]
+            for name, shape in SHAPES.items():
+                found = model.get_parameter(name).detach().cpu()
+                if not torch.equal(found[: shape[0]] if shape else found, values(name, version)):
+                    wrong.append(f"version {version}: {name}")
     return wrong
 
 
@@ -113,7 +105,7 @@ def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
     all_fine(run(jobs)[1])
 
 
-def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
+def receive_held(rank: int, meeting: Meeting, stage: str) -> None:
     """Commits on a stream that is busy, and receives the next version."""
     model = build("plain", 1, where=DEVICE)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
@@ -127,16 +119,12 @@ def receive_held(rank: int, meeting: Meeting, stage: str) -> list[str]:
         receiver.receive_weights()
         opener.join()
         torch.accelerator.synchronize()
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            if not torch.equal(parameter.detach().cpu(), values(name, 1))
-        ]
+        check(model, 1)
 
 
 @pytest.mark.parametrize("stage", ["host", "device"])
 def test_a_commit_on_another_stream(stage: str) -> None:
-    all_fine(run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_held, (stage,), setup=setup)])[1])
+    run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_held, (stage,), setup=setup)])
 
 
 def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
@@ -253,24 +241,6 @@ def test_a_commit_that_failed_is_tried_again(stage: str) -> None:
     all_fine(
         run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_and_commit_again, (stage,), setup=setup)])[1]
     )
-
-
-def receive_far(rank: int, meeting: Meeting, where: str) -> tuple[int, int]:
-    with on_machine("b"):
-        model = build("plain", 1, where=where)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
-            for version in (1, 2):
-                report = receiver.receive_weights()
-                receiver.commit()
-                check(model, version)
-            assert receiver._epoch is not None
-            return len(receiver._epoch.members.nodes), report.pulled
-
-
-def test_models_on_cpu_and_on_a_device_share_what_is_not_pulled() -> None:
-    jobs = [Job(2, send_versions, (2, 2, 2, "a"), setup=setup)]
-    jobs += [Job(1, receive_far, (where,), setup=setup) for where in (DEVICE, "cpu")]
-    assert run(jobs)[1:] == [[(1, 0)], [(1, 0)]]
 
 
 class Odd(nn.Module):

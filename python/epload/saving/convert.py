@@ -92,7 +92,7 @@ def convert(
             old = checkpoint.value.manifest
             work = repr((old.identity, old.version, new.value.digest, max_shard_bytes, report.path, overwrite))
         topology.control.settle("opening the checkpoint", layout.failure, work, _check_equal)
-        chunks = _own_chunks(topology, checkpoint.value.manifest, layout.value)
+        chunks = _own_chunks(topology, checkpoint.value.manifest)
 
         def write(folder: NewFolder, done: Callable[[int], None]) -> None:
             for chunk in chunks:
@@ -157,13 +157,10 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
         ) from error
 
 
-def _own_chunks(topology: Topology, old: Manifest, layout: FilesLayout) -> list[tuple[int, int, int]]:
-    """Divides all tensors into chunks, in the order of the files: tensor, first element, and number of elements. Returns those
-    that this rank rewrites."""
-    file, offset, counts = layout.file.tolist(), layout.offset.tolist(), list(map(prod, old.shapes))
-    order = sorted(range(len(counts)), key=lambda i: (file[i], offset[i]))
-    step = _CHUNK_ELEMENTS
-    chunks = [(i, begin, min(step, counts[i] - begin)) for i in order for begin in range(0, counts[i], step)]
+def _own_chunks(topology: Topology, old: Manifest) -> list[tuple[int, int, int]]:
+    """Divides all tensors into chunks: tensor, first element, and number of elements. Returns those that this rank rewrites."""
+    counts, step = list(map(prod, old.shapes)), _CHUNK_ELEMENTS
+    chunks = [(i, begin, min(step, count - begin)) for i, count in enumerate(counts) for begin in range(0, count, step)]
     rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
     if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
         return chunks if rank == 0 else []

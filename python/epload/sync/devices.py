@@ -130,38 +130,23 @@ def find_reach(
     Returns:
         The senders that every rank of a node reaches; why one on the same machine cannot be reached, empty if all can.
     """
-    shared: dict[int, list[int]] = {}
-    reasons: list[str] = []
-    for rank in members.receivers:
-        here = ranks[rank].machine, ranks[rank].opens
-        local = [each for each in members.senders if here[1] and here == (ranks[each].machine, ranks[each].opens)]
-        shared[rank] = [sender for sender in local if ranks[sender].handle]
-        hidden = [sender for sender in local if not ranks[sender].handle]
-        reasons += [f"memory of rank {sender} cannot be shared: {ranks[sender].obstacle}" for sender in hidden]
-    if not any(shared.values()):
-        return {}, next(iter(reasons), "")
 
-    def open_error(sender: int) -> str:
-        assert device is not None
+    def why_not(sender: int) -> str:
+        access = ranks[sender]
+        if not access.handle:
+            return f"memory of rank {sender} cannot be shared: {access.obstacle}"
         try:
-            ops.close_memory(ops.open_memory(ranks[sender].handle, ranks[sender].nbytes, device))
+            assert device is not None
+            ops.close_memory(ops.open_memory(access.handle, access.nbytes, device))
         except RuntimeError as error:
-            return first_line(error)
+            return f"rank {control.rank} cannot open rank {sender}'s: {first_line(error)}"
         return ""
 
-    errors = {sender: open_error(sender) for sender in shared.get(control.rank, ())}
-    decision = control.settle(
-        "opening memory of devices", None, errors, lambda views: {rank: view for rank, view in views.items() if view}
-    )
-    reach = {}
-    for number, node in enumerate(members.nodes):
-        opened = [{int(sender) for sender, why in decision.get(str(rank), {}).items() if not why} for rank in node]
-        if common := set.intersection(*opened):
-            reach[number] = tuple(sorted(common))
-    reasons += [
-        f"rank {rank} cannot open rank {sender}'s: {why}"
-        for rank, view in decision.items()
-        for sender, why in view.items()
-        if why
-    ]
-    return reach, next(iter(reasons), "")
+    here = ranks[control.rank].machine, ranks[control.rank].opens
+    local = [sender for sender in members.senders if (ranks[sender].machine, ranks[sender].opens) == here]
+    reasons = {sender: why_not(sender) for sender in local} if device is not None else {}
+    views = control.settle("opening memory of devices", None, reasons, lambda views: list(views.items()))
+    opened = {rank: {int(sender) for sender, why in view.items() if not why} for rank, view in views}
+    common = {number: set.intersection(*(opened[rank] for rank in node)) for number, node in enumerate(members.nodes)}
+    reach = {number: tuple(sorted(senders)) for number, senders in common.items() if senders}
+    return reach, next((why for _, view in views for why in view.values() if why), "")
