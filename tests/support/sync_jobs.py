@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,27 @@ def receive(
                 check(model, version)
                 reports.append(Moved.of(report))
     return reports
+
+
+def send_model(
+    rank: int,
+    meeting: Meeting,
+    make: Callable[[], torch.nn.Module],
+    change: Callable[[Any, int], None] = lambda model, version: None,
+    versions: int = 1,
+    receivers: int = 1,
+    **options: Any,
+) -> list[str]:
+    """Sends versions of any model; returns what each raised."""
+    model, outcomes = make(), []
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, **options) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in range(1, versions + 1):
+            with torch.no_grad():
+                change(model, version)
+            outcomes.append(outcome(partial(sender.send_weights, version)))
+    return outcomes
 
 
 def fail() -> None:

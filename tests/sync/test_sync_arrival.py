@@ -29,6 +29,7 @@ from support.checks import all_fine
 from support.device_syncs import CCL, mapped_of, on_machine, send_versions, topology_of
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome
+from support.sync_jobs import send_model
 from support.synced_models import SHAPES, build, check, values, write
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -260,17 +261,15 @@ def odd(name: str, version: int) -> Tensor:
 ODD = ("one", "square", "column", "row", "scalar")
 
 
-def send_odd(rank: int, meeting: Meeting, verify: bool) -> list[str]:
+def make_odd() -> Odd:
     model = Odd(lambda name: odd(name, 0).to(DEVICE), ODD)
     model.column = nn.Parameter(torch.zeros(4, 3, device=DEVICE)[:, 1:2], requires_grad=False)
-    found = []
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60, verify=verify) as sender:
-        meeting.say("address", sender.address)
-        for version in (1, 2):
-            for name in ODD:
-                model.get_parameter(name).copy_(odd(name, version))
-            found.append(outcome(lambda v=version: sender.send_weights(v)))  # type: ignore[misc]
-    return found
+    return model
+
+
+def write_odd(model: Odd, version: int) -> None:
+    for name in ODD:
+        model.get_parameter(name).copy_(odd(name, version))
 
 
 def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> list[str]:
@@ -290,12 +289,14 @@ def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> list[s
 
 @pytest.mark.parametrize(("verify", "stage"), [(False, "host"), (True, "device"), (False, "none")])
 def test_single_elements_and_inference_tensors(verify: bool, stage: str) -> None:
-    sent, received = run([Job(1, send_odd, (verify,), setup=setup), Job(1, receive_odd, (stage, verify), setup=setup)])
+    sends = partial(send_model, verify=verify)
+    jobs = [Job(1, sends, (make_odd, write_odd, 2), setup=setup), Job(1, receive_odd, (stage, verify), setup=setup)]
+    sent, received = run(jobs)
     assert sent == [["", ""]]
     all_fine(received)
 
 
-def send_unreadable(rank: int, meeting: Meeting, kind: str) -> list[str]:
+def make_unreadable(kind: str) -> nn.Module:
     """A tensor whose memory does not hold its values, or not all of them."""
     model = build("plain", 1, where=DEVICE)
     write(model, 1)
@@ -309,26 +310,19 @@ def send_unreadable(rank: int, meeting: Meeting, kind: str) -> list[str]:
         local = values("embed", 1)[:36].to(DEVICE)
         whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((37, 16)), stride=(16, 1))
         model.embed = nn.Parameter(whole, requires_grad=False)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
-        try:
-            sender.send_weights(1)
-        except (epload.LoadError, ValueError) as error:
-            return [str(error)]
-        return [""]
+    return model
 
 
 def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
     model = build("plain", 1, where=DEVICE)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
-        try:
-            receiver.receive_weights()
-        except (epload.LoadError, ValueError) as error:
+        text = outcome(receiver.receive_weights)
+        if text:
             assert receiver.version is None
-            return str(error)
-        receiver.commit()
-        check(model, 1)
-        return ""
+        else:
+            receiver.commit()
+            check(model, 1)
+        return text
 
 
 @pytest.mark.parametrize(
@@ -336,35 +330,21 @@ def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
     [("negated", "", "host"), ("freed", "too few", "device"), ("smaller", "36, 16|outside tensor", "none")],
 )
 def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: str) -> None:
-    sent, received = run(
-        [Job(1, send_unreadable, (kind,), setup=setup), Job(1, receive_unreadable, (stage,), setup=setup)]
-    )
+    sends = Job(1, send_model, (partial(make_unreadable, kind),), setup=setup)
+    sent, received = run([sends, Job(1, receive_unreadable, (stage,), setup=setup)])
     for text in (sent[0][0], received[0]):
         assert re.search(expected, text) if expected else not text, text
 
 
-class Halves(nn.Module):
+def make_halves() -> nn.Module:
     """Two halves of a tensor, of other dtypes than the names say."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.upper = nn.Parameter(torch.zeros(4, 8, dtype=dtype, device=DEVICE), requires_grad=False)
-        self.lower = nn.Parameter(torch.zeros(4, 8, device=DEVICE), requires_grad=False)
+    model = nn.Module()
+    model.upper = nn.Parameter(torch.full((4, 8), 1.001, dtype=torch.bfloat16, device=DEVICE))
+    model.lower = nn.Parameter(torch.full((4, 8), 2.002, device=DEVICE))
+    return model
 
 
 HALVES = Mapping(converts=(Convert((r"^both$",), ("upper", "lower"), (Split(0),)),))
-
-
-def send_halves(rank: int, meeting: Meeting, folder: Path) -> list[str]:
-    model = Halves(torch.bfloat16)
-    with torch.no_grad():
-        model.upper.copy_(torch.full((4, 8), 1.001))
-        model.lower.copy_(torch.full((4, 8), 2.002))
-    with epload.WeightSender(
-        model, ("127.0.0.1", 0), receivers=2, timeout=60, mapping=HALVES, names_from=folder
-    ) as sender:
-        meeting.say("address", sender.address)
-        return [outcome(lambda: sender.send_weights(1))]
 
 
 def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
@@ -377,7 +357,8 @@ def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
 def test_engines_agree_on_a_tensor_of_several_dtypes(tmp_path: Path) -> None:
     """One that pulls gets what one gets to which it moves."""
     save_file({"both": torch.zeros(8, 8, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    jobs = [Job(1, send_halves, (tmp_path,), setup=setup)]
+    sends = partial(send_model, receivers=2, mapping=HALVES, names_from=tmp_path)
+    jobs = [Job(1, sends, (make_halves,), setup=setup)]
     jobs += [Job(1, receive_halves, (where,), setup=setup) for where in (DEVICE, "cpu")]
     sent, near, far = run(jobs)
     assert sent == [[""]]
