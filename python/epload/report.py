@@ -213,8 +213,7 @@ class LoadReport(TransferReport):
 class SaveReport(Report):
     """The result of a save on one rank. With :func:`epload.save_async`, its time is that from the call on.
 
-    The phases are ``plan`` (names, files and who writes what), ``pack``, ``write`` and ``sync`` (waiting for the disk). Packing
-    and writing overlap.
+    The phases are ``plan`` (names, files and who writes what), ``pack``, ``write`` and ``sync`` (waiting for the disk).
     """
 
     phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in SAVE_PHASES})

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from epload.core import threads
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import Mapping as Rules
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
-from epload.saving.run import SaveJob, SaveOptions
+from epload.saving.run import SaveJob
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -76,9 +76,7 @@ def save(
         print(report)
     """
     wait_for_pending()
-    where, copied = Path(path).expanduser().absolute(), tuple(map(Path, files))
-    options = SaveOptions(where, mapping, names_from, dtype, max_shard_bytes, copied, overwrite)
-    return SaveJob(model, options, topology, timeout).run()
+    return SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout).run()
 
 
 @on_cpu
@@ -109,9 +107,8 @@ def save_async(
     """
     global _pending
     wait_for_pending()
-    where, copied = Path(path).expanduser().absolute(), tuple(map(Path, files))
-    options = SaveOptions(where, mapping, names_from, dtype, max_shard_bytes, copied, overwrite)
-    pending = PendingSave(SaveJob(model, options, topology, timeout))
+    job = SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout)
+    pending = PendingSave(job)
     with _pending_lock:
         _pending = pending
     return pending
@@ -129,15 +126,11 @@ class PendingSave:
     """A save that goes on in the background; made by :func:`save_async`."""
 
     def __init__(self, job: SaveJob) -> None:
-        self._outcome: SaveReport | Exception | None = None
-        copies, failure = attempt(job.snapshot)
-        self._thread = threads.start("epload-save", lambda: self._run(job, copies, failure))
+        job.snapshot()
+        self._thread = threads.start("epload-save", lambda: self._run(job))
 
-    def _run(self, job: SaveJob, copies: list[Tensor] | None, failure: Exception | None) -> None:
-        try:
-            self._outcome = job.run(copies, failure)
-        except Exception as error:
-            self._outcome = error
+    def _run(self, job: SaveJob) -> None:
+        self._outcome = Attempt(job.run)
 
     def done(self) -> bool:
         """Returns True if it has ended, so that :meth:`wait` returns at once."""
@@ -150,7 +143,4 @@ class PendingSave:
             LoadError, ValueError, TypeError: as :func:`save`.
         """
         self._thread.join()
-        if isinstance(self._outcome, SaveReport):
-            return self._outcome
-        assert self._outcome is not None
-        raise self._outcome
+        return self._outcome.value

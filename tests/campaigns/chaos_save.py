@@ -119,7 +119,7 @@ def save(rank: int, fault: Fault, path: str) -> dict[str, Any]:
         return ""
 
     began = time.monotonic()
-    with mock.patch.object(plan, "BUCKET_BYTES", 1 << 12):
+    with mock.patch.object(plan, "SLOT_BYTES", 1 << 12):
         if rank == fault.victim:
             with armed(fault, happened):
                 text = once()

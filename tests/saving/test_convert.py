@@ -186,28 +186,6 @@ def test_ranks_divide_the_work(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "new"]
 
 
-def convert_apart(rank: int, source: str, disks: list[str]) -> str:
-    """``disks``: a working directory for each rank."""
-    os.chdir(disks[rank])
-    topology = epload.Topology.from_nodes([[0], [1]])
-    try:
-        epload.convert(source, "/proc/self/cwd/new", topology=topology, timeout=30)
-    except epload.LoadError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_do_not_see_the_folder(tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "m.safetensors")
-    disks = [str(tmp_path / name) for name in "ab"]
-    for disk in disks:
-        os.mkdir(disk)
-    first, second = ranks.run(2, convert_apart, str(tmp_path / "m.safetensors"), disks)
-    assert first == second
-    assert "ranks 1 do not see the folder that rank 0 has made there" in first
-    assert os.listdir(disks[0]) == os.listdir(disks[1]) == []
-
-
 def convert_old_files(rank: int, folder: str) -> str:
     """Files that have no locations of tensors, and differ."""
     state = {"w": torch.full((8,), float(rank)).to(torch.float32)}

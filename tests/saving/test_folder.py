@@ -7,9 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from epload.saving import folder as folders
 from epload.saving.folder import NewFolder
+from epload.saving.layout import FilesLayout
+
+NO_FILES = FilesLayout([], [], [], torch.empty(0), torch.empty(0), None)
 
 
 def old(path: Path) -> Path:
@@ -22,7 +26,7 @@ def old(path: Path) -> Path:
 def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Path) -> None:
     """A rank has noticed a failure and deletes files, while the first rank completes the folder."""
     path = old(tmp_path / "c") if exists else tmp_path / "c"
-    first = NewFolder.create(path, overwrite=True)
+    first = NewFolder.create(path, overwrite=True, layout=NO_FILES)
     first.add("a", b"a")
     first.add("b", b"b")
     other = NewFolder(path, first.temporary, overwrite=True)
@@ -45,8 +49,8 @@ def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Pa
 
 def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> None:
     first, second = (
-        NewFolder.create(old(tmp_path / "c"), overwrite=True),
-        NewFolder.create(tmp_path / "d", overwrite=False),
+        NewFolder.create(old(tmp_path / "c"), overwrite=True, layout=NO_FILES),
+        NewFolder.create(tmp_path / "d", overwrite=False, layout=NO_FILES),
     )
     first.add("a", b"a")
     first.commit()

@@ -1,4 +1,4 @@
-"""The memory that a save takes besides the shards: two buffers a rank."""
+"""The memory that a save takes besides the shards: a region a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload.saving.plan import BUCKET_BYTES
+from epload.saving.plan import SLOT_BYTES
 from measure import PeakMemory
 from support import ranks
 
@@ -37,7 +37,7 @@ def save(rank: int, folder: str) -> int:
 def test_memory_is_bounded(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     found = ranks.run(4, save, str(folder))
-    limit = 2 * BUCKET_BYTES + PYTHON
+    limit = 2 * SLOT_BYTES + PYTHON
     assert all(above <= limit for above in found), ([above // MB for above in found], limit // MB)
     assert (folder / "model.safetensors").stat().st_size > 512 * MB
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -12,69 +13,70 @@ from epload.sync.store import connect, serve
 from support.small_syncs import many_waves
 
 LIMIT = timedelta(seconds=20)
+SOON = timedelta(seconds=0.5)
 
 
-def member(rank: int) -> Member:
-    return Member.of_process("engine", rank, 2, "node")
+def joined(port: int, rank: int) -> Attendance:
+    stores = (connect(("127.0.0.1", port), LIMIT) for _ in range(2))
+    return Attendance(*stores, "engine", rank, 2, "node", LIMIT)
 
 
-def joined(address: tuple[str, int], who: Member) -> Attendance:
-    return Attendance(connect(address, LIMIT), connect(address, LIMIT), who, LIMIT)
-
-
-def nothing() -> None:
-    pass
-
-
-def test_a_member_that_was_replaced_takes_part_no_more() -> None:
-    """Also if the one in its place, and with it its engine, is dropped for a while: its rank would not come."""
+@pytest.fixture
+def lobby() -> Iterator[tuple[Lobby, int]]:
     with many_waves():
         server = serve(("127.0.0.1", 0))
-        address = "127.0.0.1", server.port
-        lobby = Lobby(server, expected=2)
-        first, second = joined(address, member(0)), joined(address, member(1))
-        offer = lobby.offer(1)
-        for each in (first, second):
-            each.accept_offer(LIMIT)
-        assert len(lobby.gather(offer, LIMIT, nothing)) == 2
-        lobby.close(offer, Participants(failed="a version that failed"))
-        for each in (first, second):
-            with pytest.raises(LoadError, match="a version that failed"):
-                each.wait_for_participants(offer, LIMIT)
-
-        again, restarted = member(0), member(1)
-        first.join(again)
-        second.close()
-        offer = lobby.offer(2)
-        first.accept_offer(LIMIT)
-        with pytest.raises(WaitTimeout, match="0 receiving ranks are ready"):
-            lobby.gather(offer, timedelta(seconds=1), nothing)
-        lobby.close(offer, Participants(failed="nobody was ready"))
-        with pytest.raises(LoadError, match="nobody was ready"):
-            first.wait_for_participants(offer, LIMIT)
-
-        second = joined(address, restarted)
-        offer = lobby.offer(3)
-        for each in (first, second):
-            each.accept_offer(LIMIT)
-        assert lobby.gather(offer, LIMIT, nothing) == (again, restarted)
-        for each in (first, second):
-            each.close()
+        yield Lobby(server, expected=2), server.port
 
 
-def test_a_rank_that_joins_again_does_not_drop_its_engine() -> None:
-    with many_waves():
-        server = serve(("127.0.0.1", 0))
-        lobby = Lobby(server, expected=2)
-        ranks = [joined(("127.0.0.1", server.port), member(rank)) for rank in range(2)]
-        lobby.close(lobby.offer(1), Participants(failed="a version that failed"))
-        again = member(0), member(1)
-        offer = lobby.offer(2)
-        for each, anew in zip(ranks, again, strict=True):
-            each.join(anew)
-            with pytest.raises(WaitTimeout):
-                lobby.gather(offer, timedelta(seconds=0.5), nothing)
-            each.accept_offer(LIMIT)
-        assert lobby.gather(offer, LIMIT, nothing) == again
-        for each in ranks:
-            each.close()
+def gather(lobby: Lobby, timeout: timedelta = LIMIT) -> tuple[Member, ...]:
+    return lobby.gather(1, timeout, lambda: None)
+
+
+def fail(lobby: Lobby, number: int, *ranks: Attendance) -> None:
+    """A version fails, and those that were ready for it join again."""
+    lobby.close(Participants(failed="a version that failed"))
+    for rank in ranks:
+        with pytest.raises(LoadError, match="a version that failed"):
+            rank.wait_for_participants(number, LIMIT)
+        rank.join_again()
+
+
+def test_a_rank_that_was_replaced_takes_part_no_more(lobby: tuple[Lobby, int]) -> None:
+    """Its engine is not ready until the process in its place is."""
+    sender, port = lobby
+    first, second = joined(port, 0), joined(port, 1)
+    sender.offer(1)
+    for rank in (first, second):
+        rank.accept_offer(LIMIT)
+    assert gather(sender) == (first.member, second.member)
+    fail(sender, 1, first, second)
+
+    second.close()
+    sender.offer(2)
+    first.accept_offer(LIMIT)
+    with pytest.raises(WaitTimeout, match="0 receiving ranks are ready"):
+        gather(sender, SOON)
+    fail(sender, 2, first)
+
+    restarted = joined(port, 1)
+    sender.offer(3)
+    for rank in (first, restarted):
+        rank.accept_offer(LIMIT)
+    assert gather(sender) == (first.member, restarted.member)
+    for rank in (first, restarted):
+        rank.close()
+
+
+def test_a_rank_that_joins_again_does_not_drop_its_engine(lobby: tuple[Lobby, int]) -> None:
+    sender, port = lobby
+    ranks = [joined(port, rank) for rank in range(2)]
+    sender.offer(1)
+    fail(sender, 1, *ranks)
+    sender.offer(2)
+    for rank in ranks:
+        with pytest.raises(WaitTimeout):
+            gather(sender, SOON)
+        rank.accept_offer(LIMIT)
+    assert gather(sender) == tuple(rank.member for rank in ranks)
+    for rank in ranks:
+        rank.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,59 +15,35 @@ import torch
 
 import epload
 from epload.sync import store
-from epload.sync.device_route import Broadcasts
+from epload.sync.device_route import DeviceRoute
 from epload.transfer.movers import Relay
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
+from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
 
-def at_wave(wave_index: int, act: Callable[[], None]) -> Any:
+@contextmanager
+def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
     """Acts before a wave is moved."""
-    stack = ExitStack()
-    for mover in (Relay, Broadcasts):
+    with ExitStack() as stack:
+        for mover in (Relay, DeviceRoute):
 
-        def moved(self: Any, wave: Any, move: Callable[[Any, Any], None] = mover.move) -> None:
-            if wave.index == wave_index:
-                act()
-            move(self, wave)
+            def moved(self: Any, wave: Any, move: Callable[[Any, Any], None] = mover.move) -> None:
+                if wave.index == 1:
+                    act()
+                move(self, wave)
 
-        stack.enter_context(mock.patch.object(mover, "move", moved))
-    return stack
-
-
-def engine(
-    rank: int, meeting: Meeting, name: str, world: int, plan: list[Any], stage: str = "host", where: str = "cpu"
-) -> Any:
-    """``plan``: for each call what it does, "" for an ordinary one. Returns what each raised and the version then."""
-    with many_waves():
-        model = build("tp0" if world > 1 else "plain", world, where=where)
-        found = []
-        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
-            meeting.say(f"{name}-{rank}-joined")
-            for step in plan:
-                if step == "die waiting":
-                    meeting.say(f"{name}-{rank}-dies")
-                    kill_self()
-                with at_wave(1, kill_self if step == "die" else fail if step == "fail" else nothing):
-                    text = outcome(receiver.receive_weights)
-                if not text:
-                    receiver.commit()
-                if receiver.version is not None and not receiver.torn:
-                    check(model, receiver.version)
-                found.append((text, receiver.version, receiver.torn))
-            meeting.hear("over-0")
-        return found
+            stack.enter_context(mock.patch.object(mover, "move", moved))
+        yield
 
 
-def nothing() -> None:
-    pass
-
-
-def fail() -> None:
-    raise RuntimeError("a broken receiver")
+def receives(
+    rank: int, meeting: Meeting, name: str, plan: list[str], stage: str = "host", where: str = "cpu"
+) -> list[tuple[str, int | None, bool]]:
+    return engine(rank, meeting, name, 1, plan, stage, where, at_second_wave)
 
 
 PLACES = pytest.mark.parametrize(
@@ -87,8 +63,8 @@ def test_a_receiver_that_is_killed_is_named_and_the_others_go_on(stage: str, sem
     sent, left, _ = run(
         [
             Job(2, trainer, (2, 2, 3, {}, where), setup=setup),
-            Job(1, engine, ("a", 1, ["", "", ""], stage, where), setup=setup),
-            Job(1, engine, ("b", 1, ["", "die"], stage, where), dying=(0,), setup=setup),
+            Job(1, receives, ("a", ["", "", ""], stage, where), setup=setup),
+            Job(1, receives, ("b", ["", "die"], stage, where), dying=(0,), setup=setup),
         ]
     )
     assert [bool(text) for text, _ in sent[0]] == [False, True, False]
@@ -103,8 +79,8 @@ def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
     sent, left, _ = run(
         [
             Job(1, trainer, (1, 2, 2, {2: "b-0-dies"})),
-            Job(1, engine, ("a", 1, ["", ""])),
-            Job(1, engine, ("b", 1, ["", "die waiting"]), dying=(0,)),
+            Job(1, receives, ("a", ["", ""])),
+            Job(1, receives, ("b", ["", "die waiting"]), dying=(0,)),
         ]
     )
     assert [text for text, _ in sent[0]] == ["", ""]
@@ -129,7 +105,7 @@ def test_a_receiver_that_joins_late_takes_part_from_a_next_version_on() -> None:
     sent, first, second = run(
         [
             Job(1, trainer, (1, 1, 5, {2: "late-1-joined", 3: "late-0-joined"})),
-            Job(1, engine, ("a", 1, [""] * 5)),
+            Job(1, receives, ("a", [""] * 5)),
             Job(2, late),
         ]
     )
@@ -147,7 +123,7 @@ def dying_trainer(rank: int, meeting: Meeting, where: str) -> Any:
         write(model, 1)
         sender.send_weights(1)
         write(model, 2)
-        with at_wave(1, kill_self if rank == 1 else nothing):
+        with at_second_wave(kill_self) if rank == 1 else nullcontext():
             text = outcome(lambda: sender.send_weights(2))
         meeting.say(f"over-{rank}")
         sender.close()
@@ -161,7 +137,7 @@ def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str, semantic
     sent, left = run(
         [
             Job(2, dying_trainer, (where,), dying=(1,), setup=setup),
-            Job(1, engine, ("a", 1, ["", ""], stage, where), setup=setup),
+            Job(1, receives, ("a", ["", ""], stage, where), setup=setup),
         ]
     )
     (_, version, torn) = left[0][1]
@@ -177,7 +153,7 @@ def test_a_torn_receiver_is_mended_by_the_next_version(semantics: str | None) ->
     sent, left = run(
         [
             Job(1, trainer, (1, 1, 3, {}, where), setup=setup),
-            Job(1, engine, ("a", 1, ["", "fail", ""], "none", where), setup=setup),
+            Job(1, receives, ("a", ["", "fail", ""], "none", where), setup=setup),
         ]
     )
     assert "a broken receiver" in sent[0][1][0]
@@ -185,40 +161,15 @@ def test_a_torn_receiver_is_mended_by_the_next_version(semantics: str | None) ->
 
 
 def asks(rank: int, meeting: Meeting, kind: str) -> str:
-    options: dict[str, Any] = {"verify": True} if kind == "verify" else {}
     model = build("plain", 1)
     if kind == "shape":
         model.head = torch.nn.Parameter(torch.zeros(4, 4))
     if kind == "names":
         model.extra = torch.nn.Parameter(torch.zeros(4))
-    with many_waves(), epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, **options) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, verify=kind == "verify") as receiver:
         text = outcome(lambda: receiver.receive_weights(7 if kind == "version" else None))
-        check_untouched = all(not parameter.any() for parameter in model.parameters())
-        assert check_untouched
-        meeting.hear("over-0")
+        assert all(not parameter.any() for parameter in model.parameters())
         return text
-
-
-def refused_trainer(rank: int, meeting: Meeting) -> str:
-    with many_waves():
-        model = build("plain", 1)
-        write(model, 1)
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
-            meeting.say("address-0", sender.address)
-            try:
-                sender.send_weights(1)
-                return ""
-            except (epload.LoadError, ValueError) as error:
-                return str(error)
-            finally:
-                meeting.say("over-0")
-
-
-def asks_any(rank: int, meeting: Meeting, kind: str) -> str:
-    try:
-        return asks(rank, meeting, kind)
-    except ValueError as error:
-        return str(error)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +177,13 @@ def asks_any(rank: int, meeting: Meeting, kind: str) -> str:
     [
         ("version", "expected version 7, but the sender offers 1"),
         ("shape", r"head has shape \[16, 41\]"),
-        ("names", r"tensors that only the receiver has \(extra\)"),
+        ("names", r"only the receiver has 1 tensor: extra"),
         ("verify", "expected the same verify="),
     ],
 )
 def test_what_does_not_fit_is_refused_in_both_jobs(kind: str, expected: str) -> None:
-    (sent,), (received,) = run([Job(1, refused_trainer), Job(1, asks_any, (kind,))])
+    sends = Job(1, send_model, (partial(build, "plain", 1), write))
+    ((sent,),), (received,) = run([sends, Job(1, asks, (kind,))])
     for text in (sent, received):
         assert re.search(expected, text), text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,111 +15,47 @@ import torch
 import epload
 from epload.native import ops
 from epload.sync import pulling
-from epload.sync.pulling import Puller
+from epload.sync.pulling import Puller, SenderMemory
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import (
     CCL,
-    mapped_of,
     move_to_cpu,
-    on_machine,
     receive_late,
     send_late,
     send_versions,
-    topology_of,
 )
 from support.jobs import Job, Meeting, run
-from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
-from support.synced_models import SHAPES, build, check, write
+from support.small_syncs import names_culprit, outcome, trainer
+from support.sync_jobs import VERSIONS, engine, receive, send
+from support.synced_models import SHAPES, build
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 setup = partial(fakedev.setup, "nccl")
 TOTAL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 """Bytes of a model in float32."""
-VERSIONS = (1, 2, 3)
-STAGES = ("host", "device", "none")
-
-
-def send(
-    rank: int,
-    meeting: Meeting,
-    layout: str,
-    world: int,
-    receivers: int,
-    options: Any,
-    machines: Any = ("",) * 4,
-    between: Callable[[torch.nn.Module], None] = lambda model: None,
-) -> Any:
-    """The transport, and what was pulled from this rank and moved by it, of each version."""
-    with many_waves(lease_seconds=10), on_machine(machines[rank]):
-        model = build(layout, world, where=DEVICE)
-        found = []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of(machines, world), **options
-        ) as sender:
-            meeting.say(f"pid-{rank}", str(os.getpid()))
-            if rank == 0:
-                meeting.say("address", sender.address)
-            for version in VERSIONS:
-                write(model, version)
-                report = sender.send_weights(version)
-                assert report is not None
-                found.append((report.transport, report.pulled, report.moved, report.not_pulled))
-                between(model)
-    return found
-
-
-def receive(
-    rank: int,
-    meeting: Meeting,
-    layout: str,
-    world: int,
-    dtype: torch.dtype,
-    stage: str,
-    options: Any,
-    machine: str = "",
-    where: str = DEVICE,
-    broken: Any = nullcontext,
-) -> Any:
-    with many_waves(lease_seconds=10), on_machine(machine), broken():
-        model = build(layout, world, dtype, where)
-        found = []
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, **options) as receiver:
-            for version in VERSIONS:
-                report = receiver.receive_weights(version)
-                assert not mapped_of(int(meeting.hear("pid-0"))), "a sender's memory is still open"
-                if stage != "none":
-                    assert receiver.staged == version
-                    if version > 1:
-                        check(model, version - 1)
-                receiver.commit()
-                check(model, version)
-                assert receiver.version == version
-                found.append((report.transport, report.pulled, report.moved, report.not_pulled))
-    return found
+on_device, into_device = partial(send, where=DEVICE), partial(receive, where=DEVICE)
 
 
 @pytest.mark.parametrize(
     ("trainer", "engines", "dtype", "verify", "stage"),
     [
-        (("fsdp", 2), [("tp0", 2)], torch.float32, False, "host"),
         (("fsdp", 3), [("tp1", 2)], torch.bfloat16, True, "device"),
         (("tp1", 2), [("plain", 1), ("fsdp", 2)], torch.float32, True, "none"),
         (("plain", 1), [("tp0", 3)], torch.bfloat16, True, "host"),
         (("plain", 2), [("plain", 1)], torch.float32, True, "device"),
-        (("tp0", 2), [("tp1", 2)], torch.float32, False, "none"),
     ],
-    ids=["fsdp to tp", "narrower", "two engines", "one to three", "replicas", "rows to columns"],
+    ids=["narrower", "two engines", "one to three", "replicas"],
 )
 def test_every_version_is_copied_out_of_the_sender(
     trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, stage: str
 ) -> None:
     layout, world = trainer
     receivers = sum(count for _, count in engines)
-    jobs = [Job(world, send, (layout, world, receivers, {"verify": verify}), setup=setup)]
-    for theirs, count in engines:
-        jobs.append(Job(count, receive, (theirs, count, dtype, stage, {"verify": verify}), setup=setup))
+    jobs = [Job(world, partial(on_device, verify=verify), (layout, world, receivers), setup=setup)]
+    receives = partial(into_device, dtype=dtype, stage=stage, verify=verify)
+    jobs += [Job(count, receives, (other, count), setup=setup) for other, count in engines]
     sent, *received = run(jobs)
     reports = [report for job in (sent, *received) for of_rank in job for report in of_rank]
     assert all((transport, moved, why) == ("ipc", 0, "") for transport, _, moved, why in reports)
@@ -139,10 +74,10 @@ def test_every_version_is_copied_out_of_the_sender(
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_what_is_not_within_reach_moves(stage: str) -> None:
     """The trainer is on two machines, an engine on each and one on a third."""
-    jobs = [Job(3, send, ("fsdp", 3, 4, {"verify": True}, ("a", "a", "b")), setup=setup)]
+    jobs = [Job(3, partial(on_device, machines=("a", "a", "b"), verify=True), ("fsdp", 3, 4), setup=setup)]
     for layout, count, machine in (("tp0", 2, "a"), ("plain", 1, "b"), ("plain", 1, "c")):
-        args = layout, count, torch.float32, stage, {"verify": True}, machine
-        jobs.append(Job(count, receive, args, setup=setup))
+        receives = partial(into_device, stage=stage, machine=machine, verify=True)
+        jobs.append(Job(count, receives, (layout, count), setup=setup))
     sent, on_a, on_b, on_c = run(jobs)
     for i in range(len(VERSIONS)):
         pulled = [sum(of_rank[i][1] for of_rank in job) for job in (on_a, on_b, on_c)]
@@ -155,9 +90,9 @@ def test_what_is_not_within_reach_moves(stage: str) -> None:
 def test_other_engines_of_the_same_trainer() -> None:
     """One has its model in host memory; the other pulls all the same."""
     jobs = [
-        Job(2, send, ("fsdp", 2, 2, {}), setup=setup),
-        Job(1, receive, ("plain", 1, torch.float32, "device", {}), setup=setup),
-        Job(1, receive, ("plain", 1, torch.bfloat16, "none", {}, "", "cpu"), setup=setup),
+        Job(2, on_device, ("fsdp", 2, 2), setup=setup),
+        Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
+        Job(1, partial(receive, stage="none", dtype=torch.bfloat16), ("plain", 1), setup=setup),
     ]
     _, pulls, other = run(jobs)
     assert [report[1] for report in pulls[0]] == [TOTAL] * 3
@@ -179,8 +114,8 @@ def test_a_trainer_whose_memory_is_elsewhere_each_time(stage: str) -> None:
     """Receivers keep none of what it has freed, and open the new one."""
     sent, received = run(
         [
-            Job(1, send, ("plain", 1, 2, {}, ("",), other_memory), setup=setup),
-            Job(2, receive, ("tp0", 2, torch.float32, stage, {}), setup=setup),
+            Job(1, partial(on_device, between=other_memory), ("plain", 1, 2), setup=setup),
+            Job(2, partial(into_device, stage=stage), ("tp0", 2), setup=setup),
         ]
     )
     assert [report[0] for of_rank in (*sent, *received) for report in of_rank] == ["ipc"] * 9
@@ -214,8 +149,8 @@ def test_what_cannot_be_opened_goes_another_way(
     trainers = partial(fakedev.setup, "nccl", shares=shares)
     sent, received = run(
         [
-            Job(2, send, ("fsdp", 2, 1, options), setup=trainers),
-            Job(1, receive, ("plain", 1, torch.float32, "none", {}, "", DEVICE, broken), setup=setup),
+            Job(2, partial(on_device, **options), ("fsdp", 2, 1), setup=trainers),
+            Job(1, partial(into_device, stage="none", within=broken), ("plain", 1), setup=setup),
         ]
     )
     for of_rank in (*sent, *received):
@@ -227,17 +162,13 @@ def no_longer_shared(model: torch.nn.Module) -> None:
     os.environ["EPLOAD_TEST_NOT_SHARED"] = "1"
 
 
-def no_longer_there(model: torch.nn.Module) -> None:
-    move_to_cpu(model)
-
-
-@pytest.mark.parametrize(("between", "transport"), [(no_longer_shared, CCL), (no_longer_there, "host")])
+@pytest.mark.parametrize(("between", "transport"), [(no_longer_shared, CCL), (move_to_cpu, "host")])
 def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> None:
     """The next version goes another way, and none is lost."""
     sent, received = run(
         [
-            Job(1, send, ("plain", 1, 1, {}, ("",), between), setup=setup),
-            Job(1, receive, ("plain", 1, torch.float32, "device", {}), setup=setup),
+            Job(1, partial(on_device, between=between), ("plain", 1, 1), setup=setup),
+            Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
         ]
     )
     assert [report[0] for report in sent[0]] == [report[0] for report in received[0]] == ["ipc", transport, transport]
@@ -249,56 +180,25 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
 @contextmanager
 def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
     """Acts before the first allocation is opened, or once the copies are queued."""
-    if step == "copied":
-        copying = Puller.copying
+    copying, opens = Puller.copying, SenderMemory.allocation
 
-        @contextmanager
-        def acting(self: Puller, *args: Any) -> Iterator[None]:
-            with copying(self, *args):
-                act()
-                yield
-
-        with mock.patch.object(Puller, "copying", acting):
+    @contextmanager
+    def copied(self: Puller, *args: Any) -> Iterator[None]:
+        with copying(self, *args):
+            act()
             yield
-        return
-    opens = pulling._Opened.allocation
 
-    def acts(self: Any, *args: Any) -> Any:
+    def opened(self: Any, *args: Any) -> Any:
         act()
         return opens(self, *args)
 
-    with mock.patch.object(pulling._Opened, "allocation", acts):
+    name, acts = ("copying", copied) if step == "copied" else ("allocation", opened)
+    with mock.patch.object(Puller if step == "copied" else SenderMemory, name, acts):
         yield
 
 
-def engine(rank: int, meeting: Meeting, stage: str, step: str, does: str) -> Any:
-    """``does``: in the second version "die", "fail", or "kill" the trainer's last rank; "" for nothing."""
-
-    def act() -> None:
-        if does == "die":
-            kill_self()
-        if does == "fail":
-            raise RuntimeError("a broken receiver")
-        if does == "kill":
-            meeting.say("in the second")
-            time.sleep(1)
-
-    with many_waves():
-        model = build("plain", 1, where=DEVICE)
-        found = []
-        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=60, stage=stage) as receiver:
-            for version in VERSIONS:
-                with acting_at(step, act) if version == 2 and does else nullcontext():
-                    text = outcome(receiver.receive_weights)
-                if not text:
-                    receiver.commit()
-                if receiver.version is not None and not receiver.torn:
-                    check(model, receiver.version)
-                found.append((text, receiver.version, receiver.torn))
-                if does == "kill" and version == 2:
-                    break
-            meeting.hear("over-0")
-        return found
+def pulls(rank: int, meeting: Meeting, stage: str, step: str, plan: list[str]) -> Any:
+    return engine(rank, meeting, f"{os.getpid()}", 1, plan, stage, DEVICE, partial(acting_at, step))
 
 
 @pytest.mark.parametrize(
@@ -311,8 +211,8 @@ def engine(rank: int, meeting: Meeting, stage: str, step: str, does: str) -> Any
 def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) -> None:
     jobs = [
         Job(2, trainer, (2, 2, 3, {}, DEVICE), setup=setup),
-        Job(1, engine, (stage, step, ""), setup=setup),
-        Job(1, engine, (stage, step, "die" if dies else "fail"), dying=(0,) if dies else (), setup=setup),
+        Job(1, pulls, (stage, step, ["", "", ""]), setup=setup),
+        Job(1, pulls, (stage, step, ["", "die" if dies else "fail", ""]), dying=(0,) if dies else (), setup=setup),
     ]
     sent, left, other = run(jobs)
     assert [bool(text) for text, _ in sent[0]] == [False, True, False]
@@ -333,8 +233,8 @@ def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
     sent, left, _ = run(
         [
             Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup),
-            Job(1, engine, (stage, step, "kill"), setup=setup),
-            Job(1, engine, (stage, step, "kill"), setup=setup),
+            Job(1, pulls, (stage, step, ["", "tell"]), setup=setup),
+            Job(1, pulls, (stage, step, ["", "tell"]), setup=setup),
         ]
     )
     text = sent[0][1][0]
@@ -370,7 +270,7 @@ def test_a_bit_that_changes_on_its_way_is_found() -> None:
     assert sent[0][0].error == received[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["host", "device", "none"])
 def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
     _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
     assert received == [True]

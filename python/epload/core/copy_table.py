@@ -131,3 +131,9 @@ class CopyTable:
         for code in torch.unique(self.dtype).tolist():
             itemsize[self.dtype == code] = dtypes.from_code(code).itemsize
         return itemsize
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor, copied unless it is contiguous. uint8 [n]."""
+    tensor = tensor.contiguous()  # which leaves the strides of a single element
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

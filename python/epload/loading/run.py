@@ -97,7 +97,6 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
         changed = Attempt(load.inputs.check_unchanged_after).failure
     control.settle("verification", changed, patience=2)
     control.settle("verification", failure, patience=2)
-    control.delete_messages()
 
 
 def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import Any, TypeVar
 
 from epload.core.log import logger
@@ -171,8 +171,6 @@ class Rounds:
         place, key = self._place, self._key(round_)
         place.messages.release()
         place.messages.delete_released()
-        if place.events is not None:
-            place.events.decided[self.number] = monotonic_ns()
         try:
             decision = decide(trees.by_rank(bundle))
         except Exception as error:  # all ranks stop at the same step

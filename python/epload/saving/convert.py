@@ -19,7 +19,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError
@@ -29,10 +29,10 @@ from epload.mapping.precision import kept_by_config
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
+from epload.saving import writer
+from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
-from epload.saving.run import exclusively
 from epload.saving.source import with_dtype
-from epload.saving.writer import NewFiles, write_checkpoint
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -80,35 +80,35 @@ def convert(
     with ExitStack() as stack:
         if topology is not None:
             made_by = threading.current_thread()
-            stack.enter_context(exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
+            stack.enter_context(writer.exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
-        opened, failure = attempt(lambda: _open(source, prefix, variant, dtype, renames, max_shard_bytes))
-        work = ""
-        if opened is not None:
-            checkpoint, new, layout = opened
-            if checkpoint is not source:
-                stack.callback(checkpoint.close)
-            old = checkpoint.manifest
-            work = repr((old.identity, old.version, new.digest, max_shard_bytes, report.path, overwrite))
-        topology.control.settle("opening the checkpoint", failure, work, _check_equal)
-        chunks = _own_chunks(topology, old, layout)
+        checkpoint = Attempt(lambda: Checkpoint.open(source, prefix=prefix, variant=variant))
+        if checkpoint.failure is None and checkpoint.value is not source:
+            stack.callback(checkpoint.value.close)
+        new = Attempt(lambda: _new_manifest(checkpoint.value.manifest, source, dtype, renames))
+        layout, work = Attempt(lambda: lay_out(new.value, max_shard_bytes)), ""
+        if layout.failure is None:
+            old = checkpoint.value.manifest
+            work = repr((old.identity, old.version, new.value.digest, max_shard_bytes, report.path, overwrite))
+        topology.control.settle("opening the checkpoint", layout.failure, work, _check_equal)
+        chunks = _own_chunks(topology, checkpoint.value.manifest)
 
-        def write(new_files: NewFiles, done: Callable[[int], None]) -> None:
-            def copied(nbytes: int) -> None:
+        def write(folder: NewFolder, done: Callable[[int], None]) -> None:
+            for chunk in chunks:
+                nbytes, written = _copy(checkpoint.value, new.value, layout.value, *chunk, folder)
+                report.written += written
                 if progress is not None:
                     progress(nbytes)
                 done(nbytes)
-
-            report.written = _copy(checkpoint, new, layout, chunks, new_files, copied)
-            if changed := checkpoint.changed():
+            if changed := checkpoint.value.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        write_checkpoint(
-            topology, Path(report.path), overwrite, layout, None, write,
-            lambda: {file.name: read_regular(file) for file in map(Path, files)}, report,
-        )  # fmt: skip
-    report.files, report.tensors, report.nbytes = len(layout.files), len(new.names), new.nbytes
+        def small_files() -> dict[str, bytes]:
+            return {file.name: read_regular(file) for file in map(Path, files)}
+
+        writer.write_checkpoint(topology, Path(report.path), overwrite, layout, write, small_files, report)
+    report.files, report.tensors, report.nbytes = len(layout.value.names), len(new.value.names), new.value.nbytes
     report.seconds = perf_counter() - began
     return report
 
@@ -122,20 +122,15 @@ def _check_equal(work: dict[int, str]) -> None:
             )
 
 
-def _open(
-    source: Any, prefix: str, variant: str, dtype: torch.dtype | None, renames: Sequence[Rename], max_shard_bytes: int
-) -> tuple[Checkpoint, Manifest, FilesLayout]:
-    """Returns the checkpoint, and what is written."""
-    checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
-    manifest = checkpoint.manifest
+def _new_manifest(manifest: Manifest, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
+    """Returns the tensors that are written."""
     if dtype is not None:
         manifest = with_dtype(manifest, dtype, _kept_in_fp32(source, manifest, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
-    new = replace(manifest, names=tuple(names), locations=None)
-    return checkpoint, new, lay_out(new, max_shard_bytes)
+    return replace(manifest, names=tuple(names), locations=None)
 
 
 def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[str]:
@@ -162,13 +157,10 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
         ) from error
 
 
-def _own_chunks(topology: Topology, old: Manifest, layout: FilesLayout) -> list[tuple[int, int, int]]:
-    """Divides all tensors into chunks, in the order of the files: tensor, first element, and number of elements. Returns those
-    that this rank rewrites."""
-    file, offset, counts = layout.file.tolist(), layout.offset.tolist(), list(map(prod, old.shapes))
-    order = sorted(range(len(counts)), key=lambda i: (file[i], offset[i]))
-    step = _CHUNK_ELEMENTS
-    chunks = [(i, begin, min(step, counts[i] - begin)) for i in order for begin in range(0, counts[i], step)]
+def _own_chunks(topology: Topology, old: Manifest) -> list[tuple[int, int, int]]:
+    """Divides all tensors into chunks: tensor, first element, and number of elements. Returns those that this rank rewrites."""
+    counts, step = list(map(prod, old.shapes)), _CHUNK_ELEMENTS
+    chunks = [(i, begin, min(step, count - begin)) for i, count in enumerate(counts) for begin in range(0, count, step)]
     rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
     if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
         return chunks if rank == 0 else []
@@ -176,21 +168,14 @@ def _own_chunks(topology: Topology, old: Manifest, layout: FilesLayout) -> list[
 
 
 def _copy(
-    checkpoint: Checkpoint,
-    new: Manifest,
-    layout: FilesLayout,
-    chunks: Sequence[tuple[int, int, int]],
-    files: NewFiles,
-    done: Callable[[int], None],
-) -> int:
-    """Returns the bytes written. ``done``: called with the bytes that were read of each chunk; may raise to stop."""
-    written = 0
-    for i, begin, count in chunks:
-        old_dtype, new_dtype = checkpoint.manifest.dtypes[i], new.dtypes[i]
-        raw = torch.empty(count * old_dtype.itemsize, dtype=torch.uint8)
-        checkpoint.fill(raw, [Piece(i, begin * old_dtype.itemsize, 0, len(raw))])
-        converted = raw if old_dtype == new_dtype else raw.view(old_dtype).to(new_dtype).view(torch.uint8)
-        at = int(layout.offset[i]) + begin * new_dtype.itemsize
-        written += files.write(converted, torch.tensor([[int(layout.file[i]), at, 0, len(converted)]]))
-        done(len(raw))
-    return written
+    checkpoint: Checkpoint, new: Manifest, layout: FilesLayout, tensor: int, begin: int, count: int, folder: NewFolder
+) -> tuple[int, int]:
+    """Rewrites a chunk; returns the bytes read and written."""
+    old_dtype, new_dtype = checkpoint.manifest.dtypes[tensor], new.dtypes[tensor]
+    raw = torch.empty(count * old_dtype.itemsize, dtype=torch.uint8)
+    checkpoint.fill(raw, [Piece(tensor, begin * old_dtype.itemsize, 0, len(raw))])
+    converted = raw if old_dtype == new_dtype else raw.view(old_dtype).to(new_dtype).view(torch.uint8)
+    offset = int(layout.offset[tensor]) + begin * new_dtype.itemsize
+    fd = folder.open(layout.names[int(layout.file[tensor])])
+    writer.write_all(fd, memoryview(converted.numpy()).cast("B"), offset)  # type: ignore[arg-type]
+    return len(raw), len(converted)

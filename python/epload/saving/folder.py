@@ -7,12 +7,12 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from epload.errors import LoadError
-from epload.saving.layout import NewFile
+from epload.saving.layout import FilesLayout
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2) on Linux."""
@@ -21,15 +21,16 @@ _MAX_LISTED = 8
 
 
 class NewFolder:
-    """Keeps the files in a hidden folder next to the path until :meth:`commit`."""
+    """The folder of a new checkpoint, as one rank sees it: hidden next to the path until :meth:`commit`."""
 
     def __init__(self, path: Path, temporary: Path, overwrite: bool) -> None:
         self.path = path
         self.temporary = temporary
         self._overwrite = overwrite
+        self._fds: dict[str, int] = {}
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool, files: Sequence[NewFile] = ()) -> NewFolder:
+    def create(cls, path: Path, overwrite: bool, layout: FilesLayout) -> NewFolder:
         """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
@@ -38,25 +39,40 @@ class NewFolder:
                 f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        nbytes, free = sum(file.nbytes for file in files), shutil.disk_usage(path.parent).free
+        nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
         if nbytes > free:
             raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite)
         folder.temporary.mkdir()
         try:
-            for file in files:
-                with open(folder.temporary / file.name, "xb") as stream:
-                    stream.truncate(file.nbytes)
-                    stream.write(file.header)
+            for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
+                folder.add(name, header)
+                os.truncate(folder.temporary / name, size)
         except BaseException:
             folder.discard()
             raise
         return folder
 
     def add(self, name: str, content: bytes) -> None:
-        """Makes a small file."""
+        """Makes a file."""
         with open(self.temporary / name, "xb") as stream:
             stream.write(content)
+
+    def open(self, name: str) -> int:
+        """Returns the descriptor of a file that this rank writes to, until :meth:`close`."""
+        if name not in self._fds:
+            self._fds[name] = os.open(self.temporary / name, os.O_WRONLY)
+        return self._fds[name]
+
+    def sync(self, synced: Callable[[], None]) -> None:
+        """Waits until what was written to open files is on disk; ``synced`` is called after each."""
+        for fd in self._fds.values():
+            os.fsync(fd)
+            synced()
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
 
     def commit(self) -> None:
         """Writes all files to disk and puts the folder under its path; the folder that was there is deleted.
@@ -64,14 +80,14 @@ class NewFolder:
         Raises OSError if it cannot be done, and what was at the path still is.
         """
         for path in (*self.temporary.iterdir(), self.temporary):
-            sync(path)
+            _sync(path)
         try:
             os.rename(self.temporary, self.path)  # also over an empty folder
         except OSError:
             if not self._overwrite or not self.path.is_dir():
                 raise
             _exchange(self.temporary, self.path)
-        sync(self.path.parent)
+        _sync(self.path.parent)
         shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
 
     def discard(self) -> None:
@@ -99,7 +115,7 @@ def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
         )
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's names, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -111,10 +127,11 @@ def sync(path: Path) -> None:
 def _exchange(a: Path, b: Path) -> None:
     """Exchanges two folders in one step, so that there is one at either path at any time."""
     library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "renameat2"):
-        raise OSError(f"{b} cannot be replaced in one step on this system; save to another path")
-    if library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
-        number, hint = ctypes.get_errno(), ""
-        if number in (errno.EINVAL, errno.ENOSYS):
-            hint = ": this file system cannot replace a folder in one step; save to another path"
-        raise OSError(number, os.strerror(number) + hint, str(b))
+    number = errno.ENOSYS
+    if hasattr(library, "renameat2"):
+        if not library.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+            return
+        number = ctypes.get_errno()
+    unsupported = number in (errno.EINVAL, errno.ENOSYS)
+    hint = ": this file system cannot replace a folder in one step; save to another path" if unsupported else ""
+    raise OSError(number, os.strerror(number) + hint, str(b))

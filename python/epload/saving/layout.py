@@ -23,22 +23,16 @@ _HEADER_ALIGNMENT = 8
 """Bytes; a header is padded to a multiple of it, so that tensors are aligned."""
 
 
-@dataclass(frozen=True)
-class NewFile:
-    """A file before any tensor is written."""
-
-    name: str
-    header: bytes
-    """All that precedes the tensors."""
-    nbytes: int
-    """Size of the whole file."""
-
-
 @dataclass(frozen=True, eq=False)
 class FilesLayout:
-    files: tuple[NewFile, ...]
+    names: list[str]
+    """File names."""
+    headers: list[bytes]
+    """All that precedes the tensors, of each file."""
+    sizes: list[int]
+    """Bytes of each whole file."""
     file: Tensor
-    """int64 [t], for each tensor an index into ``files``."""
+    """int64 [t], the file of each tensor."""
     offset: Tensor
     """int64 [t], bytes from the start of the file."""
     index: bytes | None
@@ -46,10 +40,7 @@ class FilesLayout:
 
 
 def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
-    """Distributes tensors over files, in their order.
-
-    Args:
-        max_shard_bytes: of the tensors of a file, unless it has only one.
+    """Distributes tensors over files of up to ``max_shard_bytes``, in their order.
 
     Raises:
         ValueError: a tensor's name or dtype is none that the format has.
@@ -62,9 +53,12 @@ def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
             )
         if name == "__metadata__":
             raise ValueError("a tensor is called __metadata__, which safetensors files reserve; rename it")
-    file, offset = torch.zeros(2, len(names), dtype=torch.int64)
-    files = []
     shards = _divide(sizes, max_shard_bytes)
+    files = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    if len(files) == 1:
+        files = ["model.safetensors"]
+    headers, file_sizes = [], []
+    file, offset = torch.zeros(2, len(names), dtype=torch.int64)
     for number, shard in enumerate(shards):
         # The widest elements first, so that each tensor starts at a multiple of its element size.
         shard.sort(key=lambda i: -dtypes[i].itemsize)
@@ -75,17 +69,16 @@ def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
             entries[names[i]] = {"dtype": _NAMES[dtypes[i]], "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        header = len(text).to_bytes(8, "little") + text
+        headers.append(len(text).to_bytes(8, "little") + text)
+        file_sizes.append(8 + len(text) + ends[-1])
         file[shard] = number
-        offset[shard] = len(header) + torch.tensor(ends[:-1], dtype=torch.int64)
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        files.append(NewFile(name, header, len(header) + ends[-1]))
+        offset[shard] = 8 + len(text) + torch.tensor(ends[:-1], dtype=torch.int64)
     index = None
     if len(files) > 1:
         metadata = {"total_parameters": sum(map(prod, manifest.shapes)), "total_size": sum(sizes)}
-        weights = {name: files[number].name for name, number in zip(names, file.tolist(), strict=True)}
+        weights = {name: files[number] for name, number in zip(names, file.tolist(), strict=True)}
         index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2).encode()
-    return FilesLayout(tuple(files), file, offset, index)
+    return FilesLayout(files, headers, file_sizes, file, offset, index)
 
 
 def _divide(sizes: Sequence[int], limit: int) -> list[list[int]]:

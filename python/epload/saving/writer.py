@@ -3,96 +3,60 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from functools import partial
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from epload.core.attempt import attempt
-from epload.core.copy_table import CopyTable
+from epload.core import dtypes
+from epload.core.attempt import Attempt
+from epload.core.copy_table import CopyTable, byte_view
+from epload.core.placement import box_slices
 from epload.native import ops
 from epload.ranks.activity import working
+from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, check_seen_by_all
 from epload.saving.layout import INDEX, FilesLayout
 from epload.saving.plan import WritePlan
-from epload.transfer.shards import Shards
+from epload.transfer.device_pipe import DevicePipe
 
-BUFFERS = 2
-_DEVICE_BUCKETS = 8
-"""Buckets whose regions on a device are written in one call, in which all threads of the pipe take part."""
+CALL_BYTES = 128 << 20
+"""Bytes on a device that are written in one call, in which all threads of the pipe take part."""
 
 
-class NewFiles:
-    """The files of a new checkpoint, to some of which one rank writes. Methods raise OSError."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._fds: dict[int, int] = {}
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
-
-    def write(self, buffer: Tensor, runs: Tensor) -> int:
-        """Writes runs of bytes of a buffer, uint8 on CPU, to where they belong; returns their number.
-
-        ``runs``: see :class:`~epload.saving.plan.WriteBucket`.
-        """
-        data = memoryview(buffer.numpy()).cast("B")  # type: ignore[arg-type]
-        for number, offset, begin, nbytes in runs.tolist():
-            write_all(self._open(number), data[begin : begin + nbytes], offset)
-        return int(runs[:, 3].sum())
-
-    def write_from_device(self, origins: Tensor, sources: list[Tensor], rows: Tensor, pipe: ops.Pipe) -> int:
-        """Writes regions of tensors on a device; returns the bytes.
-
-        Args:
-            origins: int64 [n, 2]: the file of each row and where in it it starts.
-            rows: a copy table of ``sources``, as they lie in the files.
-        """
-        numbers, used = torch.arange(len(self._paths)), set(origins[:, 0].tolist())
-        descriptors = [self._open(i) if i in used else -1 for i in range(len(self._paths))]
-        written, failed, _, error = ops.write_from_device(
-            descriptors, numbers, torch.zeros_like(numbers), origins, sources, rows, pipe
-        )
-        if failed >= 0:
-            raise OSError(error, os.strerror(error), str(self._paths[failed]))
-        return written
-
-    def _open(self, number: int) -> int:
-        if number not in self._fds:
-            self._fds[number] = os.open(self._paths[number], os.O_WRONLY)
-        return self._fds[number]
-
-    def sync(self, synced: Callable[[], None]) -> None:
-        """Waits until what was written is on disk; ``synced`` is called after each file."""
-        for fd in self._fds.values():
-            os.fsync(fd)
-            synced()
+@contextmanager
+def exclusively(
+    what: str, topology: Topology, owner: object, made_by: threading.Thread, timeout: timedelta
+) -> Iterator[None]:
+    """A context in which no other load or save of the process runs, and out of which every rank raises the same error."""
+    try:
+        with exclusive(Call(what, topology, owner, made_by), timeout), topology.control.guard():
+            yield
+    except Refused as refused:
+        raise refused.failure.error() from None
 
 
 def write_checkpoint(
     topology: Topology,
     path: Path,
     overwrite: bool,
-    layout: FilesLayout | None,
-    failure: Exception | None,
-    write: Callable[[NewFiles, Callable[[int], None]], None],
+    layout: Attempt[FilesLayout],
+    write: Callable[[NewFolder, Callable[[int], None]], None],
     small_files: Callable[[], Mapping[str, bytes]],
     report: SaveReport,
 ) -> None:
     """Writes a checkpoint that appears at its path once it is complete and on disk. Collective.
 
     Args:
-        path: equal on all ranks, as is ``overwrite``.
-        layout: equal on all ranks; None if this rank could not plan, with the ``failure``.
-        write: writes this rank's part. It gets the open files, and a function to call with the number of bytes after each write.
+        path, overwrite, layout: equal on all ranks.
+        write: writes this rank's part. It gets the folder, and a function to call with the number of bytes after each write.
         small_files: returns the content of other files by name. Called on the first rank.
 
     Raises:
@@ -101,32 +65,34 @@ def write_checkpoint(
     control, first = topology.control, topology.rank == topology.ranks[0]
     folder: NewFolder | None = None
 
-    def write_part(paths: list[Path]) -> None:
-        with working(control, "writes its part of the checkpoint") as done, closing(NewFiles(paths)) as files:
-            write(files, done)
-            with report.timed("sync"):
-                files.sync(lambda: done(0))
+    def create() -> None:
+        nonlocal folder
+        if first or layout.failure is not None:
+            folder = NewFolder.create(path, overwrite, layout.value)
 
-    def commit(folder: NewFolder, index: bytes | None) -> None:
+    def write_part(folder: NewFolder) -> None:
+        with working(control, "writes its part of the checkpoint") as done, closing(folder):
+            write(folder, done)
+            with report.timed("sync"):
+                folder.sync(lambda: done(0))
+
+    def complete(folder: NewFolder) -> None:
         with report.timed("sync"):
+            index = layout.value.index
             for name, content in {**({INDEX: index} if index is not None else {}), **small_files()}.items():
                 folder.add(name, content)
             folder.commit()
 
     try:
-        if first and layout is not None:
-            files = layout.files
-            folder, failure = attempt(lambda: NewFolder.create(path, overwrite, files))
+        failure = Attempt(create).failure
         name = folder.temporary.name if folder is not None else ""
         name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
-        assert layout is not None
-        folder = folder or NewFolder(path, path.with_name(name), overwrite)
+        own = folder = folder or NewFolder(path, path.with_name(name), overwrite)
         seen = folder.temporary.is_dir()
         control.settle("finding the folder", None, seen, lambda views: check_seen_by_all(path.parent, views))
-        hidden, index, paths = folder, layout.index, [folder.temporary / file.name for file in layout.files]
-        control.settle("writing the checkpoint", attempt(lambda: write_part(paths))[1])
+        control.settle("writing the checkpoint", Attempt(lambda: write_part(own)).failure)
         control.doing = "completes the checkpoint"
-        failure = attempt(lambda: commit(hidden, index))[1] if first else None
+        failure = Attempt(lambda: complete(own)).failure if first else None
         control.settle("completing the checkpoint", failure, last=True)
     except BaseException:
         if folder is not None:
@@ -134,57 +100,83 @@ def write_checkpoint(
         raise
 
 
-def write_buckets(
-    plan: WritePlan, files: NewFiles, shards: Shards, report: SaveReport, wrote: Callable[[int], None]
-) -> None:
-    """Writes all buckets of a plan: what is on a device straight to the files, the rest by way of a buffer.
-
-    ``wrote``: called now and then with the bytes written; may raise to stop.
-    """
-    on_device = [number for number, bucket in enumerate(plan.buckets) if shards.on_device(bucket.targets)]
-    _write_packed(plan, sorted({*range(len(plan.buckets))} - {*on_device}), files, shards, report, wrote)
-    if on_device:
-        assert shards.pipe is not None
-        report.peak_staging += shards.pipe.footprint
-    for begin in range(0, len(on_device), _DEVICE_BUCKETS):
-        buckets = [plan.buckets[number] for number in on_device[begin : begin + _DEVICE_BUCKETS]]
-        rows = CopyTable.concatenate([bucket.in_files for bucket in buckets])
-        origins = torch.cat([bucket.origins for bucket in buckets])
-        with report.timed("write") as block:
-            block.nbytes = shards.write(rows, partial(files.write_from_device, origins))
-        wrote(block.nbytes)
-
-
-def _write_packed(
+def write_regions(
     plan: WritePlan,
-    numbers: list[int],
-    files: NewFiles,
-    shards: Shards,
+    tensors: Sequence[Tensor],
+    layout: FilesLayout,
+    folder: NewFolder,
+    ranks: int,
     report: SaveReport,
     wrote: Callable[[int], None],
 ) -> None:
-    """Packs one bucket while the one before is written."""
-    largest = max((plan.buckets[number].nbytes for number in numbers), default=0)
-    buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(BUFFERS, len(numbers)))]
-    report.peak_staging = largest * len(buffers)
+    """Writes all regions of a plan.
 
-    def write(buffer: Tensor, runs: Tensor) -> int:
+    Args:
+        tensors: on CPU, on one accelerator, or on both.
+        ranks: of this node, which share its processors.
+        wrote: called now and then with the bytes written; may raise to stop.
+    """
+    on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[plan.copies.target]
+    for row, (file, offset) in zip(plan.copies.rows[on_cpu].tolist(), plan.origins[on_cpu].tolist(), strict=True):
+        target, _, code, ndim = row[:4]
+        start, size, strides = (row[4 + i * plan.copies.dims :][:ndim] for i in range(3))
+        with report.timed("pack"):
+            region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code))
+            data, offsets = _runs(region, strides)
         with report.timed("write") as block:
-            block.nbytes = files.write(buffer, runs)
-        return block.nbytes
+            block.nbytes, length = len(data), len(data) // len(offsets)
+            for i, begin in enumerate(offsets):
+                write_all(folder.open(layout.names[file]), data[i * length : (i + 1) * length], offset + begin)
+        wrote(block.nbytes)
+    if not on_cpu.all():
+        rest = WritePlan(plan.copies.select(~on_cpu), plan.origins[~on_cpu])
+        _write_from_device(rest, tensors, layout, folder, ranks, report, wrote)
 
-    pending: Future[int] | None = None
-    with ThreadPoolExecutor(1, "epload-save") as thread:
-        for turn, number in enumerate(numbers):
-            bucket = plan.buckets[number]
-            buffer = buffers[turn % BUFFERS][: bucket.nbytes]
-            with report.timed("pack"):
-                shards.pack(number, buffer)
-            if pending is not None:
-                wrote(pending.result())
-            pending = thread.submit(write, buffer, bucket.runs)
-        if pending is not None:
-            wrote(pending.result())
+
+def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]]:
+    """Returns the bytes of a region as a row-major tensor has them, and where in the tensor each of its contiguous runs starts
+    (bytes). ``strides``: of the region in that tensor, in elements."""
+    sizes, itemsize = region.shape, region.element_size()
+    dims = sorted(range(region.ndim), key=lambda dim: (sizes[dim] > 1, -strides[dim]))
+    region = region.permute(dims).resolve_conj().resolve_neg().contiguous()
+    length = 1
+    while dims and (sizes[dims[-1]] == 1 or strides[dims[-1]] == length):
+        length *= sizes[dims.pop()]
+    steps = ([i * strides[dim] * itemsize for i in range(sizes[dim])] for dim in dims)
+    data = memoryview(byte_view(region).numpy()).cast("B")  # type: ignore[arg-type]
+    return data, list(map(sum, product(*steps)))
+
+
+def _write_from_device(
+    plan: WritePlan,
+    tensors: Sequence[Tensor],
+    layout: FilesLayout,
+    folder: NewFolder,
+    ranks: int,
+    report: SaveReport,
+    wrote: Callable[[int], None],
+) -> None:
+    """Writes regions of tensors on a device straight to the files, through the device's pipe."""
+    device = tensors[int(plan.copies.target[0])].device
+    pipe, stream = DevicePipe.of(device, ranks), torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    report.peak_staging = pipe.footprint
+    used, numbers = set(plan.origins[:, 0].tolist()), torch.arange(len(layout.names))
+    descriptors = [folder.open(name) if number in used else -1 for number, name in enumerate(layout.names)]
+    nbytes = plan.copies.nbytes()
+    _, counts = torch.unique_consecutive((nbytes.cumsum(0) - nbytes) // CALL_BYTES, return_counts=True)
+    batches = (torch.split(each, counts.tolist()) for each in (plan.copies.rows, plan.origins))
+    for rows, origins in zip(*batches, strict=True):
+        table = CopyTable(rows.clone())
+        sources = [tensors[target] for target in table.renumber_targets()]
+        offsets = torch.zeros_like(numbers)
+        with report.timed("write") as block, stream:
+            block.nbytes, failed, _, error = ops.write_from_device(
+                descriptors, numbers, offsets, origins, sources, table.rows, pipe.native
+            )
+        if failed >= 0:
+            raise OSError(error, os.strerror(error), str(folder.temporary / layout.names[failed]))
+        wrote(block.nbytes)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

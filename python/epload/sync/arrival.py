@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from epload.core.copy_table import byte_view
 from epload.core.placement import Box, box_slices
 from epload.errors import LoadError, message_of
 from epload.planning.cells import merge_boxes
@@ -30,7 +31,7 @@ class Arrival:
             LoadError: there is not enough memory.
         """
         self._layouts = list(layouts)
-        self._boxes = filled_boxes(holdings)
+        self._boxes = _filled_boxes(holdings)
         try:
             self.tensors = [
                 torch.empty(shape if i in self._boxes else (0,), dtype=dtype, device=device)
@@ -53,45 +54,30 @@ class Arrival:
         """
         if list(map(layout_of, targets)) != self._layouts:
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
-        pairs = [
-            (targets[i].detach()[box_slices(*box)], self.tensors[i][box_slices(*box)])
-            for i, boxes in self._boxes.items()
-            for box in boxes
-        ]
-        inference = any(target.is_inference() for target, _ in pairs)
-        with torch.inference_mode() if inference else nullcontext():
-            if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        into = [targets[i].detach()[box_slices(*box)] for i, boxes in self._boxes.items() for box in boxes]
+        out_of = [self.tensors[i][box_slices(*box)] for i, boxes in self._boxes.items() for box in boxes]
+        with torch.inference_mode(any(target.is_inference() for target in into)):
+            if into:
+                torch._foreach_copy_(into, out_of)
         for device in {device for *_, device in self._layouts if device.type != "cpu"}:
             # The memory of what has arrived is free afterwards, for streams that do not know of this one.
             torch.accelerator.current_stream(device).synchronize()
-        if verify:
-            for target, source in pairs:
-                if not same_bits(target, source):
-                    raise LoadError(
-                        f"a tensor on {target.device} differs from what has arrived: its memory changes bits"
-                    )
+        for target, source in zip(into, out_of, strict=True) if verify else ():
+            if not same_bits(target, source):
+                raise LoadError(f"a tensor on {target.device} differs from what has arrived: its memory changes bits")
 
 
-def filled_boxes(holdings: Holdings) -> dict[int, tuple[Box, ...]]:
+def _filled_boxes(holdings: Holdings) -> dict[int, tuple[Box, ...]]:
     """Returns the boxes that a version fills of each local tensor, by its number."""
     boxes: dict[int, dict[Box, None]] = {}
     for tensor, number in enumerate(holdings.class_of.tolist()):
         if number != NO_PART:
             for part in holdings.parts[number]:
                 boxes.setdefault(holdings.targets[tensor][part.place], {})[part.within(*part.box)] = None
-    merged: dict[tuple[Box, ...], tuple[Box, ...]] = {}  # layers are alike
-    for some in map(tuple, boxes.values()):
-        if some not in merged:
-            merged[some] = merge_boxes(some)
-    return {number: merged[tuple(some)] for number, some in boxes.items()}
+    merge = functools.cache(merge_boxes)  # layers have the same
+    return {number: merge(tuple(of_tensor)) for number, of_tensor in boxes.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors of one shape and dtype are equal in each bit."""
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()  # which leaves the strides of a single element
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return torch.equal(byte_view(a), byte_view(b))

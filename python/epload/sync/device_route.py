@@ -4,14 +4,13 @@ over the broadcasts of the devices' own backend, such as NCCL or HCCL."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.errors import LoadError, message_of
+from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members, Stream
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
@@ -20,19 +19,16 @@ from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.engine import Engine, message_timeout
+from epload.transfer.engine import Engine, message_timeout, run_transfer
 from epload.transfer.movers import broadcast, explain
 from epload.transfer.sinks import Sink
 
-MOST_GROUPS = 12
+MAX_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
 
 
-class Hop(NamedTuple):
-    """A broadcast."""
-
-    root: int
-    ranks: tuple[int, ...]
+Hop = tuple[int, tuple[int, ...]]
+"""A broadcast: its root and its ranks."""
 
 
 class DeviceRoute:
@@ -52,23 +48,23 @@ class DeviceRoute:
         self.device = device
         self.groups = GroupCache({device.type: backend}, control.rank, control, device)
         self._plan = plan
-        self.members = members
+        self._members = members
         self._control = control
         self._whole = whole
         self._keeps_whole = any(control.rank in node for node in whole)
-        self.waves = self._make_waves()
+        self._waves = self._make_waves()
         self._turn_of = {rank: i + j for i, node in enumerate(members.sender_nodes) for j, rank in enumerate(node)}
         rails = range(members.rails)
         self._ranks_of = {(nodes, rail): self._spread(nodes, rail) for nodes, rail in product(plan.node_sets, rails)}
         """The ranks of each second hop, by its nodes and the rail of the sender."""
-        self._families = self._make_families()
+        self._disjoint_groups = self._make_disjoint_groups()
 
     @property
     def obstacle(self) -> str:
         """Why it cannot be used; equal on all ranks."""
-        if (count := len(self._families)) <= MOST_GROUPS:
+        if (count := len(self._disjoint_groups)) <= MAX_GROUPS:
             return ""
-        senders, sets = len(self.members.senders), len(self._plan.node_sets)
+        senders, sets = len(self._members.senders), len(self._plan.node_sets)
         return f"for {senders} senders and {sets} sets of nodes that need the same, a rank would have up to {count} communicators"
 
     def connect(self) -> None:
@@ -77,71 +73,103 @@ class DeviceRoute:
         Raises:
             LoadError: a rank cannot; the same on every rank.
         """
-        most = max((len(wave.numbers) for wave in self.waves), default=1)
-        nbytes = max((wave.nbytes for wave in self.waves), default=1)
-        staging, failure = attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=most))
-        if failure is not None:
-            failure = LoadError(f"{message_of(failure)}; transport='host' needs less memory of {self.device}")
+        most = max((len(wave.numbers) for wave in self._waves), default=1)
+        nbytes = max((wave.nbytes for wave in self._waves), default=1)
+        staging, failure = Attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=most)), None
+        if staging.failure is not None:
+            failure = LoadError(f"{message_of(staging.failure)}; transport='host' needs less memory of {self.device}")
         self._control.settle("making buffers on devices", failure)
-        assert staging is not None
-        self.staging = staging
-        self.groups.make("connecting devices", *self._families)
+        self._staging = staging.value
+        try:
+            self.groups.make("connecting devices", *self._disjoint_groups)
+        except BaseException:
+            self.groups.clear()
+            raise
 
     @property
     def footprint(self) -> int:
         """Bytes of its buffers."""
-        return self.staging.footprint
+        return self._staging.footprint
 
-    def entered(self) -> AbstractContextManager[object]:
-        """Returns a context for moving a version, whose stream orders it after what the caller has queued."""
-        return self.staging.entered()
+    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
+        """Moves one version, after what the caller has queued."""
+        with self._staging.entered():
+            seconds = message_timeout(self._control, self._waves).total_seconds()
+            verifies = not self._keeps_whole
+            self._ring = DeviceRing(
+                self._staging,
+                context.flow,
+                context.report,
+                "inter_node",
+                in_order=False,
+                seconds=seconds,
+                verifies=verifies,
+            )
+            self._context = context
+            engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
+            run_transfer(engine, self._control, self.groups, bar)
 
-    def engine(self, context: TransferContext, sink: Sink) -> Engine:
-        """Returns the engine that moves one version."""
-        seconds = message_timeout(context.control, self.waves).total_seconds()
-        verifies = not self._keeps_whole
-        ring = DeviceRing(
-            self.staging, context.flow, context.report, "inter_node", in_order=False, seconds=seconds, verifies=verifies
-        )
-        mover = Broadcasts(context, ring, self) if self.waves else None
-        return Engine(context, self.waves, ring, mover, sink)
+    def move(self, wave: Wave) -> None:
+        """See :class:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
+        the wave before is passed on."""
+        staging, senders = self._staging, self._members.senders
+        hops = [(hop, i) for i, number in enumerate(wave.numbers) for hop in self._hops(number)]
+        for hop, i in hops:
+            if hop[0] in senders:
+                self._broadcast(wave, hop, i, staging.entry)
+        staging.spread.wait_stream(staging.entry)
+        for hop, i in hops:
+            if hop[0] not in senders:
+                self._broadcast(wave, hop, i, staging.spread)
+        self._context.report.transport_steps += len(hops)
+
+    def _broadcast(self, wave: Wave, hop: Hop, i: int, stream: torch.Stream) -> None:
+        context, (root, ranks) = self._context, hop
+        number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
+        doing = f"broadcasts bucket {number} from rank {root} to {[rank for rank in ranks if rank != root]}"
+        # On the current stream, as the op would make another one and the current one wait for each other.
+        with context.activity.doing(doing), context.report.timed("inter_node", doing) as span, stream:
+            try:
+                broadcast(bucket, Route(root, root, "", self.groups.name(ranks)), "two_level", stream)
+            except RuntimeError as error:
+                raise explain(context, error, number) from error
+            span.nbytes = bucket.nbytes
 
     # ---- who sends what to whom ----
 
     def _spread(self, nodes: Sequence[int], rail: int) -> tuple[int, ...]:
         """Returns the ranks that receive what some nodes need of a rail's senders."""
-        chosen = [self.members.nodes[number] for number in nodes]
+        chosen = [self._members.nodes[number] for number in nodes]
         return tuple(sorted(rank for node in chosen for rank in ((node[rail],) if node in self._whole else node)))
 
     def _entry(self, stream: Stream) -> int:
         """Returns the rank that a sender sends to: in another node for the next sender of its node, and for the one of its rail
         in the next node."""
         number = stream.nodes[self._turn_of[stream.owner] % len(stream.nodes)]
-        return self.members.nodes[number][self.members.rail_of[stream.owner]]
+        return self._members.nodes[number][self._members.rail_of[stream.owner]]
 
-    def _make_families(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Returns the groups of all hops, in families of which no two groups share a rank."""
+    def _make_disjoint_groups(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Returns the groups of all hops, in sets of which no two groups share a rank."""
         groups: list[tuple[int, ...]] = [
             (owner, self._entry(Stream(owner, nodes)))
-            for nodes, owner in product(self._plan.node_sets, self.members.senders)
+            for nodes, owner in product(self._plan.node_sets, self._members.senders)
         ]
         groups += [ranks for ranks in self._ranks_of.values() if len(ranks) > 1]
-        families: list[tuple[set[int], list[tuple[int, ...]]]] = []
+        sets: list[list[tuple[int, ...]]] = []
         for group in dict.fromkeys(groups):
-            family = next((family for family in families if family[0].isdisjoint(group)), None)
-            if family is None:
-                families.append(family := (set(), []))
-            family[0].update(group)
-            family[1].append(group)
-        return [tuple(family) for _, family in families]
+            chosen = next((some for some in sets if all(map(set(group).isdisjoint, some))), None)
+            if chosen is None:
+                sets.append(chosen := [])
+            chosen.append(group)
+        return list(map(tuple, sets))
 
-    def hops(self, number: int) -> list[Hop]:
+    def _hops(self, number: int) -> list[Hop]:
         """Returns the hops of a bucket that this rank takes part in: from the sender to a rank, and from there to all that need
         the bucket."""
         stream = self._plan.buckets[number].stream
-        entry, ranks = self._entry(stream), self._ranks_of[stream.nodes, self.members.rail_of[stream.owner]]
-        hops = [Hop(stream.owner, (stream.owner, entry)), Hop(entry, ranks)]
-        return [hop for hop in hops if self._control.rank in hop.ranks and len(hop.ranks) > 1]
+        entry, ranks = self._entry(stream), self._ranks_of[stream.nodes, self._members.rail_of[stream.owner]]
+        hops = [(stream.owner, (stream.owner, entry)), (entry, ranks)]
+        return [hop for hop in hops if self._control.rank in hop[1] and len(hop[1]) > 1]
 
     def _make_waves(self) -> list[Wave]:
         """All ranks take the buckets of a wave in the same order: each waits for those before only."""
@@ -155,39 +183,5 @@ class DeviceRoute:
 
     def _takes(self, number: int) -> bool:
         """Returns True if a bucket passes this rank."""
-        rail_of, rank = self.members.rail_of, self._control.rank
+        rail_of, rank = self._members.rail_of, self._control.rank
         return not self._keeps_whole or rail_of.get(rank) == rail_of[self._plan.buckets[number].stream.owner]
-
-
-class Broadcasts:
-    """See :class:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
-    the wave before is passed on."""
-
-    def __init__(self, context: TransferContext, ring: DeviceRing, route: DeviceRoute) -> None:
-        self._context = context
-        self._ring = ring
-        self._route = route
-
-    def move(self, wave: Wave) -> None:
-        staging, senders = self._route.staging, self._route.members.senders
-        hops = [(hop, i) for i, number in enumerate(wave.numbers) for hop in self._route.hops(number)]
-        self._broadcast(wave, [(hop, i) for hop, i in hops if hop.root in senders], staging.entry)
-        staging.spread.wait_stream(staging.entry)
-        self._broadcast(wave, [(hop, i) for hop, i in hops if hop.root not in senders], staging.spread)
-        self._context.report.transport_steps += len(hops)
-
-    def _broadcast(self, wave: Wave, hops: Sequence[tuple[Hop, int]], stream: torch.Stream) -> None:
-        context = self._context
-        for hop, i in hops:
-            number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
-            doing = (
-                f"broadcasts bucket {number} from rank {hop.root} to {[rank for rank in hop.ranks if rank != hop.root]}"
-            )
-            route = Route(hop.root, hop.root, "", self._route.groups.name(hop.ranks))
-            # On the current stream, as the op would make another one and the current one wait for each other.
-            with context.activity.doing(doing), context.report.timed("inter_node", doing) as span, stream:
-                try:
-                    broadcast(bucket, route, "two_level", stream)
-                except RuntimeError as error:
-                    raise explain(context, error, number) from error
-                span.nbytes = bucket.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,28 @@ def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
     return device if device.type not in ("cpu", "meta") else None
 
 
-@dataclass(frozen=True)
-class DeviceLink:
-    """The connection by which one rank's device may reach the ranks of the other job."""
+class DeviceAccess(NamedTuple):
+    """How other ranks reach the device of one rank."""
 
     backend: str = ""
-    """Empty if versions have to pass through host memory."""
+    """Connects it to ranks of the other job; empty if versions have to pass through host memory."""
     kind: str = ""
     """Device, backend and its version: equal on ranks that can reach each other."""
-    place: str = ""
+    identity: str = ""
     """Identity of the device; empty if it is not known."""
+    machine: str = ""
+    opens: str = ""
+    """Type of the device whose memory the rank may open, or has; empty if neither."""
+    handle: str = ""
+    """Handle of an allocation of a sender, by which receivers find out whether they can open its memory; empty if none can."""
+    nbytes: int = 0
+    """Bytes of the allocation."""
+    obstacle: str = ""
+    """Why a sender's memory cannot be shared."""
 
     @classmethod
-    def of(cls, device: torch.device | None) -> DeviceLink:
-        """Returns the link of a rank whose tensors are on a device; an empty one unless a backend connects it."""
+    def of(cls, device: torch.device | None) -> DeviceAccess:
+        """Returns the access by way of a backend."""
         if device is None or not dist.is_available():
             return cls()
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -49,10 +57,31 @@ class DeviceLink:
         if not can_connect(backend):
             return cls()
         version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
-        return cls(backend, f"{device.type} {backend} {version}".strip(), _place_of(device))
+        return cls(backend, f"{device.type} {backend} {version}".strip(), _identity(device))
+
+    @classmethod
+    def of_receiver(cls, device: torch.device | None, opens: bool) -> DeviceAccess:
+        """``opens``: whether the receiver may open the memory of senders."""
+        access = cls.of(device)
+        return access._replace(machine=local_network(), opens=device.type) if device is not None and opens else access
+
+    @classmethod
+    def of_sender(cls, tensors: Sequence[Tensor]) -> DeviceAccess:
+        devices = {tensor.device for tensor in tensors}
+        opens = next((device.type for device in devices if device.type not in ("cpu", "meta")), "")
+        access = cls.of(accelerator_of(devices))._replace(machine=local_network(), opens=opens)
+        if accelerator_of(devices) is None:
+            return access._replace(obstacle="its tensors are not all on one device")
+        try:
+            _, handles, sizes = share_memory(tensors)
+        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, whoever packs it says so
+            return access._replace(obstacle=first_line(error))
+        if not handles:
+            return access._replace(obstacle="its tensors are empty")
+        return access._replace(handle=handles[0], nbytes=sizes[0])
 
 
-def _place_of(device: torch.device) -> str:
+def _identity(device: torch.device) -> str:
     with suppress(Exception):  # an old driver
         uuid = str(getattr(torch, device.type).get_device_properties(device).uuid)
         if uuid.strip("0-"):  # one that has none gives zeros
@@ -64,56 +93,17 @@ def _place_of(device: torch.device) -> str:
     return f"{local_network()} {visible[index] if len(visible) > index and visible[index] else index}"
 
 
-def obstacle(links: Sequence[DeviceLink]) -> str:
-    """Returns why ranks with these links cannot all reach each other from their devices; empty if they can."""
+def link_obstacle(ranks: Sequence[DeviceAccess]) -> str:
+    """Returns why these ranks cannot all reach each other from their devices; empty if they can."""
     used: dict[str, int] = {}
-    for rank, link in enumerate(links):
-        if not link.kind:
+    for rank, access in enumerate(ranks):
+        if not access.kind:
             return f"rank {rank} has tensors elsewhere than on one device that NCCL or the like connects, or is not to use it"
-        if link.kind != links[0].kind:
-            return f"rank 0 has {links[0].kind}, rank {rank} {link.kind}"
-        if link.place and used.setdefault(link.place, rank) != rank:
-            return f"ranks {used[link.place]} and {rank} use one device"
+        if access.kind != ranks[0].kind:
+            return f"rank 0 has {ranks[0].kind}, rank {rank} {access.kind}"
+        if access.identity and used.setdefault(access.identity, rank) != rank:
+            return f"ranks {used[access.identity]} and {rank} use one device"
     return ""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """An allocation of a sender, by which receivers find out whether they can open its memory; or a receiver that may."""
-
-    machine: str = ""
-    kind: str = ""
-    """Type of the device; empty for a rank that neither shares nor opens memory."""
-    handle: str = ""
-    """Empty if the memory cannot be shared."""
-    nbytes: int = 0
-    obstacle: str = ""
-    """Why it cannot."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Probe:
-        """Returns the probe of a sender with these tensors."""
-        devices, machine = {tensor.device for tensor in tensors}, local_network()
-        kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), "")
-        if accelerator_of(devices) is None:
-            return cls(machine, kind, obstacle="its tensors are not all on one device")
-        try:
-            _, handles, sizes = share_memory(tensors)
-        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, whoever packs it says so
-            return cls(machine, kind, obstacle=first_line(error))
-        return (
-            cls(machine, kind, handles[0], sizes[0])
-            if handles
-            else cls(machine, kind, obstacle="its tensors are empty")
-        )
-
-    def open_error(self, device: torch.device) -> str:
-        """Returns why a device of this process cannot open it; empty if it can."""
-        try:
-            ops.close_memory(ops.open_memory(self.handle, self.nbytes, device))
-        except RuntimeError as error:
-            return first_line(error)
-        return ""
 
 
 def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int]]:
@@ -129,43 +119,34 @@ def first_line(error: Exception) -> str:
 
 
 def find_reach(
-    control: Control, members: Members, device: torch.device | None, probes: Sequence[Probe]
+    control: Control, members: Members, device: torch.device | None, ranks: Sequence[DeviceAccess]
 ) -> tuple[Reach, str]:
     """Finds out which receiving nodes can open the memory of which senders. Collective; the same on all ranks.
 
     Args:
         device: of a receiver that may open memory.
-        probes: of each rank.
+        ranks: the access of each rank.
 
     Returns:
         The senders that every rank of a node reaches; why one on the same machine cannot be reached, empty if all can.
     """
-    shared: dict[int, list[int]] = {}
-    reasons = []
-    for rank in members.receivers:
-        key = probes[rank].machine, probes[rank].kind
-        local = [each for each in members.senders if key == (probes[each].machine, probes[each].kind) and key[1]]
-        shared[rank] = [sender for sender in local if probes[sender].handle]
-        hidden = [sender for sender in local if not probes[sender].handle]
-        reasons += [f"memory of rank {sender} cannot be shared: {probes[sender].obstacle}" for sender in hidden]
-    reason = next(iter(reasons), "")
-    if not any(shared.values()):
-        return {}, reason
-    errors: dict[int, str] = {}
-    if device is not None:
-        errors = {sender: probes[sender].open_error(device) for sender in shared[control.rank]}
 
-    def decide(views: dict[int, dict[str, str]]) -> dict[str, dict[str, str]]:
-        return {str(rank): view for rank, view in views.items() if view}
+    def why_not(sender: int) -> str:
+        access = ranks[sender]
+        if not access.handle:
+            return f"memory of rank {sender} cannot be shared: {access.obstacle}"
+        try:
+            assert device is not None
+            ops.close_memory(ops.open_memory(access.handle, access.nbytes, device))
+        except RuntimeError as error:
+            return f"rank {control.rank} cannot open rank {sender}'s: {first_line(error)}"
+        return ""
 
-    decision = control.settle("opening memory of devices", None, errors, decide)
-    reached = {int(rank): {int(each) for each, why in view.items() if not why} for rank, view in decision.items()}
-    failed = (
-        f"rank {rank} cannot open rank {sender}'s: {why}"
-        for rank, view in decision.items()
-        for sender, why in view.items()
-        if why
-    )
-    nodes = enumerate(members.nodes)
-    common = {number: set.intersection(*(reached.get(rank, set()) for rank in node)) for number, node in nodes}
-    return {number: tuple(sorted(senders)) for number, senders in common.items() if senders}, reason or next(failed, "")
+    here = ranks[control.rank].machine, ranks[control.rank].opens
+    local = [sender for sender in members.senders if (ranks[sender].machine, ranks[sender].opens) == here]
+    reasons = {sender: why_not(sender) for sender in local} if device is not None else {}
+    views = control.settle("opening memory of devices", None, reasons, lambda views: list(views.items()))
+    opened = {rank: {int(sender) for sender, why in view.items() if not why} for rank, view in views}
+    common = {number: set.intersection(*(opened[rank] for rank in node)) for number, node in enumerate(members.nodes)}
+    reach = {number: tuple(sorted(senders)) for number, senders in common.items() if senders}
+    return reach, next((why for _, view in views for why in view.values() if why), "")

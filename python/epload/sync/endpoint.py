@@ -13,7 +13,7 @@ from epload.core import log
 from epload.ranks.topology import as_timedelta
 from epload.sync.epoch import Epoch
 from epload.sync.formation import form_epoch
-from epload.sync.lobby import Member, Participants
+from epload.sync.lobby import Participants
 from epload.verify.digests import check_verify
 
 
@@ -41,10 +41,10 @@ class Endpoint:
         """True if the present epoch is that of the participants."""
         return self._epoch is not None and self._epoch.number == participants.epoch
 
-    def _form_epoch(self, participants: Participants, members: Sequence[Member], rank: int, *own: Any) -> None:
-        """Takes the arguments of :func:`form_epoch`. Raises LoadError: the same on every rank."""
+    def _form_epoch(self, *args: Any) -> None:
+        """Takes the arguments of :func:`form_epoch` from ``participants`` on. Raises LoadError: the same on every rank."""
         self._drop_epoch()
-        self._epoch = form_epoch(self._store, participants, members, rank, self._timeout, self._verify, *own)
+        self._epoch = form_epoch(self._store, self._timeout, *args)
 
     def _drop_epoch(self) -> None:
         if self._epoch is not None:

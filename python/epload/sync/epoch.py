@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members
@@ -22,25 +22,15 @@ from epload.sync.device_route import DeviceRoute
 from epload.sync.host_route import HostRoute
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import ExchangeRoles, MemorySink, ShardSink
+from epload.sync.transfer import ExchangeRoles, LocalBuckets
 from epload.transfer.context import TransferContext
 from epload.transfer.device_pipe import DevicePipe
-from epload.transfer.engine import run_transfer
 from epload.transfer.framing import Framing
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import NodeMemory
 
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
-
-
-@dataclass(frozen=True)
-class ReadyMessage:
-    """A rank's message once it is ready to sync a version."""
-
-    version: int
-    memory: str
-    """Digest of what the rank has published of where its tensors lie; empty if none are copied out of its memory."""
 
 
 @dataclass(eq=False)
@@ -96,19 +86,22 @@ class Epoch:
         Raises:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
         """
-        control = self.control
+        control, route, puller = self.control, self.route, self.puller
         control.begin(self.timeout)
         try:
             with control.guard():
                 with report.timed("plan"):
-                    shards: Shards | None = None
-                    if tensors is not None and failure is None and self.route is not None:
-                        shards, failure = attempt(lambda: self._shards(self.plan, tensors))
-                    self._get_ready(version, tensors, failure)
+                    shards = Attempt(lambda: self._shards(self.plan, tensors, failure) if route is not None else None)
+                    self._get_ready(version, tensors, shards.failure or failure)
                 begins()
-                alone = self.puller is not None and self.route is None
-                with report.timed("unpack") if alone else nullcontext(), self._pulling(tensors):
-                    self._move(version, shards, report, show_progress)
+                pulling: AbstractContextManager[None] = nullcontext()
+                if puller is not None:
+                    buckets = dict(self._staged(self.plan.landing_waves)) if puller.lands else {}
+                    pulling = puller.copying(tensors or [], buckets, self.verify, control)
+                alone = puller is not None and route is None
+                with report.timed("unpack") if alone else nullcontext(), pulling:
+                    if route is not None:
+                        self._move(version, route, shards.value, report, show_progress)
                 # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                 control.settle("committing the version", None, last=True)
         except LoadError as error:
@@ -119,37 +112,33 @@ class Epoch:
         self._fill(report)
 
     def _fill(self, report: SyncReport) -> None:
-        report.epoch, report.moved, report.buckets = self.number, self.plan.nbytes, len(self.plan.buckets)
-        report.pulled = self.puller.nbytes if self.puller is not None else self.plan.lent
+        plan, route = self.plan, self.route
+        report.epoch, report.moved, report.buckets = self.number, plan.nbytes, len(plan.buckets)
+        report.pulled = self.puller.nbytes if self.puller is not None else plan.lent
         report.not_pulled = self.not_pulled
         report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
-        report.tensors, report.nbytes = len(self.plan.names), self.plan.total
-        report.transport = self.route.backend if self.route is not None else "ipc" if self.plan.borrowers else "host"
+        report.tensors, report.nbytes = len(plan.names), plan.total
+        report.transport = route.backend if route is not None else "ipc" if plan.borrowers else "host"
         report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers) if self.memory is not None else 0
-        report.peak_staging += self.route.footprint if self.route is not None else 0
+        report.peak_staging += route.footprint if route is not None else 0
 
     def _get_ready(self, version: int, tensors: list[Tensor] | None, failure: Exception | None) -> None:
         """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there."""
-        digest: str | None = None
-        if self.plan.lent and tensors is not None and failure is None:
-            digest, failure = attempt(lambda: publish_memory(self.store, self.control.rank, tensors))
-        message = asdict(ReadyMessage(version, digest or ""))
-        decision = self.control.settle("getting ready", failure, message, _check_version)
+
+        def publish() -> str:
+            if failure is not None:
+                raise failure
+            return publish_memory(self.store, self.control.rank, tensors) if self.plan.lent and tensors else ""
+
+        digest = Attempt(publish)
+        message = [version, digest.value if digest.failure is None else ""]
+        decision = self.control.settle("getting ready", digest.failure, message, _check_version)
         if not self.plan.borrowers:
             return
         if (puller := self.puller) is not None:
             digests = {int(rank): digest for rank, digest in decision.items()}
-            _, failure = attempt(lambda: puller.plan(digests, self.store, self.timeout))
+            failure = Attempt(lambda: puller.plan(digests, self.store, self.timeout)).failure
         self.control.settle("planning copies between devices", failure)
-
-    def _pulling(self, tensors: list[Tensor] | None) -> AbstractContextManager[None]:
-        puller = self.puller
-        if puller is None:
-            return nullcontext()
-        if not puller.lands:
-            return puller.copying(tensors or [], {}, None, self.verify, self.control)
-        self.pipe = DevicePipe.of(puller.device, self._node_size)
-        return puller.copying([], dict(self._staged(self.plan.landing_waves)), self.pipe, self.verify, self.control)
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that whoever catches the error may
@@ -163,49 +152,43 @@ class Epoch:
             while self.plan.lent and monotonic() < until and not self.store.check(closed):
                 sleep(0.01)
 
-    def _move(self, version: int, shards: Shards | None, report: SyncReport, show_progress: bool) -> None:
-        if self.route is None:
-            return
+    def _move(
+        self, version: int, route: DeviceRoute | HostRoute, shards: Shards | None, report: SyncReport, show: bool
+    ) -> None:
         control, plan = self.control, self.plan
         roles = ExchangeRoles(plan, self.members, control.rank)
         framing = Framing(
             plan.identity, plan.describe, control.rank, control, self.verify, version=version, ends_in_order=False
         )
+
+        def check(number: int, bucket: Tensor) -> None:
+            framing.verify(number, roles.reader(number), bucket)
+
+        places = dict(self.staged_buckets()) if route.device is not None and self.memory is not None else {}
+        buckets = LocalBuckets(None if self.sends else shards, places, check if self.verify else None)
         fill = shards.pack if shards is not None and self.sends else None
-        sink: ShardSink | MemorySink = ShardSink(None if self.sends else shards)
-        if isinstance(self.route, DeviceRoute) and self.memory is not None:
+        with Progress(plan.nbytes, show) as bar:
+            route.run(TransferContext(plan, roles, fill, framing, control, report), buckets, bar)
 
-            def check(number: int, bucket: Tensor) -> None:
-                framing.verify(number, roles.reader(number), bucket)
-
-            sink = MemorySink(dict(self.staged_buckets()), check if self.verify else None)
-        engine = self.route.engine(TransferContext(plan, roles, fill, framing, control, report), sink)
-        with self.route.entered(), Progress(plan.nbytes, show_progress) as bar:
-            run_transfer(engine, control, self.route.groups, bar)
-
-    @property
-    def _node_size(self) -> int:
-        """Number of ranks of this rank's node."""
-        nodes = self.members.sender_nodes if self.sends else self.members.nodes
-        return next(len(node) for node in nodes if self.control.rank in node)
-
-    def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
+    def _shards(
+        self, plan: ExchangePlan, tensors: list[Tensor] | None, failure: Exception | None = None
+    ) -> Shards | None:
+        if tensors is None or failure is not None:
+            return None
         direct = isinstance(self.route, DeviceRoute) and (self.sends or self.memory is None)
-        shards = Shards(plan, tensors, self.verify, f"rank {self.control.rank}", self._node_size, direct)
+        nodes = self.members.sender_nodes if self.sends else self.members.nodes
+        node_size = next(len(node) for node in nodes if self.control.rank in node)
+        shards = Shards(plan, tensors, self.verify, f"rank {self.control.rank}", node_size, direct)
         self.pipe = shards.pipe or self.pipe
         return shards
 
     def unpack(self, tensors: list[Tensor]) -> None:
         """Copies a version out of the node's memory."""
         for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
-            if plan is None or not waves:
-                continue
-            shards = self._shards(plan, tensors)
-            try:
-                for number, bucket in self._staged(waves):
-                    shards.unpack(number, bucket)
-            finally:
-                shards.finish()
+            if plan is not None and waves and (shards := self._shards(plan, tensors)) is not None:
+                with LocalBuckets(shards).entered():
+                    for number, bucket in self._staged(waves):
+                        shards.unpack(number, bucket)
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Yields each bucket of a version that came into the node's memory, by its number in the plan."""
@@ -225,12 +208,11 @@ class Epoch:
         self.control.processes.close()
 
 
-def _check_version(views: dict[int, dict[str, Any]]) -> dict[int, str]:
+def _check_version(views: dict[int, tuple[int, str]]) -> dict[int, str]:
     """Returns the digests of where senders' tensors lie, by rank."""
-    messages = {rank: ReadyMessage(**view) for rank, view in views.items()}
-    for rank, message in messages.items():
-        if message.version != messages[0].version:
+    for rank, (version, _) in views.items():
+        if version != views[0][0]:
             raise LoadError(
-                f"rank 0 syncs version {messages[0].version}, rank {rank} version {message.version}: the ranks are out of step"
+                f"rank 0 syncs version {views[0][0]}, rank {rank} version {version}: the ranks are out of step"
             )
-    return {rank: message.memory for rank, message in messages.items() if message.memory}
+    return {rank: memory for rank, (_, memory) in views.items() if memory}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
+from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
-from epload.transfer.engine import Engine, through_memory
+from epload.transfer.engine import run_transfer, through_memory
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
@@ -24,28 +23,25 @@ class HostRoute:
     backend = "host"
     device = None
     footprint = 0
-    """Bytes of buffers besides the node's memory."""
+    """Bytes of buffers other than the node's memory."""
 
     def __init__(self, plan: ExchangePlan, members: Members, control: Control, memory: NodeMemory) -> None:
         """Collective over the epoch's ranks. ``memory``: of the node."""
         self._plan = plan
         self._members = members
-        self._rank = control.rank
+        self._control = control
         self._memory = memory
         self._waves_before = 0
         self.groups = GroupCache({"cpu": "gloo"}, control.rank, control)
         self.groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
 
-    def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def engine(self, context: TransferContext, sink: Sink) -> Engine:
-        """Returns the engine that moves one version."""
-        chunk_bytes = _CHUNK_BYTES if len(self._members.nodes) > 1 else _LONE_CHUNK_BYTES
+    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
+        """Moves one version."""
+        rank, members = self._control.rank, self._members
+        chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
         routes = {}
-        if self._rank in context.flow.relays:
-            group = self.groups.name(self._members.rail(self._members.rail_of[self._rank]))
-            routes[self._rank] = Route(self._rank, self._rank, group, "")
+        if rank in context.flow.relays:
+            routes[rank] = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
         engine = through_memory(context, self._memory, self._plan.waves, sink, routes, chunk_bytes, self._waves_before)
         self._waves_before += len(self._plan.waves)
-        return engine
+        run_transfer(engine, self._control, self.groups, bar)

@@ -11,9 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,33 +27,16 @@ from epload.planning.holdings import Holdings, digest_of
 from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
 from epload.ranks.activity import working
+from epload.ranks.contents import get, put
 from epload.ranks.control import Control
 from epload.sync.arrival import same_bits
 from epload.sync.devices import first_line, share_memory
-from epload.sync.store import get, put
 from epload.transfer.device_pipe import DevicePipe
 
-
-@dataclass(frozen=True, eq=False)
-class SharedMemory:
-    """Tells where the local tensors of one sender lie, for one version."""
-
-    handles: Sequence[str]
-    """One for each allocation; see ``ops.open_memory``."""
-    sizes: Sequence[int]
-    """Bytes of each allocation."""
-    layouts: Sequence[Strided]
-    layout: Tensor
-    """int64 [m], of each local tensor, an index into ``layouts``."""
-    places: Tensor
-    """int64 [m, 2], of each local tensor: its allocation, and where in it the tensor begins (bytes)."""
-
-    @classmethod
-    def decode(cls, content: bytes) -> SharedMemory:
-        """Returns what a sender has published; see :func:`publish_memory`."""
-        handles, sizes, names, layout, places = json.loads(zlib.decompress(content))
-        layouts = [Strided(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in names]
-        return cls(handles, sizes, layouts, column(layout), column(places).reshape(-1, 2))
+Piece = tuple[int, Sequence[int], CopyTable]
+"""Copies between a bucket and tensors: the number of the bucket, those of the tensors, and a table that counts in these. Where
+versions land in the node's memory, the bucket is one of the node's and the tensors are the sender's; else the bucket is an
+allocation of the sender, and the tensors are this rank's."""
 
 
 def publish_memory(store: Store, rank: int, tensors: Sequence[Tensor]) -> str:
@@ -81,18 +62,47 @@ def publish_memory(store: Store, rank: int, tensors: Sequence[Tensor]) -> str:
     return digest_of(content)
 
 
-class _Piece(NamedTuple):
-    """Copies between memory of a sender and tensors of this rank, or a bucket."""
+class SenderMemory:
+    """The memory in which one sender's tensors lie, as a receiver opens it for a version."""
 
-    owner: int
-    allocation: int
-    """Number of the one that is the bucket of the copies; -1 if a bucket of the node is, and the sender's tensors are targets."""
-    bucket: int
-    """Number of the node's, or -1."""
-    targets: Sequence[int]
-    copies: CopyTable
-    """Targets count in ``targets``."""
-    nbytes: int
+    def __init__(self, owner: int, content: bytes, device: torch.device) -> None:
+        """``content``: what the sender has published, see :func:`publish_memory`."""
+        self._handles, self._sizes, names, layout, places = json.loads(zlib.decompress(content))
+        self.owner = owner
+        self.layouts = [Strided(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in names]
+        self.layout = column(layout)
+        """int64 [m], of each local tensor, an index into ``layouts``."""
+        self.places = column(places).reshape(-1, 2)
+        """int64 [m, 2], of each local tensor: its allocation, and where in it the tensor begins (bytes)."""
+        self.rejected = False
+        """True if some of it could not be opened."""
+        self._device = device
+        self._opened: dict[int, Tensor] = {}
+
+    def allocation(self, number: int) -> Tensor:
+        """Returns one of the allocations, uint8. Raises LoadError if it cannot be opened."""
+        if number not in self._opened:
+            try:
+                self._opened[number] = ops.open_memory(self._handles[number], self._sizes[number], self._device)
+            except RuntimeError as error:
+                self.rejected = True
+                raise LoadError(
+                    f"memory of rank {self.owner} cannot be opened, as if it had ended or freed its tensors: {first_line(error)}"
+                ) from error
+        return self._opened[number]
+
+    def tensor(self, number: int) -> Tensor:
+        """Returns one of the sender's local tensors. Raises LoadError if it does not lie in its allocation."""
+        dtype, shape, strides = self.layouts[int(self.layout[number])]
+        if 0 in shape:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+        allocation, begin = self.places[number].tolist()
+        return _view(self.allocation(allocation), begin, dtype, shape, strides, f"a tensor of rank {self.owner}")
+
+    def close(self) -> None:
+        """Closes what is open, once nothing uses it any more. Views of it may be left in a traceback."""
+        while self._opened:
+            ops.close_memory(self._opened.popitem()[1])
 
 
 class Puller:
@@ -108,20 +118,19 @@ class Puller:
             holdings: of the senders within reach.
             device: by which their memory is opened.
             turn: number of the first bucket that this rank of its node fills.
-            turns: after how many buckets its turn comes again.
+            turns: number of ranks of the node, which take turns.
         """
         self._pulls, self._landing = plan.pulls, plan.landing
         owners = set(plan.pulls.owners) if plan.pulls is not None else set[int]()
         if plan.landing is not None:
             owners = {bucket.stream.owner for bucket in plan.landing.buckets}
         self._holdings = {owner: holdings[owner] for owner in sorted(owners)}
-        self.refused = False
-        """True if memory could not be opened."""
         self.device = device
         self._turn, self._turns = turn, turns
-        self._memory: dict[int, tuple[str, SharedMemory, list[_Piece]]] = {}
-        """Each sender's memory with its digest, and the copies out of it; kept as long as its tensors lie where they did."""
+        self._memory: dict[int, tuple[str, SenderMemory, list[Piece]]] = {}
+        """Each sender's memory with its digest, and the copies out of it; valid as long as its tensors lie where they did."""
         self._stream = torch.Stream(device)
+        self._pipe = DevicePipe.of(device, turns) if self.lands else None
 
     @property
     def lands(self) -> bool:
@@ -129,9 +138,14 @@ class Puller:
         return self._landing is not None
 
     @property
+    def rejected(self) -> bool:
+        """True if memory could not be opened."""
+        return any(memory.rejected for _, memory, _ in self._memory.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are copied for a version."""
-        return sum(piece.nbytes for *_, pieces in self._memory.values() for piece in pieces)
+        return sum(int(copies.nbytes().sum()) for *_, pieces in self._memory.values() for *_, copies in pieces)
 
     def plan(self, digests: Mapping[int, str], store: Store, timeout: timedelta) -> None:
         """Plans the copies of a version, except for senders whose tensors lie where they did.
@@ -145,34 +159,29 @@ class Puller:
             content = get(store, f"memory/{owner}", timeout)
             if digest_of(content) != digests[owner]:
                 raise LoadError(f"rank {owner} says something else of where its tensors lie than it did")
-            memory = SharedMemory.decode(content)
-            pieces = self._landed(owner) if self.lands else self._pulled(owner, holdings, memory)
+            memory = SenderMemory(owner, content, self.device)
+            pieces = self._landed(owner) if self.lands else self._pulled(memory, holdings)
             self._memory[owner] = digests[owner], memory, list(pieces)
 
-    def _pulled(self, owner: int, holdings: Holdings, memory: SharedMemory) -> Iterator[_Piece]:
+    def _pulled(self, memory: SenderMemory, holdings: Holdings) -> Iterator[Piece]:
         assert self._pulls is not None
-        copies, local = self._pulls.copies(owner, holdings, memory.layout, memory.layouts)
+        copies, local = self._pulls.copies(memory.owner, holdings, memory.layout, memory.layouts)
         allocation, begin = memory.places[local].unbind(1)
         copies.offset.add_(begin)
         for number in torch.unique(allocation).tolist():
             table = copies.select(allocation == number)
-            yield _Piece(owner, number, -1, table.renumber_targets(), table, int(table.nbytes().sum()))
+            yield number, table.renumber_targets(), table
 
-    def _landed(self, owner: int) -> Iterator[_Piece]:
+    def _landed(self, owner: int) -> Iterator[Piece]:
         assert self._landing is not None
         for number in range(self._turn, len(self._landing.buckets), self._turns):
             bucket = self._landing.sources[owner][number]
             if bucket.stream.owner == owner:
-                yield _Piece(owner, -1, number, bucket.targets, bucket.copies, int(bucket.copies.nbytes().sum()))
+                yield number, bucket.targets, bucket.copies
 
     @contextmanager
     def copying(
-        self,
-        tensors: Sequence[Tensor],
-        buckets: Mapping[int, Tensor],
-        pipe: DevicePipe | None,
-        verify: bool,
-        control: Control,
+        self, tensors: Sequence[Tensor], buckets: Mapping[int, Tensor], verify: bool, control: Control
     ) -> Iterator[None]:
         """Copies the version that was planned while the block runs, behind what is on the current stream. Afterwards nothing is
         open any more, and nothing under way.
@@ -180,7 +189,6 @@ class Puller:
         Args:
             tensors: this rank's, unless versions land.
             buckets: of the node, by their number in the landing.
-            pipe: through which they are filled.
             verify: whether the copies are compared with what the senders hold.
             control: by which the rank hears that another one has failed, and copies no more.
 
@@ -189,112 +197,66 @@ class Puller:
         """
         stream = self._stream
         stream.wait_stream(torch.accelerator.current_stream(self.device))
-        opened = _Opened(self.device)
-        sides: list[tuple[Tensor, list[Tensor], _Piece]] = []
+        copied: list[tuple[int, Tensor, list[Tensor], CopyTable]] = []
         try:
             with working(control, "copies what a sender has in memory of a device") as done:
                 for _, memory, pieces in self._memory.values():
-                    for piece in pieces:
-                        if piece.bucket < 0:
-                            bucket = opened.allocation(piece.owner, memory, piece.allocation)
-                            targets = [tensors[i] for i in piece.targets]
+                    for number, targets, copies in pieces:
+                        if self.lands:
+                            bucket, others = buckets[number], [memory.tensor(i) for i in targets]
                         else:
-                            bucket = buckets[piece.bucket]
-                            targets = [opened.tensor(piece.owner, memory, i) for i in piece.targets]
-                        sides.append((bucket, targets, piece))
+                            bucket, others = memory.allocation(number), [tensors[i] for i in targets]
+                        copied.append((memory.owner, bucket, others, copies))
                         with stream:
-                            _copy(bucket, targets, piece, pipe)
-                        done(piece.nbytes)
+                            self._copy(bucket, others, copies)
+                        done(int(copies.nbytes().sum()))
             yield
             stream.synchronize()
-            if verify:
-                with stream:
-                    for side in sides:
-                        _compare(*side)
+            with stream:
+                for piece in copied if verify else ():
+                    self._compare(*piece)
         finally:
-            self.refused = opened.refused
             try:
                 stream.synchronize()
             finally:
-                opened.close()
+                copied.clear()
+                for _, memory, _ in self._memory.values():
+                    memory.close()
 
+    def _copy(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
+        if self._pipe is None:
+            ops.unpack(bucket, tensors, copies.rows)
+        else:
+            ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), self._pipe.native)
 
-def _copy(bucket: Tensor, targets: list[Tensor], piece: _Piece, pipe: DevicePipe | None) -> None:
-    if pipe is None:
-        ops.unpack(bucket, targets, piece.copies.rows)
-    else:
-        ops.download(targets, piece.copies.rows, [bucket], piece.copies.in_bucket(), pipe.native)
-
-
-class _Opened:
-    """Memory of senders that is open."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._allocations: dict[tuple[int, int], Tensor] = {}
-        self.refused = False
-        """True if some could not be opened."""
-
-    def allocation(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
-        """uint8, one of a sender's allocations. Raises LoadError if it cannot be opened."""
-        opened = self._allocations.get((owner, number))
-        if opened is None:
-            try:
-                opened = ops.open_memory(memory.handles[number], memory.sizes[number], self._device)
-            except RuntimeError as error:
-                self.refused = True
-                raise LoadError(
-                    f"memory of rank {owner} cannot be opened, as if it had ended or freed its tensors: {first_line(error)}"
-                ) from error
-            self._allocations[owner, number] = opened
-        return opened
-
-    def tensor(self, owner: int, memory: SharedMemory, number: int) -> Tensor:
-        """One of a sender's local tensors. Raises LoadError if it does not lie in its allocation."""
-        layout = memory.layouts[int(memory.layout[number])]
-        allocation, begin = memory.places[number].tolist()
-        if 0 in layout.shape:
-            return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
-        opened = self.allocation(owner, memory, allocation)
-        last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True))
-        end = begin + (last + 1) * layout.dtype.itemsize
-        if not 0 <= begin < end <= opened.nbytes:
-            raise LoadError(f"rank {owner} says that a tensor ends at byte {end} of an allocation of {opened.nbytes}")
-        return opened[begin:end].view(layout.dtype).as_strided(layout.shape, layout.strides)
-
-    def close(self) -> None:
-        """Once nothing uses it any more. Views of it may be left in a traceback."""
-        for memory in self._allocations.values():
-            ops.close_memory(memory)
-        self._allocations.clear()
-
-
-def _compare(bucket: Tensor, targets: Sequence[Tensor], piece: _Piece) -> None:
-    """Compares what was copied by torch's own means, not those that have copied.
-
-    Raises:
-        LoadError: it differs.
-    """
-    for row in piece.copies.rows.tolist():
-        in_bucket, in_target = _sides(bucket, targets, row, piece.copies.dims)
-        source, copy = (in_bucket, in_target) if piece.bucket < 0 else (in_target, in_bucket)
-        same = same_bits if source.dtype == copy.dtype else _same_values
-        if not same(source.to(copy.dtype).to(copy.device), copy):
-            raise LoadError(
-                f"a copy out of the memory of rank {piece.owner} differs from it: the memory of this machine changes bits, or "
-                "the sender's tensors were changed meanwhile"
+    def _compare(self, owner: int, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
+        """Compares what was copied by torch's own means, not those that have copied. Raises LoadError if it differs."""
+        for row in copies.rows.tolist():
+            target, offset, code, ndim = row[:4]
+            start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
+            in_bucket = _view(
+                bucket, offset, dtypes.from_code(code), size, strides, f"what is copied from rank {owner}"
             )
+            in_tensor = tensors[target][box_slices(start, size)]
+            source, copy = (in_tensor, in_bucket) if self.lands else (in_bucket, in_tensor)
+            expected = source.to(copy.dtype).to(copy.device)
+            if source.dtype == copy.dtype:
+                same = same_bits(expected, copy)
+            else:  # a NaN may get other bits
+                same = bool(((expected == copy) | (expected.isnan() & copy.isnan())).all())
+            if not same:
+                raise LoadError(
+                    f"a copy out of the memory of rank {owner} differs from it: the memory of this machine changes bits, or "
+                    "the sender's tensors were changed meanwhile"
+                )
 
 
-def _sides(bucket: Tensor, targets: Sequence[Tensor], row: list[int], dims: int) -> tuple[Tensor, Tensor]:
-    """Returns the box of a row of a copy table, in the bucket and in its target."""
-    target, offset, code, ndim = row[:4]
-    start, size, stride = (row[4 + i * dims : 4 + i * dims + ndim] for i in range(3))
-    dtype = dtypes.from_code(code)
-    end = offset + (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
-    return bucket[offset:end].view(dtype).as_strided(size, stride), targets[target][box_slices(start, size)]
-
-
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors are equal, but for the bits of NaNs."""
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+def _view(
+    memory: Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], what: str
+) -> Tensor:
+    """Returns a tensor of at least one element that lies in some bytes. Raises LoadError if it does not."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    end = begin + (last + 1) * dtype.itemsize
+    if not 0 <= begin < end <= memory.nbytes:
+        raise LoadError(f"{what} ends at byte {end} of an allocation of {memory.nbytes}")
+    return memory[begin:end].view(dtype).as_strided(shape, strides)

@@ -6,30 +6,32 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import garbage_collection, log
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.holdings import full_holdings
+from epload.ranks.contents import fetch
 from epload.ranks.membership import local_network
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
-from epload.sync.devices import DeviceLink, Probe, accelerator_of
+from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.epoch import Epoch
 from epload.sync.formation import JoinMessage
-from epload.sync.lobby import Attendance, Member, Offer, Participants, fetch_members
+from epload.sync.lobby import Attendance, Member, Participants, fetch_members
 from epload.sync.report import SyncReport
-from epload.sync.store import Address, connect, fetch
+from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, ModelTarget, Target, TargetProvider
 
 
@@ -46,15 +48,6 @@ class EngineRank:
         """Raises ValueError."""
         if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
-
-
-@dataclass(frozen=True)
-class EngineMessage:
-    """A rank's message as the ranks of a job become an engine."""
-
-    name: str
-    """A name for the engine, of which that of the first rank is taken."""
-    machine: str
 
 
 class WeightReceiver(Endpoint):
@@ -128,16 +121,16 @@ class WeightReceiver(Endpoint):
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._store, beats = (connect(address, self._timeout) for _ in range(2))
-        self._attendance = Attendance(self._store, beats, self._new_member(), self._timeout)
+        self._attendance = Attendance(
+            self._store, beats, engine.name, engine.rank, engine.size,
+            f"{engine.name if node else ''} {local_network()} {node} {stage}", self._timeout,
+        )  # fmt: skip
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, self._attendance.close)
-        self._stale = False
-        """True if this rank has left an epoch on which the sender may still count."""
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
-        self._refused = False
+        self._rejected = False
         """True if memory of a sender could not be opened in the epoch before."""
         self._holdings = full_holdings((), ())
         self.version: int | None = None
@@ -155,13 +148,12 @@ class WeightReceiver(Endpoint):
         control, here = topology.control, local_network()
         control.begin(self._timeout)
         with control.guard():
-            message = asdict(EngineMessage(secrets.token_hex(4), here))
-            views = control.settle("joining a sync", None, message, lambda views: list(views.items()))
+            message = [secrets.token_hex(4), here]
+            messages = dict(control.settle("joining a sync", None, message, lambda views: list(views.items())))
         control.end()
-        messages = {rank: EngineMessage(**view) for rank, view in views}
-        name = messages[topology.ranks[0]].name
+        name, _ = messages[topology.ranks[0]]
         # Emulated nodes of one machine are nodes here, too.
-        emulated = any(messages[rank].machine == here for rank in topology.ranks if rank not in topology.node)
+        emulated = any(messages[rank][1] == here for rank in topology.ranks if rank not in topology.node)
         number = topology.nodes.index(topology.node)
         rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
         return EngineRank(name, rank, size), node or (str(number) if emulated else "")
@@ -184,9 +176,9 @@ class WeightReceiver(Endpoint):
         """
         self._check_open()
         began = perf_counter()
-        self._give_up()
-        offer, participants, members = self._wait_for_turn()
-        report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage)
+        self._discard()
+        offer, offered, participants, members = self._wait_for_turn()
+        report = SyncReport(version=offered, verify=self._verify, stage=self._stage)
         report.waited = perf_counter() - began
         began = perf_counter()
         try:
@@ -194,38 +186,37 @@ class WeightReceiver(Endpoint):
                 with report.timed("plan"):
                     self._join(participants, members)
             report.warnings += self._target.warnings
-            self._receive(version, offer, report)
+            self._receive(version, offered, report)
         except BaseException:
             self._drop_epoch()
-            self._stale = True
+            self._attendance.join_again()  # the sender may still count on the epoch
             raise
         finally:
             self._attendance.confirm(offer)
         report.seconds = perf_counter() - began
         return report
 
-    def _receive(self, version: int | None, offer: Offer, report: SyncReport) -> None:
+    def _receive(self, version: int | None, offered: int, report: SyncReport) -> None:
         """Receives an offered version into the node's memory or, with ``stage="none"``, into the target."""
         epoch, in_place = self._epoch, self._stage == "none"
         assert epoch is not None
-        tensors, failure = attempt(lambda: self._arriving(version, offer, epoch))
+        arriving = Attempt(lambda: self._arriving(version, offered, epoch.device))
+        tensors = arriving.value if arriving.failure is None else None
         show = self._progress and self.engine.rank == 0
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._tear if in_place else lambda: None
-        epoch.sync(offer.version, tensors, report, show, failure, begins)
+        epoch.sync(offered, tensors, report, show, arriving.failure, begins)
         if in_place:
             self._target.finish()
-            self.version, self.torn = offer.version, False
+            self.version, self.torn = offered, False
         else:
-            self.staged = offer.version
+            self.staged = offered
 
-    def _arriving(self, version: int | None, offer: Offer, epoch: Epoch) -> list[Tensor] | None:
+    def _arriving(self, version: int | None, offered: int, device: torch.device | None) -> list[Tensor] | None:
         """Returns the tensors that a version arrives in; None for the node's memory. Raises LoadError if another version was
-        asked for."""
-        if version is not None and version != offer.version:
-            raise LoadError(
-                f"engine {self.engine.name} expected version {version}, but the sender offers {offer.version}"
-            )
+        asked for, or the tensors are not on the device that the epoch needs them on."""
+        if version is not None and version != offered:
+            raise LoadError(f"engine {self.engine.name} expected version {version}, but the sender offers {offered}")
         if self._stage == "host":
             return None
         if self._stage == "device":
@@ -233,10 +224,10 @@ class WeightReceiver(Endpoint):
             tensors = self._arrival.tensors
         else:
             tensors = self._target_tensors()
-        if epoch.device is not None and {tensor.device for tensor in tensors} != {epoch.device}:
+        if device is not None and {tensor.device for tensor in tensors} != {device}:
             raise LoadError(
-                f"the receiver's tensors are no longer all on {epoch.device}, to which versions came; the next version finds "
-                "them where they are"
+                f"the receiver's tensors are no longer all on {device}, to which versions came; the next version finds them "
+                "where they are"
             )
         return tensors
 
@@ -259,7 +250,7 @@ class WeightReceiver(Endpoint):
         """
         if self._stage == "none":
             return
-        epoch, _ = self._staged_version()
+        epoch, version = self._staged_version()
         tensors = self._target_tensors()
         self._tear()
         if self._arrival is not None:
@@ -267,8 +258,8 @@ class WeightReceiver(Endpoint):
         else:
             epoch.unpack(tensors)
         self._target.finish()
-        self.version, self.torn = self.staged, False
-        self._give_up()
+        self.version, self.torn = version, False
+        self._discard()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
@@ -292,47 +283,36 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
         return self._epoch, self.staged
 
-    def _wait_for_turn(self) -> tuple[Offer, Participants, tuple[Member, ...]]:
-        """Accepts offers until this rank takes part in one. Returns the members of a new epoch as well."""
-        if self._stale:
-            self._rejoin()
+    def _wait_for_turn(self) -> tuple[int, int, Participants, tuple[Member, ...]]:
+        """Accepts offers until this rank takes part in one. Returns its number, the version, and the participants; the members as
+        well if they form a new epoch."""
         until = time.monotonic() + self._timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
-            offer = self._attendance.accept_offer(timedelta(seconds=left))
+            offer, version = self._attendance.accept_offer(timedelta(seconds=left))
             participants = self._attendance.wait_for_participants(offer, self._timeout)
             if self._takes_part(participants):
-                return offer, participants, ()
+                return offer, version, participants, ()
             members = fetch_members(self._store, participants.members, self._timeout)
             if self._attendance.member in members:
-                return offer, participants, members
-            self._rejoin()  # it came too late for this offer, or was taken for dead
+                return offer, version, participants, members
+            self._attendance.join_again()  # it came too late for this offer, or was taken for dead
         raise WaitTimeout(
             f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
             f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
         )
 
-    def _rejoin(self) -> None:
-        """Joins anew, as another member: whoever takes part forms a new epoch."""
-        self._attendance.join(self._new_member())
-        self._stale = False
-
-    def _new_member(self) -> Member:
-        return Member.of_process(self.engine.name, self.engine.rank, self.engine.size, self._node)
-
     def _join(self, participants: Participants, members: tuple[Member, ...]) -> None:
         self._drop_epoch()
-        manifest, failure = attempt(lambda: self._read(participants.manifest))
-        senders, whole = participants.senders, self._stage == "host"
-        devices = {device for device in self._target.devices if not (whole and device.type == "cpu")}
-        device = accelerator_of(devices)
+        manifest = Attempt(lambda: self._read(participants.manifest))
+        whole = self._stage == "host"
+        device = accelerator_of({each for each in self._target.devices if not (whole and each.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another epoch.
-        opens = device is not None and not self._refused
-        self._refused = False
-        probe = Probe(local_network(), device.type) if device is not None and opens else Probe()
-        message = JoinMessage(self._node, False, whole=whole, link=DeviceLink.of(device), probe=probe)
+        access = DeviceAccess.of_receiver(device, opens=not self._rejected)
+        self._rejected = False
+        message = JoinMessage(self._attendance.member.node, False, self._verify, access, whole)
         self._form_epoch(
-            participants, members, senders + members.index(self._attendance.member), message, device,
-            manifest or Manifest((), (), (), ""), self._holdings, failure,
+            participants, members, participants.senders + members.index(self._attendance.member), message, device,
+            manifest.value if manifest.failure is None else Manifest((), (), (), ""), self._holdings, manifest.failure,
         )  # fmt: skip
 
     def _read(self, name: str) -> Manifest:
@@ -345,14 +325,14 @@ class WeightReceiver(Endpoint):
                 log.logger.warning("%s", warning)
         return manifest
 
-    def _give_up(self) -> None:
+    def _discard(self) -> None:
         """Drops what has arrived."""
         self.staged, self._arrival = None, None
 
     def _drop_epoch(self) -> None:
-        self._give_up()
+        self._discard()
         if self._epoch is not None:
-            self._refused = self._epoch.puller is not None and self._epoch.puller.refused
+            self._rejected = self._epoch.puller is not None and self._epoch.puller.rejected
         super()._drop_epoch()
 
     # ---- ending ----

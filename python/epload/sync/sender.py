@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -13,34 +12,24 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, threads
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
+from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.sync.devices import accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.formation import JoinMessage
-from epload.sync.lobby import Lobby, Member, Offer, Participants, fetch_members, publish_members
+from epload.sync.lobby import Lobby, Member, Participants, fetch_members, publish_members
 from epload.sync.report import SyncReport
-from epload.sync.sources import SentModel, SentTensors
-from epload.sync.store import Address, connect, format_address, parse_address, publish, serve
+from epload.sync.sources import SentModel
+from epload.sync.store import Address, connect, format_address, parse_address, serve
 
 _CONFIRMATION_SECONDS = 5.0
 """Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
-
-
-@dataclass(frozen=True)
-class VersionMessage:
-    """A sender's message once it has read its model."""
-
-    version: int
-    manifest: str
-    """Digest of the tensors."""
-    changed: bool
-    """True if the epoch's plan does not fit the model any more."""
 
 
 class WeightSender(Endpoint):
@@ -114,10 +103,9 @@ class WeightSender(Endpoint):
         self._epochs = 0
         self._members: tuple[Member, ...] = ()
         self._version: int | None = None
-        self._sending: threading.Thread | None = None
-        self._outcome: SyncReport | Exception | None = None
-        self._offer: Offer | None = None
-        """The last, if receivers took part in it."""
+        self._sending: tuple[threading.Thread, list[Attempt[SyncReport]]] | None = None
+        self._offered = False
+        """True if receivers took part in the last offer."""
         self._store: TCPStore = self._open_store(host, port)
         self.address: str = format_address(host, self._store.port)
         """Address at which receivers find this sender."""
@@ -125,18 +113,15 @@ class WeightSender(Endpoint):
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
-        store, failure = attempt(lambda: serve((host, port)) if self._first else None)
+        store = Attempt(lambda: serve((host, port)) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
-            port = control.settle(
-                "serving the sync", failure, store.port if store is not None else 0, lambda views: max(views.values())
-            )
-            if store is None:
-                store, failure = attempt(lambda: connect((host, port), self._timeout))
-            control.settle("connecting to the sync's store", failure)
+            own_port = store.value.port if store.failure is None and store.value is not None else 0
+            port = control.settle("serving the sync", store.failure, own_port, lambda views: max(views.values()))
+            connected = Attempt(lambda: store.value or connect((host, port), self._timeout))
+            control.settle("connecting to the sync's store", connected.failure)
         control.end()
-        assert store is not None
-        return store
+        return connected.value
 
     # ---- sending ----
 
@@ -169,17 +154,14 @@ class WeightSender(Endpoint):
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused():
-            sent, failure = attempt(self._model.read)
+            failure = Attempt(self._model.read).failure
         if wait:
-            return self._send(report, began, sent, failure)
-
-        def send() -> None:
-            try:
-                self._outcome = self._send(report, began, sent, failure)
-            except Exception as error:
-                self._outcome = error
-
-        self._sending = threads.start("epload-send", send)
+            return self._send(report, began, failure)
+        outcomes: list[Attempt[SyncReport]] = []
+        thread = threads.start(
+            "epload-send", lambda: outcomes.append(Attempt(lambda: self._send(report, began, failure)))
+        )
+        self._sending = thread, outcomes
         return None
 
     def wait(self) -> SyncReport:
@@ -191,28 +173,22 @@ class WeightSender(Endpoint):
         """
         if self._sending is None:
             raise ValueError("expected a version that is being sent; call send_weights(version, wait=False) first")
-        self._sending.join()
-        self._sending, outcome = None, self._outcome
-        if isinstance(outcome, SyncReport):
-            return outcome
-        assert outcome is not None
-        raise outcome
+        thread, outcomes = self._sending
+        thread.join()
+        self._sending = None
+        return outcomes[0].value
 
-    def _send(
-        self, report: SyncReport, began: float, sent: SentTensors | None, failure: Exception | None
-    ) -> SyncReport:
+    def _send(self, report: SyncReport, began: float, failure: Exception | None) -> SyncReport:
         try:
-            self._offer = None
+            self._offered = False
             with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._timeout):
                 with self.topology.control.guard(), report.timed("plan"):
-                    participants = self._agree(report.version, sent, failure)
-                assert sent is not None
+                    participants = self._agree(report.version, failure)
                 if not self._takes_part(participants):
                     with report.timed("plan"):
-                        self._join(participants, sent)
+                        self._join(participants)
                 assert self._epoch is not None
-                show = self._progress and self._first
-                self._epoch.sync(report.version, sent.tensors, report, show)
+                self._epoch.sync(report.version, self._model.tensors, report, self._progress and self._first)
         except Refused as refused:
             raise refused.failure.error() from None
         except BaseException:  # receivers may have left the epoch
@@ -222,26 +198,24 @@ class WeightSender(Endpoint):
         report.seconds = perf_counter() - began
         return report
 
-    def _agree(self, version: int, sent: SentTensors | None, failure: Exception | None) -> Participants:
+    def _agree(self, version: int, failure: Exception | None) -> Participants:
         """The sender's ranks agree on the model, and hear which receivers take part."""
-        control = self.topology.control
-        digest = sent.manifest.digest.hex() if sent is not None else ""
-        message = VersionMessage(version, digest, sent is None or self._planned != _basis(sent))
-        changed = control.settle("reading the model", failure, asdict(message), _check_same_model)
-        assert sent is not None
-        if changed:
+        control, model = self.topology.control, self._model
+        message = [version, model.manifest.digest.hex(), self._planned != model.basis] if failure is None else None
+        if control.settle("reading the model", failure, message, _check_same_model):
             self._drop_epoch()
-        participants, failure = attempt(lambda: asdict(self._gather(version, sent)) if self._first else None)
+        gathered = Attempt(lambda: self._gather(version) if self._first else None)
+        participants = gathered.value if gathered.failure is None else None
         decision = control.settle(
-            "waiting for receivers", failure, participants, lambda views: views[control.ranks[0]], patience=2
+            "waiting for receivers", gathered.failure, participants, lambda views: views[control.ranks[0]], patience=2
         )
-        return Participants(**decision)
+        return Participants(*decision)
 
-    def _gather(self, version: int, sent: SentTensors) -> Participants:
+    def _gather(self, version: int) -> Participants:
         """Offers a version, and waits for receivers. Called on the first rank."""
-        assert self._lobby is not None
-        control = self.topology.control
-        offer = self._lobby.offer(version)
+        lobby, control = self._lobby, self.topology.control
+        assert lobby is not None
+        lobby.offer(version)
         control.doing = f"waits for receivers of version {version}"
 
         def check() -> None:
@@ -249,29 +223,32 @@ class WeightSender(Endpoint):
                 raise failure.error()
 
         try:
-            members = self._lobby.gather(offer, self._timeout, check)
+            members = lobby.gather(version, self._timeout, check)
             if self._epoch is None or members != self._members:
                 self._epochs += 1
             self._members = members
-            manifest = publish(self._store, sent.manifest.compact)
+            manifest = publish(self._store, self._model.manifest.compact)
             names = publish_members(self._store, members)
             participants = Participants(self._epochs, names, manifest, len(self.topology.ranks))
         except BaseException as error:
-            failed = f"the sender gave up version {version}: {message_of(error)}"
-            self._lobby.close(offer, Participants(failed=failed))
+            lobby.close(Participants(failed=f"the sender canceled version {version}: {message_of(error)}"))
             raise
-        self._lobby.close(offer, participants)
-        self._offer = offer
+        lobby.close(participants)
+        self._offered = True
         return participants
 
-    def _join(self, participants: Participants, sent: SentTensors) -> None:
-        members, topology = fetch_members(self._store, participants.members, self._timeout), self.topology
+    def _join(self, participants: Participants) -> None:
+        members, topology, model = (
+            fetch_members(self._store, participants.members, self._timeout),
+            self.topology,
+            self._model,
+        )
         node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
-        message = JoinMessage(node, sends=True, link=sent.link, probe=sent.probe)
-        device = accelerator_of({tensor.device for tensor in sent.tensors})
+        message = JoinMessage(node, True, self._verify, model.access)
+        device = accelerator_of({tensor.device for tensor in model.tensors})
         rank = topology.ranks.index(topology.rank)
-        self._form_epoch(participants, members, rank, message, device, sent.manifest, sent.holdings)
-        self._planned = _basis(sent)
+        self._form_epoch(participants, members, rank, message, device, model.manifest, model.holdings)
+        self._planned = model.basis
 
     # ---- ending ----
 
@@ -282,35 +259,25 @@ class WeightSender(Endpoint):
         they need the store.
         """
         if self._sending is not None:
-            self._sending.join()
-        already = self._closed
+            self._sending[0].join()
         super().close()
         self._model.clear()
-        if already:
-            return
         if self._lobby is not None:
             with suppress(RuntimeError):
-                if self._offer is not None:
-                    self._lobby.wait_for_confirmation(self._offer, len(self._members), _CONFIRMATION_SECONDS)
+                if self._offered:
+                    self._lobby.wait_for_confirmation(len(self._members), _CONFIRMATION_SECONDS)
                 self._lobby.end()
         self._lobby = None
-        del self._store  # which ends it, and frees its port
+        if hasattr(self, "_store"):
+            del self._store  # which ends it, and frees its port
 
 
-def _basis(sent: SentTensors) -> tuple[object, ...]:
-    """Returns what a plan follows from on a sending rank."""
-    return sent.holdings, sent.link, bool(sent.probe.handle)
-
-
-def _check_same_model(views: dict[int, dict[str, Any]]) -> bool:
+def _check_same_model(views: dict[int, tuple[int, str, bool]]) -> bool:
     """Returns True if any rank's model has changed. Raises ValueError or LoadError if the ranks do not send the same."""
-    messages = {rank: VersionMessage(**view) for rank, view in views.items()}
-    first, reference = next(iter(messages.items()))
-    for rank, message in messages.items():
-        if message.version != reference.version:
-            raise ValueError(
-                f"the ranks send different versions: {reference.version}, and {message.version} on rank {rank}"
-            )
-        if message.manifest != reference.manifest:
+    first, (version, manifest, _) = next(iter(views.items()))
+    for rank, (other, tensors, _) in views.items():
+        if other != version:
+            raise ValueError(f"the ranks send different versions: {version}, and {other} on rank {rank}")
+        if tensors != manifest:
             raise LoadError(f"ranks {first} and {rank} have models with different tensors; send one model")
-    return any(message.changed for message in messages.values())
+    return any(changed for *_, changed in views.values())

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Store
 
 from epload.core import threads
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 from epload.ranks.messages import read_if_set
 
 T = TypeVar("T")
-PROTOCOL = 6
+PROTOCOL = 7
 """Changes with what the two jobs say to each other."""
 Address = str | tuple[str, int]
 _GREETING = "epload"
@@ -28,35 +26,33 @@ _GREETING_SECONDS = 10.0
 """Maximum seconds that a store that answers may take to identify itself."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
-_PART_BYTES = 4 << 20
-"""Maximum bytes of one value; the store accepts up to 8 MiB."""
 
 
 def parse_address(address: Address) -> tuple[str, int]:
-    """Host and port of ``"host:port"``, ``"[v6 address]:port"`` or ``(host, port)``.
+    """Returns host and port of ``"host:port"``, ``"[v6 address]:port"`` or ``(host, port)``.
 
     Raises:
         ValueError: it is none of these.
         TypeError: it is neither a str nor a pair.
     """
-    expected = "expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600)"
-    if isinstance(address, tuple) and len(address) == 2:
-        host, port = address
-        if not isinstance(host, str) or not isinstance(port, int) or isinstance(port, bool):
-            raise TypeError(f"{expected}, got {address!r}")
-    elif isinstance(address, str):
+    expected = (
+        f"expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600), got {address!r}"
+    )
+    if isinstance(address, str):
         host, _, number = address.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host:
-            raise ValueError(f"{expected}, got {address!r}: put an IPv6 address in brackets")
-        if not number.isascii() or not number.isdecimal():
-            raise ValueError(f"{expected}, got {address!r}")
-        port = int(number)
+            raise ValueError(f"{expected}: put an IPv6 address in brackets")
+        port = int(number) if number.isascii() and number.isdecimal() else -1
     else:
-        raise TypeError(f"{expected}, got {address!r}")
+        if not isinstance(address, tuple) or len(address) != 2:
+            raise TypeError(expected)
+        host, port = address
+        if not isinstance(host, str) or not isinstance(port, int) or isinstance(port, bool):
+            raise TypeError(expected)
     if not host or not 0 <= port < 1 << 16:
-        raise ValueError(f"{expected}, got {address!r}")
+        raise ValueError(expected)
     return host, port
 
 
@@ -126,64 +122,10 @@ def answered(call: Callable[[], T], timeout: timedelta) -> T:
     Raises:
         LoadError: it takes longer than ``timeout``.
     """
-    results: list[tuple[T | None, Exception | None]] = []
-    thread = threads.start("epload-store", lambda: results.append(attempt(call)))
-    thread.join(timeout.total_seconds())
-    if not results:
+    outcomes: list[Attempt[T]] = []
+    threads.start("epload-store", lambda: outcomes.append(Attempt(call))).join(timeout.total_seconds())
+    if not outcomes:
         raise LoadError(
             f"the sender's store has not answered within {timeout.total_seconds():.0f} s; is the trainer's first rank stopped?"
         )
-    ((value, error),) = results
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
-
-
-# ---- values that are named by their content ----
-
-
-def publish(store: Store, content: bytes) -> str:
-    """Puts bytes into the store, unless they are there; returns the name under which :func:`fetch` finds them. Ranks that publish
-    the same at once write the same."""
-    name = hashlib.blake2b(content, digest_size=16).hexdigest()
-    if not store.check([f"content/{name}"]):
-        put(store, f"content/{name}", content)
-    return name
-
-
-def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
-    """Returns what :func:`publish` was given under ``name``, on any rank. Waits until it is there.
-
-    Raises:
-        LoadError: the store is lost, or the content is not there in time.
-    """
-    content = get(store, f"content/{name}", timeout)
-    if hashlib.blake2b(content, digest_size=16).hexdigest() != name:
-        raise LoadError(f"the store's content {name} has changed")
-    return content
-
-
-def put(store: Store, key: str, content: bytes) -> None:
-    """Sets a key to bytes, however many."""
-    parts = [content[begin : begin + _PART_BYTES] for begin in range(0, len(content), _PART_BYTES)] or [b""]
-    for number, part in enumerate(parts):
-        store.set(f"{key}/{number}", part)  # type: ignore[arg-type]
-    store.set(key, str(len(parts)))
-
-
-def get(store: Store, key: str, timeout: timedelta) -> bytes:
-    """The bytes that :func:`put` has set a key to. Waits until they are there.
-
-    Raises:
-        LoadError: the store is lost, or the content is not there in time.
-    """
-    try:
-        store.wait([key], timeout)
-        return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
-    except RuntimeError as error:
-        raise LoadError(f"the store has no {key}: {message_of(error)}") from error
-
-
-def post(store: Store, key: str, value: Any) -> None:
-    """Sets a key to a JSON value."""
-    store.set(key, json.dumps(value))
+    return outcomes[0].value

@@ -18,12 +18,11 @@ from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import Targets
 from epload.native import ops
+from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
 from epload.saving.model_reader import read_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.epoch import Epoch
-
-_MOST_SHOWN = 5
 
 
 class Target(ABC):
@@ -76,26 +75,8 @@ class ModelTarget(Target):
         mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
         _check_ties(manifest.names, placed, targets)
-        filled = {targets.index[name] for places in placed for name, _ in places}
-        missing = [name for i, name in enumerate(targets.names) if i not in filled]
-        unexpected = [name for name, places in zip(manifest.names, placed, strict=True) if not places]
-        ignored = set(ignored_keys(mapping, manifest.names, missing, unexpected))
-        missing = [name for name in missing if name not in ignored]
-        unexpected = [name for name in unexpected if name not in ignored]
-        if self._strict and (missing or unexpected):
-            parts = [
-                f"{len(names)} {what} ({', '.join(names[:_MOST_SHOWN])}{', ...' * (len(names) > _MOST_SHOWN)})"
-                for what, names in (
-                    ("tensors that only the receiver has", missing),
-                    ("that only the sender has", unexpected),
-                )
-                if names
-            ]
-            raise ModelMismatch(
-                f"the sender's model does not match the receiver's: {'; '.join(parts)}; pass mapping=, or strict=False",
-                missing_keys=missing,
-                unexpected_keys=unexpected,
-            )
+        if self._strict:
+            _check_names(mapping, manifest.names, placed, targets)
         self._filled = targets
         self.devices = {tensor.device for tensor in targets.local()}
         warning = below_fp32_warning(targets)
@@ -109,6 +90,23 @@ class ModelTarget(Target):
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
             )
         return targets.local()
+
+
+def _check_names(mapping: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
+    """Raises ModelMismatch if only one of the two jobs has a tensor that the mapping does not ignore."""
+    filled = {targets.index[name] for places in placed for name, _ in places}
+    missing = [name for i, name in enumerate(targets.names) if i not in filled]
+    unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
+    ignored = set(ignored_keys(mapping, names, missing, unexpected))
+    missing, unexpected = ([name for name in some if name not in ignored] for some in (missing, unexpected))
+    if missing or unexpected:
+        who = (("receiver", missing), ("sender", unexpected))
+        only = "; ".join(f"only the {side} has {list_keys(some)}" for side, some in who if some)
+        raise ModelMismatch(
+            f"the sender's model does not match the receiver's: {only}; pass mapping=, or strict=False",
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+        )
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -142,18 +140,17 @@ class FullTensors(Target):
     def assemble(self, epoch: Epoch) -> Iterator[tuple[str, Tensor]]:
         """Makes the tensors out of the node's memory, one after the other, in the sender's order."""
         manifest = self._manifest
-        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in manifest.names]
-        """Numbers of buckets and rows of their copies, by tensor."""
-        for number, bucket in enumerate(epoch.plan.buckets):
-            table = bucket.rows.select(bucket.rows.target.argsort(stable=True))
-            targets, counts = torch.unique_consecutive(table.target, return_counts=True)
-            numbers = targets.tolist()
+        pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in manifest.names]
+        """Buckets and the rows of their copies, by tensor."""
+        for number, bucket in epoch.staged_buckets():
+            table = epoch.plan.buckets[number].rows.clone()
+            order = table.target.argsort(stable=True)
+            targets, counts = torch.unique_consecutive(table.target[order], return_counts=True)
             table.target.zero_()
-            for target, rows in zip(numbers, torch.split(table.rows, counts.tolist()), strict=True):
-                pieces[target].append((number, rows))
-        buffers = dict(epoch.staged_buckets())
+            for target, rows in zip(targets.tolist(), torch.split(table.rows[order], counts.tolist()), strict=True):
+                pieces[target].append((bucket, rows))
         for name, shape, dtype, of_tensor in zip(manifest.names, manifest.shapes, manifest.dtypes, pieces, strict=True):
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            for number, rows in of_tensor:
-                ops.unpack(buffers[number], [tensor], rows)
+            for bucket, rows in of_tensor:
+                ops.unpack(bucket, [tensor], rows)
             yield name, tensor

@@ -65,12 +65,25 @@ class ExchangeRoles:
         return steps
 
 
-class ShardSink(Sink):
-    """Fills the receiver's tensors as buckets arrive, or later. See :class:`~epload.transfer.sinks.Sink`."""
+class LocalBuckets(Sink):
+    """Takes buckets on a receiver: into its shards, or into the memory for a whole version. See
+    :class:`~epload.transfer.sinks.Sink`."""
 
-    def __init__(self, shards: Shards | None) -> None:
-        """``shards``: None to leave buckets where they are, as in the memory for a whole version, or on a rank that sends."""
+    def __init__(
+        self,
+        shards: Shards | None,
+        places: Mapping[int, Tensor] | None = None,
+        verify: Callable[[int, Tensor], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            shards: None to leave buckets where they are, as on a rank that sends.
+            places: the memory of each bucket, where buckets are on a device and the version stays in host memory.
+            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
+        """
         self._shards = shards
+        self._places = places or {}
+        self._verify = verify
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -81,28 +94,13 @@ class ShardSink(Sink):
                 self._shards.finish()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        if self._shards is not None:
+        if number in self._places:
+            self._keep(self._places[number], bucket)
+            if self._verify is not None:  # what is kept, and not what was on the device
+                self._verify(number, self._places[number])
+        elif self._shards is not None:
             self._shards.unpack(number, bucket)
 
-
-class MemorySink(Sink):
-    """Copies buckets on a device into a node's memory for a whole version. See :class:`~epload.transfer.sinks.Sink`."""
-
-    def __init__(self, places: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
-        """
-        Args:
-            places: that of each bucket.
-            verify: raises LoadError if a bucket's checksum is not that of its bytes.
-        """
-        self._places = places
-        self._verify = verify
-
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        place = self._places[number]
-        self._copy(place, bucket)
-        if self._verify is not None:  # what is kept, and not what was on the device
-            self._verify(number, place)
-
     @staticmethod
-    def _copy(place: Tensor, bucket: Tensor) -> None:
+    def _keep(place: Tensor, bucket: Tensor) -> None:
         place.copy_(bucket)

@@ -6,7 +6,7 @@ it in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -72,23 +72,6 @@ class Shards:
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
         self._copy(number, bucket, packs=False)
-
-    def on_device(self, targets: Sequence[int]) -> bool:
-        """Returns whether all of these tensors cross to the host through the pipe."""
-        return self._stream is not None and not any(self._tensors[target].is_cpu for target in targets)
-
-    def write(self, copies: CopyTable, write: Callable[[list[Tensor], Tensor, ops.Pipe], int]) -> int:
-        """Calls ``write`` on the shards' stream with tensors on the device, a copy table of them, and the pipe.
-
-        Args:
-            copies: whose targets are numbers of tensors.
-        """
-        assert self._stream is not None
-        assert self.pipe is not None
-        table = copies.clone()
-        which = table.renumber_targets()
-        with self._stream:
-            return write([self._tensors[target] for target in which], table.rows, self.pipe.native)
 
     def finish(self) -> None:
         """Waits until what was unpacked is in the tensors."""

@@ -1,0 +1,172 @@
+"""The two jobs of a sync of small models, with every check that holds for all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import epload
+from support.accelerator import DEVICE
+from support.device_syncs import mapped_of, on_machine, topology_of
+from support.jobs import Meeting
+from support.small_syncs import kill_self, many_waves, outcome
+from support.synced_models import build, check, write
+
+VERSIONS = (1, 2, 3)
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Moved(NamedTuple):
+    """What the report of a version says."""
+
+    transport: str
+    pulled: int
+    moved: int
+    not_pulled: str
+
+    @classmethod
+    def of(cls, report: epload.SyncReport | None) -> Moved:
+        assert report is not None
+        return cls(report.transport, report.pulled, report.moved, report.not_pulled)
+
+
+def send(
+    rank: int,
+    meeting: Meeting,
+    layout: str,
+    world: int,
+    receivers: int,
+    nodes: Any = None,
+    where: str = "cpu",
+    machines: tuple[str, ...] = ("",) * 4,
+    between: Callable[[torch.nn.Module], None] = lambda model: None,
+    within: Context = nullcontext,
+    **options: Any,
+) -> list[Moved]:
+    with many_waves(lease_seconds=10), on_machine(machines[rank]), within():
+        model = build(layout, world, where=where)
+        topology = epload.Topology.from_nodes(nodes) if nodes else topology_of(machines, world)
+        reports = []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, topology=topology, timeout=60, **options
+        ) as sender:
+            meeting.say(f"pid-{rank}", str(os.getpid()))
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in VERSIONS:
+                write(model, version)
+                reports.append(Moved.of(sender.send_weights(version)))
+                between(model)
+    return reports
+
+
+def receive(
+    rank: int,
+    meeting: Meeting,
+    layout: str,
+    world: int,
+    nodes: Any = None,
+    where: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    stage: str = "host",
+    machine: str = "",
+    within: Context = nullcontext,
+    **options: Any,
+) -> list[Moved]:
+    with many_waves(lease_seconds=10), on_machine(machine), within():
+        model = build(layout, world, dtype, where)
+        topology = epload.Topology.from_nodes(nodes) if nodes else None
+        reports = []
+        with epload.WeightReceiver(
+            model, meeting.hear("address"), topology=topology, timeout=60, stage=stage, **options
+        ) as receiver:
+            for version in VERSIONS:
+                before = receiver.version
+                report = receiver.receive_weights(version)
+                if where == DEVICE:
+                    assert not mapped_of(int(meeting.hear("pid-0"))), "a sender's memory is still open"
+                if stage != "none":
+                    assert (receiver.version, receiver.staged) == (before, version)
+                    if before is not None:
+                        check(model, before)
+                receiver.commit()
+                assert (receiver.version, receiver.torn) == (version, False)
+                check(model, version)
+                reports.append(Moved.of(report))
+    return reports
+
+
+def send_model(
+    rank: int,
+    meeting: Meeting,
+    make: Callable[[], torch.nn.Module],
+    change: Callable[[Any, int], None] = lambda model, version: None,
+    versions: int = 1,
+    receivers: int = 1,
+    **options: Any,
+) -> list[str]:
+    """Sends versions of any model; returns what each raised."""
+    model, outcomes = make(), []
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, **options) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in range(1, versions + 1):
+            with torch.no_grad():
+                change(model, version)
+            outcomes.append(outcome(partial(sender.send_weights, version)))
+    return outcomes
+
+
+def fail() -> None:
+    raise RuntimeError("a broken receiver")
+
+
+def engine(
+    rank: int,
+    meeting: Meeting,
+    name: str,
+    world: int,
+    plan: list[str],
+    stage: str,
+    where: str,
+    acting: Callable[[Callable[[], None]], AbstractContextManager[Any]],
+) -> list[tuple[str, int | None, bool]]:
+    """Receives versions, and checks that it holds a whole one or says that it does not.
+
+    Args:
+        plan: for each version what it does in the middle of it, "" for nothing.
+        acting: a context in which a function is called there.
+
+    Returns:
+        What each version raised, the version then, and whether the model is torn.
+    """
+
+    def tell() -> None:
+        meeting.say("in the second")
+        time.sleep(1)
+
+    acts = {"die": kill_self, "fail": fail, "tell": tell}
+    with many_waves():
+        model = build("tp0" if world > 1 else "plain", world, where=where)
+        outcomes = []
+        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
+            meeting.say(f"{name}-{rank}-joined")
+            for step in plan:
+                if step == "die waiting":
+                    meeting.say(f"{name}-{rank}-dies")
+                    kill_self()
+                with acting(acts[step]) if step else nullcontext():
+                    text = outcome(receiver.receive_weights)
+                if not text:
+                    receiver.commit()
+                if receiver.version is not None and not receiver.torn:
+                    check(model, receiver.version)
+                outcomes.append((text, receiver.version, receiver.torn))
+            meeting.hear("over-0")
+        return outcomes
