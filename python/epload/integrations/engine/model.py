@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from epload.checkpoint.manifest import Manifest
 from epload.core.default_device import callers_default_device
 from epload.core.placement import Box, OwnedRegion
-from epload.core.views import View
+from epload.core.views import Shape, View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
-from epload.integrations.engine.targets import storage_of, whole_box
+from epload.integrations.engine.targets import covers, storage_of, whole_box
 from epload.integrations.engine.trace import LoadWeights
 from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts, parts_of_view
 from epload.sync.arrival import TensorLayout
@@ -77,52 +77,66 @@ class EngineModel:
         """Called when they have the version."""
 
 
-class RecordedEngine:
-    """An engine's model, and a recording of what its ``load_weights`` does with certain tensors."""
+class EngineTarget(Target):
+    """An engine's model as a target of versions and checkpoints; see :class:`~epload.sync.targets.Target`."""
 
-    def __init__(self, engine: EngineModel, manifest: Manifest, parameters: Mapping[str, int], strict: bool) -> None:
-        """
-        Args:
-            parameters: see :func:`parameter_ids`.
-            strict: whether a parameter that ``load_weights`` leaves unwritten is an error.
+    tears_on_prepare = True
+    """An engine's ``begin`` may take apart what it computes with."""
+    recording: Recording
+
+    def __init__(self, engine: EngineModel, strict: bool) -> None:
+        """``strict``: whether a parameter that ``load_weights`` leaves unwritten is an error."""
+        self._engine = engine
+        self._strict = strict
+        # Equal for parameters that are tied; the engine may take these apart to load them.
+        self._identity = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
+        self._layouts: dict[str, _Layout] = {}
+        """The tensors that are filled directly; they come first among the local tensors."""
+        self._own_devices: set[torch.device] = set()
+        """Theirs."""
+        self._whole: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._full: list[Tensor] = []
+
+    def record(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Records ``load_weights``; returns the tensors that it fills.
 
         Raises:
-            ModelMismatch: ``load_weights`` does not take the tensors, or leaves parameters unwritten.
+            ModelMismatch: it does not take the tensors, or leaves parameters unwritten.
         """
-        self._engine = engine
-        self._parameters = parameters
-        self._strict = strict
-        with callers_default_device(), engine.recordable():
-            self.tensors = engine.tensors()
-            """The tensors that ``load_weights`` fills."""
-            self.recording = record(engine.load_weights, manifest, self.tensors)
-        if strict and not self.recording.untraced:
-            self._check({})
+        with callers_default_device(), self._engine.recordable():
+            tensors = self._engine.tensors()
+            self.recording = record(self._engine.load_weights, manifest, tensors)
+        if not self.recording.untraced:
+            self._check(tensors, {})
+        return tensors
 
     def load_rest(self, full: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills everything that ``load_weights`` does not just copy.
-
-        Args:
-            full: the tensors in ``recording.whole``.
-        """
+        """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.whole``."""
         recording, tensors = self.recording, self._engine.tensors()
         recording.fill(tensors)
         if not recording.whole:
             return
         before = {name: tensor.detach() for name, tensor in tensors.items()}
         with callers_default_device():
-            loaded = recording.load_whole(self._engine.load_weights, full, tensors)
-        if self._strict and recording.untraced:
-            replaced = {
-                name: [whole_box(before[name])]
-                for name, tensor in self._engine.tensors().items()
-                if name in before and storage_of(tensor) != storage_of(before[name])
-            }
-            self._check(loaded | replaced)
+            loaded = {**recording.load_whole(self._engine.load_weights, full, tensors)}
+        if recording.untraced:
+            for name, tensor in self._engine.tensors().items():
+                if name in before and storage_of(tensor) != storage_of(before[name]):
+                    loaded[name] = [whole_box(before[name])]
+            self._check(before, loaded)
 
-    def _check(self, loaded: Mapping[str, Sequence[Box]]) -> None:
-        """Raises ModelMismatch if parameters are left unwritten, apart from boxes that ``load_weights`` wrote by itself."""
-        if missing := self.recording.unfilled(self._parameters, loaded):
+    def _check(self, tensors: Mapping[str, Tensor], loaded: Mapping[str, Sequence[Box]]) -> None:
+        """Raises ModelMismatch if parameters are left unwritten, apart from boxes that ``load_weights`` has written by itself."""
+        if not self._strict:
+            return
+        boxes = {name: [*self.recording.written.get(name, ()), *loaded.get(name, ())] for name in self._identity}
+        written = {self._identity[name] for name in boxes if boxes[name]}
+        missing = [
+            name
+            for name, some in boxes.items()
+            if (some or self._identity[name] not in written) and name in tensors and not covers(tensors[name].shape, some)
+        ]
+        if missing:
             listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that it is given, load_weights leaves {len(missing)} of the engine's parameters unwritten, in "
@@ -131,65 +145,40 @@ class RecordedEngine:
                 missing_keys=missing,
             )
 
-
-def parameter_ids(engine: EngineModel) -> dict[str, int]:
-    """Returns a number for each parameter, by name; tied ones have the same."""
-    return {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
-
-
-class EngineTarget(Target):
-    """See :class:`~epload.sync.targets.Target`."""
-
-    tears_on_prepare = True
-    """An engine's ``begin`` may take apart what it computes with."""
-
-    def __init__(self, engine: EngineModel, strict: bool) -> None:
-        self._engine = engine
-        self._strict = strict
-        self._parameters = parameter_ids(engine)  # before the engine takes tied ones apart to load them
-        self._recorded: RecordedEngine | None = None
-        self._layouts: dict[str, _Layout] = {}
-        """The targets that are filled directly; they come first among the local tensors."""
-        self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._full: list[Tensor] = []
-        self._own_devices: set[torch.device] = set()
-        """Without that of what the engine loads by itself."""
-
     def holdings(self, manifest: Manifest) -> Holdings:
-        self._recorded = RecordedEngine(self._engine, manifest, self._parameters, self._strict)
-        tensors, recording = self._recorded.tensors, self._recorded.recording
-        names = dict.fromkeys(name for places in recording.regions for name, _ in places)
+        tensors = self.record(manifest)
+        regions, whole = self.recording.regions, self.recording.whole
+        names = dict.fromkeys(name for places in regions for name, _ in places)
+        numbers = {name: number for number, name in enumerate(names)}
         self._layouts = {name: _layout(tensors[name]) for name in names}
         self._own_devices = {tensors[name].device for name in names}
-        self.devices = self._own_devices | ({torch.device("cpu")} if recording.whole else set())
-        numbers = {name: number for number, name in enumerate(names)}
-        self._whole = []
+        self.devices = self._own_devices | ({torch.device("cpu")} if whole else set())
+        self._whole = {}
         builder = HoldingsBuilder(len(manifest.names))
-        columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
+        columns = zip(manifest.names, manifest.shapes, manifest.dtypes, regions, strict=True)
         for number, (name, shape, dtype, places) in enumerate(columns):
-            local: tuple[int, ...]
-            if name in recording.whole:
+            if name in whole:
                 local = (len(numbers) + len(self._whole),)
-                self._whole.append((name, torch.Size(shape), dtype))
+                self._whole[name] = torch.Size(shape), dtype
                 builder.add(number, local, dtype, ("whole", shape, dtype), partial(full_parts, shape))
             elif places:
+                filled = [tensors[target] for target, _ in places]
+                mixed = any(tensor.dtype != filled[0].dtype for tensor in filled)
+                kind = dtype if mixed else filled[0].dtype
+                views = tuple((view, tuple(tensor.shape)) for (_, view), tensor in zip(places, filled, strict=True))
                 local = tuple(numbers[target] for target, _ in places)
-                kinds = {tensors[target].dtype for target, _ in places}
-                kind = kinds.pop() if len(kinds) == 1 else dtype
-                views = [(view, tuple(tensors[target].shape)) for target, view in places]
-                builder.add(number, local, kind, (shape, kind, *views), partial(_parts, views, shape))
+                builder.add(number, local, kind, (shape, kind, mixed, views), partial(_parts, views, shape), mixed)
         return builder.build()
 
     def tensors(self) -> list[Tensor]:
-        assert self._recorded is not None
         with callers_default_device():
-            self._engine.begin(self._recorded.recording)
+            self._engine.begin(self.recording)
         tensors = self._engine.tensors()
-        filled = {name: tensors[name] for name in self._layouts if name in tensors}
+        filled = {name: tensors[name].detach() for name in self._layouts if name in tensors}
         if {name: _layout(tensor) for name, tensor in filled.items()} != self._layouts:
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
-        self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
-        return [*(tensor.detach() for tensor in filled.values()), *self._full]
+        self._full = [torch.empty(shape, dtype=dtype) for shape, dtype in self._whole.values()]
+        return [*filled.values(), *self._full]
 
     def layouts(self) -> list[TensorLayout]:
         if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
@@ -197,19 +186,17 @@ class EngineTarget(Target):
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
-        layouts = self._layouts.values()
-        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in layouts]
-        return [*own, *((shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
+        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in self._layouts.values()]
+        return [*own, *((*layout, torch.device("cpu")) for layout in self._whole.values())]
 
     def finish(self) -> None:
-        assert self._recorded is not None
-        self._recorded.load_rest(zip((name for name, _, _ in self._whole), self._full, strict=True))
+        self.load_rest(zip(self._whole, self._full, strict=True))
         self._full = []
         with callers_default_device():
             self._engine.finish()
 
 
-def _parts(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...]) -> list[Part]:
+def _parts(views: Sequence[tuple[View, Shape]], shape: Shape) -> list[Part]:
     return [
         part
         for place, (view, target) in enumerate(views)
