@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.default_device import callers_default_device
-from epload.core.placement import Box, OwnedRegion
-from epload.core.views import Shape, View
+from epload.core.placement import Box, Layout, row_major_strides
+from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
-from epload.integrations.engine.targets import covers, storage_of, whole_box
+from epload.integrations.engine.targets import EngineTargets, covers, storage_of
 from epload.integrations.engine.trace import LoadWeights
-from epload.planning.holdings import Holdings, HoldingsBuilder, Part, full_parts, parts_of_view
+from epload.model.targets import Targets
+from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout
 from epload.sync.targets import Target
 
 _MAX_SHOWN = 5
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a tensor."""
+_IN_FULL = " (in full)"
 
 
 class EngineModel:
@@ -88,14 +90,13 @@ class EngineTarget(Target):
         """``strict``: whether a parameter that ``load_weights`` leaves unwritten is an error."""
         self._engine = engine
         self._strict = strict
-        # Equal for parameters that are tied; the engine may take these apart to load them.
+        # Equal for parameters that are tied. The engine may take these apart to load them.
         self._identity = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
-        self._layouts: dict[str, _Layout] = {}
-        """The tensors that are filled directly; they come first among the local tensors."""
+        self._filled: dict[str, Tensor] = {}
+        """Stand-ins on meta for the tensors that are filled directly."""
         self._own_devices: set[torch.device] = set()
-        """Theirs."""
-        self._whole: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._full: list[Tensor] = []
+        self._whole: dict[str, Tensor] = {}
+        """Full tensors for ``load_weights``; on meta while no version is there."""
 
     def record(self, manifest: Manifest) -> dict[str, Tensor]:
         """Records ``load_weights``; returns the tensors that it fills.
@@ -106,37 +107,36 @@ class EngineTarget(Target):
         with callers_default_device(), self._engine.recordable():
             tensors = self._engine.tensors()
             self.recording = record(self._engine.load_weights, manifest, tensors)
-        if not self.recording.untraced:
-            self._check(tensors, {})
+        if self.recording.written is not None:
+            self._check(tensors, self.recording.written)
         return tensors
 
     def load_rest(self, full: Iterable[tuple[str, Tensor]]) -> None:
         """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.whole``."""
-        recording, tensors = self.recording, self._engine.tensors()
-        recording.fill(tensors)
-        if not recording.whole:
+        tensors = self._engine.tensors()
+        self.recording.fill(tensors)
+        if not self.recording.whole:
             return
+        log = _WriteLog(EngineTargets(tensors))
         before = {name: tensor.detach() for name, tensor in tensors.items()}
-        with callers_default_device():
-            loaded = {**recording.load_whole(self._engine.load_weights, full, tensors)}
-        if recording.untraced:
+        with callers_default_device(), torch.no_grad(), log:
+            self._engine.load_weights(full)
+        if self.recording.written is None:
             for name, tensor in self._engine.tensors().items():
-                if name in before and storage_of(tensor) != storage_of(before[name]):
-                    loaded[name] = [whole_box(before[name])]
-            self._check(before, loaded)
+                if name in before and storage_of(tensor) != storage_of(before[name]):  # replaced
+                    log.written[name] = [((0,) * tensor.ndim, tuple(tensor.shape))]
+            self._check(before, log.written)
 
-    def _check(self, tensors: Mapping[str, Tensor], loaded: Mapping[str, Sequence[Box]]) -> None:
-        """Raises ModelMismatch if parameters are left unwritten, apart from boxes that ``load_weights`` has written by itself."""
-        if not self._strict:
-            return
-        boxes = {name: [*self.recording.written.get(name, ()), *loaded.get(name, ())] for name in self._identity}
-        written = {self._identity[name] for name in boxes if boxes[name]}
+    def _check(self, tensors: Mapping[str, Tensor], written: Mapping[str, Sequence[Box]]) -> None:
+        """Raises ModelMismatch if parameters are left unwritten."""
+        reached = {self._identity[name] for name in written if name in self._identity}
         missing = [
             name
-            for name, some in boxes.items()
-            if (some or self._identity[name] not in written) and name in tensors and not covers(tensors[name].shape, some)
+            for name, identity in self._identity.items()
+            if name in tensors and (name in written or identity not in reached)
+            and not covers(tensors[name].shape, written.get(name, ()))
         ]
-        if missing:
+        if missing and self._strict:
             listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that it is given, load_weights leaves {len(missing)} of the engine's parameters unwritten, in "
@@ -147,38 +147,38 @@ class EngineTarget(Target):
 
     def holdings(self, manifest: Manifest) -> Holdings:
         tensors = self.record(manifest)
-        regions, whole = self.recording.regions, self.recording.whole
-        names = dict.fromkeys(name for places in regions for name, _ in places)
-        numbers = {name: number for number, name in enumerate(names)}
-        self._layouts = {name: _layout(tensors[name]) for name in names}
-        self._own_devices = {tensors[name].device for name in names}
-        self.devices = self._own_devices | ({torch.device("cpu")} if whole else set())
+        placed = list(self.recording.regions)
+        self._filled = {name: _stand_in(tensors[name]) for places in placed for name, _ in places}
         self._whole = {}
-        builder = HoldingsBuilder(len(manifest.names))
-        columns = zip(manifest.names, manifest.shapes, manifest.dtypes, regions, strict=True)
-        for number, (name, shape, dtype, places) in enumerate(columns):
-            if name in whole:
-                local = (len(numbers) + len(self._whole),)
-                self._whole[name] = torch.Size(shape), dtype
-                builder.add(number, local, dtype, ("whole", shape, dtype), partial(full_parts, shape))
-            elif places:
-                filled = [tensors[target] for target, _ in places]
-                mixed = any(tensor.dtype != filled[0].dtype for tensor in filled)
-                kind = dtype if mixed else filled[0].dtype
-                views = tuple((view, tuple(tensor.shape)) for (_, view), tensor in zip(places, filled, strict=True))
-                local = tuple(numbers[target] for target, _ in places)
-                builder.add(number, local, kind, (shape, kind, mixed, views), partial(_parts, views, shape), mixed)
-        return builder.build()
+        for number, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
+            if name in self.recording.whole:
+                self._whole[name] = torch.empty(shape, dtype=dtype, device="meta")
+                view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
+                placed[number] = ((f"{name}{_IN_FULL}", view),)
+        self._own_devices = {tensors[name].device for name in self._filled}
+        self.devices = self._own_devices | ({torch.device("cpu")} if self._whole else set())
+        local = self._filled | {f"{name}{_IN_FULL}": tensor for name, tensor in self._whole.items()}
+        layouts: dict[tuple[int, ...], int] = {}
+        targets = Targets(
+            names=list(local),
+            tensors=list(local.values()),
+            layout=[layouts.setdefault(tuple(tensor.shape), len(layouts)) for tensor in local.values()],
+            dtypes=[tensor.dtype for tensor in local.values()],
+            layouts=[Layout(shape, (), ()) for shape in layouts],
+            coordinates=[()] * len(layouts),
+            index={name: number for number, name in enumerate(local)},
+        )
+        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
         with callers_default_device():
             self._engine.begin(self.recording)
         tensors = self._engine.tensors()
-        filled = {name: tensors[name].detach() for name in self._layouts if name in tensors}
-        if {name: _layout(tensor) for name, tensor in filled.items()} != self._layouts:
+        filled = [tensors[name].detach() for name in self._filled if name in tensors]
+        if list(map(_layout, filled)) != list(map(_layout, self._filled.values())):
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
-        self._full = [torch.empty(shape, dtype=dtype) for shape, dtype in self._whole.values()]
-        return [*filled.values(), *self._full]
+        self._whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._whole.items()}
+        return [*filled, *self._whole.values()]
 
     def layouts(self) -> list[TensorLayout]:
         if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
@@ -186,23 +186,37 @@ class EngineTarget(Target):
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
-        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in self._layouts.values()]
-        return [*own, *((*layout, torch.device("cpu")) for layout in self._whole.values())]
+        own = [(tensor.shape, tensor.dtype, device) for device in self._own_devices for tensor in self._filled.values()]
+        return [*own, *((tensor.shape, tensor.dtype, torch.device("cpu")) for tensor in self._whole.values())]
 
     def finish(self) -> None:
-        self.load_rest(zip(self._whole, self._full, strict=True))
-        self._full = []
+        self.load_rest(self._whole.items())
+        self._whole = {name: _stand_in(tensor) for name, tensor in self._whole.items()}
         with callers_default_device():
             self._engine.finish()
 
 
-def _parts(views: Sequence[tuple[View, Shape]], shape: Shape) -> list[Part]:
-    return [
-        part
-        for place, (view, target) in enumerate(views)
-        for part in parts_of_view(view, shape, [OwnedRegion((0,) * len(target), target, (0,) * len(target))], place)
-    ]
+class _WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the boxes that operations write, by target. Writes from other threads are not seen."""
+
+    def __init__(self, targets: EngineTargets) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets = targets
+        self.written: dict[str, list[Box]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(tensor, Tensor) and (located := self._targets.locate(tensor)) is not None:
+                    name, views = located
+                    self.written.setdefault(name, []).extend((view.start, view.size) for view in views)
+        return func(*args, **kwargs)
 
 
-def _layout(tensor: Tensor) -> _Layout:
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
-from epload.integrations.engine.targets import EngineTargets, split_arguments, storage_of
+from epload.integrations.engine.targets import EngineTargets, storage_of
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _aten = torch.ops.aten
@@ -41,6 +41,7 @@ _READ_NO_VALUES = {
     _aten.new_full, _aten.new_empty_strided,
 }  # fmt: skip
 _LEAVE_TORCH = {
+    torch.tensor, torch.as_tensor, torch.asarray,
     Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
 """Functions that read or replace a tensor's memory without an operation."""
@@ -91,18 +92,14 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Metadata, numbers: Sequence[int], targets: EngineTargets) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.targets = targets
-        self.tensors = tensors
         self.writes: list[Write] = []
-        self.refused: dict[int, str] = {}
-        """Checkpoint tensors with effects that are unknown, and why."""
-        self.unattributed = ""
-        """An effect that cannot be attributed to some checkpoint tensors."""
+        self.refusal = ""
+        """Why the call cannot be traced; empty if it can."""
         self.last = ""
         """The name last taken from the iterator."""
-        self.pending: set[int] = set()
-        """Checkpoint tensors that ``load_weights`` still held when it had taken all."""
+        self._tensors = tensors
         self._numbers = numbers
+        self._targets = targets
         self._created: set[int] = set()
         """Storages that it has made, which it may write."""
         self._fakes: weakref.WeakSet[_FakeTensor] = weakref.WeakSet()
@@ -120,18 +117,31 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             load_weights(self._yield_tensors())
 
-    def alive(self) -> set[int]:
-        """Returns the numbers of the checkpoint tensors on which tensors depend that still exist."""
+    def alive(self) -> list[str]:
+        """Returns the names of the checkpoint tensors on which tensors depend that still exist."""
         if self._fakes:
             gc.collect()
-        return {number for fake in self._fakes for number in fake.sources}
+        return [self._tensors.names[i] for i in sorted({i for fake in self._fakes for i in fake.sources})]
+
+    def refuse(self, reason: str) -> RuntimeError:
+        self.refusal = self.refusal or reason
+        return RuntimeError(reason)
+
+    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
+        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
+
+    def check_access(self, func: Any, tensor: Tensor) -> None:
+        """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
+        name, is_fake = getattr(func, "__name__", "data"), isinstance(tensor, _FakeTensor)
+        replaces = name == "__set__" and not is_fake and storage_of(tensor) not in self._created
+        if is_fake or replaces or self._targets.share_storage(tensor):
+            raise self.refuse(f"it accesses the memory of a tensor with {name}")
 
     def _yield_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number in self._numbers:
-            self.last = self.tensors.names[number]
-            meta = torch.empty(self.tensors.shapes[number], dtype=self.tensors.dtypes[number], device="meta")
+            self.last = self._tensors.names[number]
+            meta = torch.empty(self._tensors.shapes[number], dtype=self._tensors.dtypes[number], device="meta")
             yield self.last, self._fake(meta, meta, frozenset((number,)))
-        self.pending = self.alive()
 
     def _fake(
         self, meta: Tensor, origin: Tensor | None, sources: frozenset[int], reason: str = "", exact: bool = True
@@ -142,164 +152,134 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=self.targets.device,
+            device=self._targets.device,
         )
         fake.meta, fake.origin, fake.sources, fake.load_trace = meta, origin, sources, self
         fake.reason, fake.exact = reason, exact
         self._fakes.add(fake)
         return fake
 
-    # ---- refusals ----
-
-    def refuse(self, reason: str, tensors: Iterable[Any] = ()) -> RuntimeError:
-        """Records that an effect is unknown: of the checkpoint tensors that tensors depend on, or of nobody knows which."""
-        numbers = {number for tensor in tensors if isinstance(tensor, _FakeTensor) for number in tensor.sources}
-        self.refused |= dict.fromkeys(numbers - self.refused.keys(), reason)
-        if not numbers:
-            self.unattributed = self.unattributed or reason
-        return RuntimeError(reason)
-
-    def refuse_access(self, func: Any, args: Sequence[Any]) -> None:
-        """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
-        name = getattr(func, "__name__", "data")
-        if any(isinstance(argument, _FakeTensor) for argument in args):
-            raise self.refuse(f"its memory is accessed by {name}", args)
-        replaces = func is Tensor.data.__set__ and storage_of(args[0]) not in self._created  # type: ignore[attr-defined]
-        if replaces or self.targets.sharing(args[0]):
-            raise self.refuse(f"it accesses a parameter's memory with {name}")
-
-    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
-
     # ---- operations ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if args and isinstance(args[0], _FakeTensor) and _is_view(func):
-            return self._view(func, args[0], args[1:], kwargs)
-        written, others = split_arguments(func, args, kwargs)
-        fakes = [tensor for tensor in (*written, *others) if isinstance(tensor, _FakeTensor)]
-        reads = any(self._is_target(tensor) for tensor in others)
-        if (fakes or reads or any(map(self._is_target, written))) and func.overloadpacket not in _VIEWS and _is_composite(func):
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, _FakeTensor)]
+        real = [tensor for tensor in tensors if not isinstance(tensor, _FakeTensor)]
+        touches = bool(fakes) or any(map(self._targets.share_storage, real))
+        if touches and packet not in _VIEWS and _is_composite(func):
             with self:  # in inference mode, composite operations arrive in one piece
                 return func.decompose(*args, **kwargs)
-        if reads and not fakes and func.overloadpacket not in _VIEWS | _READ_NO_VALUES:
-            raise self.refuse(f"it reads a parameter's values with {name}")
         if func._schema.is_mutable:
-            return self._write(func, args, kwargs, written, fakes)
+            return self._write(func, args, kwargs, tensors)
+        if fakes and fakes[0] is args[0] and any(result.alias_info is not None for result in func._schema.returns):
+            return self._view(func, fakes[0], args[1:], kwargs)
         if fakes:
             return self._derive(func, args, kwargs, fakes)
+        if touches and packet not in _VIEWS | _READ_NO_VALUES:
+            raise self.refuse(f"it reads a parameter's values with {packet.__name__}")
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        self._created |= storages - {storage_of(tensor) for tensor in others}
+        self._created |= storages - set(map(storage_of, tensors))
         return result
 
-    def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        packet, origin = func.overloadpacket, fake.origin
+    def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        packet, origins = func.overloadpacket, None
         if packet is _aten._reshape_alias:
             func, args = _aten.view.default, args[:1]
         metas = func(fake.meta, *args, **kwargs)
-        listed: list[Tensor] = [metas] if isinstance(metas, Tensor) else list(metas)
-        origins: Any = [None] * len(listed)
-        if origin is not None and packet in _VIEWS and all(meta.dtype == fake.dtype for meta in listed):
-            if origin is fake.meta:
-                origins = listed
-            elif packet is not _aten.as_strided:
-                with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
-                    origins = func(origin, *args, **kwargs)
-                    origins = [origins] if isinstance(origins, Tensor) else origins
+        if packet in _VIEWS and func is not _aten.view.dtype and fake.origin is fake.meta:
+            origins = metas
+        elif packet in _VIEWS - {_aten.as_strided} and func is not _aten.view.dtype and fake.origin is not None:
+            with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
+                origins = func(fake.origin, *args, **kwargs)
         reason = fake.reason or f"is rearranged by {packet.__name__}"
-        fakes = [self._fake(*pair, fake.sources, reason, fake.exact) for pair in zip(listed, origins, strict=True)]
-        return fakes[0] if isinstance(metas, Tensor) else fakes
+        if isinstance(metas, Tensor):
+            return self._fake(metas, origins, fake.sources, reason, fake.exact)
+        pairs = zip(metas, origins or [None] * len(metas), strict=True)
+        return [self._fake(*pair, fake.sources, reason, fake.exact) for pair in pairs]
 
-    def _derive(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Sequence[_FakeTensor]) -> Any:
+    def _derive(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[_FakeTensor]) -> Any:
         """Returns new fake tensors: a copy of another, or what is computed from several."""
-        name = func.overloadpacket.__name__
+        name, source = func.overloadpacket.__name__, fakes[0]
+        args, kwargs = tree_map_only(Tensor, _meta_of, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+            kwargs.pop("pin_memory", None)
         try:
-            result = _call_on_meta(func, args, kwargs)
+            result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            raise self.refuse(f"its values are read by {name}", fakes) from error
+            raise self.refuse(f"values are read by {name}") from error
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(result)):
-            raise self.refuse(f"its values are read by {name}", fakes)
+            raise self.refuse(f"values are read by {name}")
         if func.overloadpacket in _COPIES:
-            source = fakes[0]
             reason, exact = _cast(source, result.dtype)
             return self._fake(result, None if reason else source.origin, source.sources, reason, exact)
         sources = frozenset[int]().union(*(fake.sources for fake in fakes))
         reason = next((fake.reason for fake in fakes if fake.origin is None), f"is changed by {name}")
         return tree_map_only(Tensor, lambda meta: self._fake(meta, None, sources, reason), result)
 
-    # ---- writes ----
-
-    def _write(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], fakes: Sequence[_FakeTensor]) -> Any:
+    def _write(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         name = func.overloadpacket.__name__
         if func.overloadpacket is _aten._foreach_copy_:
             for pair in zip(args[0], args[1], strict=True):
                 self.__torch_dispatch__(_aten.copy_.default, (), pair)
             return None
-        if len(written) != 1:
-            raise self.refuse(f"{name} writes several tensors", fakes)
-        target = written[0]
+        changed = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+        target, others = tensors[0], tensors[1:]
+        reads = any(self._targets.share_storage(tensor) for tensor in others if not isinstance(tensor, _FakeTensor))
+        if changed != func._schema.arguments[:1] or target is not args[0] or reads:
+            raise self.refuse(f"{name} writes several tensors, or reads a parameter's values")
+        fakes = [tensor for tensor in others if isinstance(tensor, _FakeTensor)]
+        if target.numel() == 0:
+            return target
         if isinstance(target, _FakeTensor):
-            raise self.refuse(f"is changed by {name}", fakes)
-        if self._is_target(target):
+            raise self.refuse(f"a tensor that it is given, or a copy, is changed by {name}")
+        if self._targets.share_storage(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
-        elif target.numel():
-            if fakes or storage_of(target) not in self._created:
-                raise self.refuse(f"{name} writes to a tensor that is not one of the targets", fakes)
-            return func(*args, **kwargs)
-        return target
+            return target
+        if fakes or storage_of(target) not in self._created:
+            raise self.refuse(f"{name} writes to a tensor that is not one of the targets")
+        return func(*args, **kwargs)
 
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
-        name, located = func.overloadpacket.__name__, self.targets.locate(target)
+        name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.refuse(f"{name} writes to a parameter's memory outside of the parameter, or in another format")
+            raise self.refuse(f"{name} writes to memory outside of a parameter, in another format, or in too many boxes")
         place, views = located
-        if target.dtype != self.targets.tensors[place].dtype:
-            raise self.refuse(f"is written to {place} as another dtype", fakes)
+        sources, reason, constant = frozenset[int](), "", None
         if not fakes:
             constant = _constant(func, value)
             if constant is None:
                 raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
-            self.writes += [Write(place, (view.start, view.size), value=constant) for view in views]
-            return
-        sources = frozenset[int]().union(*(fake.sources for fake in fakes))
-        reason = f"is written by {name}"
-        if func.overloadpacket is _aten.copy_ and isinstance(value, _FakeTensor):
-            reason = _cast(value, target.dtype)[0]
-            origin = value.origin.expand(target.shape) if value.origin is not None else None
-            if origin is not None and not reason:
-                located = self.targets.locate(target, origin) if _is_region(origin) else None
-                if located is not None:
-                    self.writes += [Write(place, (view.start, view.size), sources, view) for view in located[1]]
-                    return
-                reason = "an element is used several times, or too many boxes are written"
-        self.writes += [Write(place, (view.start, view.size), sources, reason=reason) for view in views]
-
-    def _is_target(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, _FakeTensor) and tensor.numel() > 0 and bool(self.targets.sharing(tensor))
+        else:
+            sources, reason = sources.union(*(fake.sources for fake in fakes)), f"is written by {name}"
+            if func.overloadpacket in (_aten.copy_, _aten.fill_) and isinstance(value, _FakeTensor):
+                reason = _cast(value, target.dtype)[0]
+                if not reason and value.origin is not None:
+                    origin = value.origin.expand(target.shape)
+                    located = self._targets.locate(target, origin) if _is_region(origin) else None
+                    if located is not None:
+                        self.writes += [Write(place, (v.start, v.size), sources, v) for v in located[1]]
+                        return
+                    reason = "an element is used several times, or in too many boxes"
+        self.writes += [Write(place, (v.start, v.size), sources, None, constant, reason) for v in views]
 
 
 class _Functions(TorchFunctionMode):
-    """Refuses what reads or replaces memory without an operation."""
+    """Sees functions that read or replace memory without an operation."""
 
     def __init__(self, trace: LoadTrace) -> None:
         super().__init__()
         self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVE_TORCH:
-            self._trace.refuse_access(func, args)
+        if func is Tensor.item and isinstance(args[0], _FakeTensor):
+            return args[0].reshape(())  # in place of the number, which may be written into a parameter
+        for leaf in tree_leaves(args) if func in _LEAVE_TORCH else ():
+            if isinstance(leaf, Tensor):
+                self._trace.check_access(func, leaf)
         return func(*args, **(kwargs or {}))
-
-
-def _call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = tree_map_only(Tensor, _meta_of, (args, kwargs))
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    kwargs.pop("pin_memory", None)
-    return func(*args, **kwargs)
 
 
 def _meta_of(tensor: Tensor) -> Tensor:
@@ -340,13 +320,6 @@ def _is_region(origin: Tensor) -> bool:
             return False
         extent += (size - 1) * stride
     return True
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Returns True if the result is in the memory of the first argument."""
-    aliases = not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)
-    return func.overloadpacket in _VIEWS or (aliases and not _is_composite(func))
 
 
 @cache
