@@ -91,7 +91,9 @@ class EngineTarget(Target):
         self._engine = engine
         self._strict = strict
         # Equal for parameters that are tied. The engine may take these apart to load them.
-        self._identity = {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
+        self._identity = {
+            name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)
+        }
         self._filled: dict[str, Tensor] = {}
         """Stand-ins on meta for the tensors that are filled directly."""
         self._own_devices: set[torch.device] = set()
@@ -133,7 +135,8 @@ class EngineTarget(Target):
         missing = [
             name
             for name, identity in self._identity.items()
-            if name in tensors and (name in written or identity not in reached)
+            if name in tensors
+            and (name in written or identity not in reached)
             and not covers(tensors[name].shape, written.get(name, ()))
         ]
         if missing and self._strict:
@@ -150,7 +153,9 @@ class EngineTarget(Target):
         placed = list(self.recording.regions)
         self._filled = {name: _stand_in(tensors[name]) for places in placed for name, _ in places}
         self._whole = {}
-        for number, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
+        for number, (name, shape, dtype) in enumerate(
+            zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)
+        ):
             if name in self.recording.whole:
                 self._whole[name] = torch.empty(shape, dtype=dtype, device="meta")
                 view = View((0,) * len(shape), shape, 0, row_major_strides(shape))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from epload.core.pieces import Metadata
 from epload.core.placement import Box, box_slices
+from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.targets import Cells, EngineTargets
 from epload.integrations.engine.trace import LoadTrace, LoadWeights, Write
-from epload.core.views import View
 from epload.mapping.place import Place
 
 
@@ -62,9 +62,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
     writes: dict[str, list[Write]] = defaultdict(list)
     for write in reversed(dict.fromkeys(reversed(trace.writes))):  # of equal ones, the last counts
         writes[write.target].append(write)
-    cells = {
-        name: Cells(table.tensors[name].shape, [write.box for write in some]) for name, some in writes.items()
-    }
+    cells = {name: Cells(table.tensors[name].shape, [write.box for write in some]) for name, some in writes.items()}
     whole = _find_whole(writes, cells)
     if whole and not trace.refusal:
         alone = LoadTrace(tensors, sorted(whole), table)

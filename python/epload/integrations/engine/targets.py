@@ -35,7 +35,9 @@ class EngineTargets:
                 self._by_storage.setdefault(storage_of(tensor), []).append(name)
         real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
         if pair := memory.find_overlap(real):
-            raise ModelMismatch(f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out")
+            raise ModelMismatch(
+                f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
+            )
         self.device = real[0][1].device if real else torch.device("cpu")
 
     def share_storage(self, tensor: Tensor) -> bool:

@@ -225,7 +225,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for pair in zip(args[0], args[1], strict=True):
                 self.__torch_dispatch__(_aten.copy_.default, (), pair)
             return None
-        changed = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+        changed = [
+            argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
         target, others = tensors[0], tensors[1:]
         reads = any(self._targets.share_storage(tensor) for tensor in others if not isinstance(tensor, _FakeTensor))
         if changed != func._schema.arguments[:1] or target is not args[0] or reads:
@@ -245,7 +247,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
         name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.refuse(f"{name} writes to memory outside of a parameter, in another format, or in too many boxes")
+            raise self.refuse(
+                f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
+            )
         place, views = located
         sources, reason, constant = frozenset[int](), "", None
         if not fakes:
