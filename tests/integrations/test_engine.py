@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import epload
 from epload.integrations.engine import load_engine
 from support import ranks
-from support.engines import Computing, Engine, Weights, engine_checkpoint
+from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint
 from support.recordings import same_bits, tensors_of
 
 
@@ -65,6 +65,9 @@ def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
         load_engine(epload.EngineModel(engine), path, strict=False)
         assert torch.all(engine.norm.weight == -1)
     save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    partly = Loader(lambda model, weights: [model.a[1:].copy_(tensor) for _, tensor in weights], a=(3,), b=(0,))
+    with pytest.raises(epload.ModelMismatch, match=r"in part or as a whole \(a\)"):
+        load_engine(epload.EngineModel(partly), tmp_path / "w.safetensors")
     with pytest.raises(epload.ModelMismatch, match="fills w, which is not in the model's state dict"):
         load_engine(epload.EngineModel(Hidden()), tmp_path / "w.safetensors")
 

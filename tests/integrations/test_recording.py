@@ -1,4 +1,4 @@
-"""Recordings of ``load_weights``: views and copies, what they report, and which targets they take."""
+"""Recordings of ``load_weights``: views and copies become regions, and what is anything else goes through it in full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import record
@@ -25,9 +25,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_every_loader_of_an_engine_is_recorded(rank: int, dtype: torch.dtype, checkpoint_dtype: torch.dtype) -> None:
     recording = check_recording(lambda: Engine(rank, dtype), engine_checkpoint(checkpoint_dtype))
     assert recording.whole == {}
-    assert recording.unwritten == {}
-    others = [f"experts.{expert}.{part}" for expert in range(4) for part in ("gate", "up", "down")]
-    assert recording.unused == ("rotary", *(name for name in others if int(name[8]) // 2 != rank))
+    without_effect = {name for name, places in zip(engine_checkpoint(), recording.regions, strict=True) if not places}
+    experts = [f"experts.{expert}.{part}" for expert in range(4) for part in ("gate", "up", "down")]
+    assert without_effect == {"rotary", *(name for name in experts if int(name[8]) // 2 != rank)}
     # The padding of the vocabulary.
     assert recording.fills == ((("embed.weight", ((5, 0), (3, 6)), 0),) if rank else ())
 
@@ -54,7 +54,6 @@ def test_autograd_modes(mode: Callable[[], Any]) -> None:
         assert record_model(Engine(1), weights) == expected
         recording = record_model(Loader(fill_diagonal, p=(3, 3)), {})
     assert sorted(box for _, box, _ in recording.fills) == [((i, i), (1, 1)) for i in range(3)]
-    assert len(recording.unwritten["p"]) > 1
 
 
 def in_threads(model: Loader, weights: Weights) -> None:
@@ -71,7 +70,7 @@ def lookahead(model: Loader, weights: Weights) -> None:
 @pytest.mark.parametrize("load", [in_threads, lookahead])
 def test_loaders_that_use_threads_or_take_all_tensors_first(load: Callable[..., Any]) -> None:
     recording = check_recording(lambda: Loader(load, a=(3, 4), b=(5,)), unique({"a": (3, 4), "b": (5,)}))
-    assert (recording.whole, recording.unwritten) == ({}, {})
+    assert recording.whole == {}
 
 
 VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -90,6 +89,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "narrow, squeeze and expand as itself": lambda p, w: p.data.copy_(w.view(6, 1, 8).squeeze(1).expand(6, 8)),
     "set items": lambda p, w: [p.data.__setitem__(i, w.view(6, 8)[i]) for i in range(6)],
     "twice the same": lambda p, w: [p.data.copy_(w.view(6, 8)) for _ in range(2)],
+    "an item": lambda p, w: [p.data[i, j].fill_(w.view(6, 8)[i, j].item()) for i in range(6) for j in range(8)],
     "zero first": lambda p, w: (p.data.zero_(), p.data[1:5].copy_(w.view(6, 8)[1:5])),
 }
 
@@ -106,16 +106,201 @@ def test_views_and_copies_are_recorded(load: Callable[[Tensor, Tensor], Any]) ->
     assert filled + sum(prod(size) for _, (_, size), _ in recording.fills) == 48
 
 
-# ---- reports ----
+# ---- what is no copy ----
+
+COMPUTED: dict[str, Callable[[Loader, Tensor], Any]] = {
+    "times two": lambda m, w: m.p.data.copy_(w * 2),
+    "in place": lambda m, w: m.p.data.copy_(w.mul_(3)),
+    "quantize": lambda m, w: m.p.data.copy_((w / w.abs().amax()).mul(127).round()),
+    "round on the way": lambda m, w: m.p.data.copy_(w.to(torch.bfloat16)),
+    "to integers": lambda m, w: m.p.data.copy_(w.to(torch.int32)),
+    "other bits": lambda m, w: m.p.data.copy_(w.view(torch.int32)),
+    "as bits": lambda m, w: m.p.data.view(torch.int32).copy_(w.view(torch.int32)),
+    "bits of another size": lambda m, w: m.p.data.copy_(w.view(torch.bfloat16)[:, ::2]),
+    "broadcast": lambda m, w: m.p.data.copy_(w[:1]),
+    "add": lambda m, w: m.p.data.zero_().add_(w),
+    "index": lambda m, w: m.p.data.copy_(w[torch.tensor([2, 0, 1])]),
+    "write by index": lambda m, w: m.p.data.__setitem__(torch.tensor([2, 0, 1]), w),
+    "pad": lambda m, w: m.p.data.copy_(nn.functional.pad(w[:, :3], (0, 1))),
+    "padded in a new tensor": lambda m, w: m.p.data.copy_(padded(w)),
+    "padded in a tensor like it": lambda m, w: m.p.data.copy_(padded(w, w.new_zeros(3, 4))),
+    "fill from an item": lambda m, w: m.p.data.fill_(w[0, 0].item()),
+    "computed from an item": lambda m, w: m.p.data.fill_(w[0, 0].item() * 2),
+    "a tensor of an item": lambda m, w: m.p.data.copy_(torch.tensor([w[0, 0].item()])),
+    "an item as a number": lambda m, w: m.p.data.fill_(float(w[0, 0].item())),
+    "condition": lambda m, w: m.p.data.copy_(w if w[0, 0] > 0 else w.flip(0)),
+    "numpy": lambda m, w: m.p.data.copy_(torch.from_numpy(w.numpy().copy())),
+    "list": lambda m, w: m.p.data.copy_(torch.tensor(w.tolist())),
+    "overwritten by a fill": lambda m, w: (m.p.data.copy_(w), m.p.data[1].fill_(5)),
+    "shifted over itself": lambda m, w: (m.p.data.copy_(w), m.p.data[1:].copy_(w[:2])),
+    "caught": lambda m, w: m.p.data.copy_(w + (1 if sign(w) else 2)),
+    "filled before and after": lambda m, w: (m.p.data.zero_(), m.p.data.copy_(w), m.p.data.zero_()),
+    "a constant as bits": lambda m, w: (m.p.data.copy_(w), m.p.data.view(torch.int32)[:2].fill_(5)),
+    "a constant as bytes": lambda m, w: (m.p.data.copy_(w), m.p.data.view(torch.uint8)[:, :3].fill_(5)),
+    "in place through bits": lambda m, w: (w.view(torch.int32).add_(1), m.p.data.copy_(w)),
+    "in place through a view": lambda m, w: (w[1].mul_(2), m.p.data.copy_(w)),
+    "cat": lambda m, w: m.p.data.copy_(torch.cat([w[2:], w[:2]])),
+    "stack": lambda m, w: m.p.data.copy_(torch.stack([w[2], w[0], w[1]])),
+    "reshape a transposed tensor": lambda m, w: m.p.data.copy_(w.t().reshape(3, 4)),
+    "the parameter's values": lambda m, w: m.p.data.copy_(w if m.p.sum() > 1e9 else w.clone()),
+    "a value of its own": lambda m, w: (m.p.data.copy_(w), m.p.data[1].copy_(torch.arange(4))),
+    "the parameter's memory": lambda m, w: m.p.data.numpy().__setitem__(..., w.numpy()),
+    "another parameter": lambda m, w: setattr(m, "p", nn.Parameter(w.clone(), requires_grad=False)),
+    "other data": lambda m, w: setattr(m.p, "data", w.clone()),
+    "other data of its own": lambda m, w: (setattr(m.p, "data", torch.empty(3, 4)), m.p.data.copy_(w)),
+}
 
 
-def test_regions_that_nothing_writes_are_reported() -> None:
+def padded(tensor: Tensor, result: Tensor | None = None) -> Tensor:
+    result = torch.zeros(3, 4) if result is None else result
+    result[:2].copy_(tensor[:2])
+    return result
+
+
+def sign(tensor: Tensor) -> bool:
+    try:
+        return bool(tensor[0, 0] > 0)
+    except Exception:
+        return False
+
+
+@pytest.mark.parametrize("load", COMPUTED.values(), ids=COMPUTED)
+def test_what_is_not_a_copy_goes_through_load_weights(load: Callable[[Loader, Tensor], Any]) -> None:
+    """Views beside it are recorded, unless an effect cannot be said to be that of one tensor."""
+
+    def load_weights(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name == "view":
+                model.q.data.copy_(tensor)
+            else:
+                load(model, tensor)
+
+    weights = unique({"w.0": (3, 4), "view": (5,)})
+    recording = check_recording(lambda: Loader(load_weights, p=(3, 4), q=(5,)), weights)
+    assert list(recording.whole) in (["w.0"], ["w.0", "view"])
+    assert all(recording.whole.values())
+
+
+def computed_from_two(model: Loader, weights: Weights) -> None:
+    pending: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name == "other":
+            model.other.data.copy_(tensor)
+        else:
+            pending[name] = tensor
+    if pending:
+        model.a.data.copy_(pending["weight"] * pending["scale"].reciprocal())
+
+
+def two_in_one_place(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        (model.other if name == "other" else model.a).data[:].copy_(tensor)
+
+
+def filled_between(model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        if name == "scale":
+            model.a.data[:1].fill_(7)
+        (model.other if name == "other" else model.a).data[: len(tensor)].copy_(tensor)
+
+
+@pytest.mark.parametrize("load", [computed_from_two, two_in_one_place, filled_between])
+def test_tensors_that_belong_together_come_together(load: Callable[[Loader, Weights], Any]) -> None:
+    weights = unique({"weight": (3, 4), "other": (2,), "scale": (1, 4)})
+    recording = check_recording(lambda: Loader(load, a=(3, 4), other=(2,)), weights)
+    assert list(recording.whole) == ["weight", "scale"]
+    assert [len(places) for places in recording.regions] == [0, 1, 0]
+
+
+def test_an_item_is_a_copy() -> None:
+    """As of scales in the loader that vLLM uses for parameters of one element."""
+
     def load(model: Loader, weights: Weights) -> None:
-        for _, tensor in weights:
-            model.a.data[1:, :2].copy_(tensor)
+        for name, tensor in weights:
+            _, layer, kind = name.split(".")
+            (model.scales if kind == "scale" else model.weights).data[int(layer)].fill_(tensor.item())
 
-    recording = record_model(Loader(load, a=(3, 4), b=(2,)), unique({"w": (2, 2)}))
-    assert recording.unwritten == {"a": (((0, 0), (1, 4)), ((1, 2), (2, 2))), "b": (((0,), (2,)),)}
+    weights = unique({f"layers.{i}.{kind}": (1,) for i in range(20) for kind in ("scale", "weight")})
+    assert check_recording(lambda: Loader(load, scales=(20,), weights=(20,)), weights).whole == {}
+
+
+# ---- what takes everything ----
+
+
+def needs_others(model: Loader, weights: Weights) -> None:
+    given = dict(weights)
+    model.a.data.copy_(given["a"] * 2)
+    model.b.data.copy_(given["b"])
+
+
+def counts_others(model: Loader, weights: Weights) -> None:
+    given = list(weights)
+    for name, tensor in given:
+        model.get_parameter(name).data.copy_(tensor * 2 if name == "a" else tensor)
+    if len(given) > 1:
+        model.a.data[0].fill_(7)
+
+
+def zeroes_once(model: Loader, weights: Weights) -> None:
+    model.a.data.zero_()
+    for name, tensor in weights:
+        model.a.data[: len(tensor)].copy_(tensor * 2) if name == "a" else model.a.data[-len(tensor) :].copy_(tensor)
+
+
+@pytest.mark.parametrize("load", [needs_others, counts_others, zeroes_once])
+def test_a_loader_that_does_something_else_without_the_others_takes_everything(load: Any) -> None:
+    recording = check_recording(lambda: Loader(load, a=(5,), b=(2,)), unique({"a": (1,), "b": (2,)}))
+    assert list(recording.whole) == ["a", "b"]
+    assert recording.written is None
+
+
+def test_tensors_that_are_not_targets_are_not_written() -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        model.calls.add_(1)
+        by_name(model, weights)
+
+    model = Loader(load, a=(3,))
+    model.calls = torch.zeros(1)
+    recording = record_model(model, unique({"a": (3,)}))
+    assert model.calls.item() == 0
+    assert "add_ writes to a tensor that is not one of the targets" in recording.whole["a"]
+
+
+def through_another_tensor(model: Loader) -> None:
+    between = torch.empty(1)
+    between.copy_(model.scale)
+    model.copy.data.copy_(between)
+
+
+def through_an_output(model: Loader) -> None:
+    between = torch.empty(1)
+    torch.mul(model.scale.data, 2, out=between)
+    model.copy.data.copy_(between)
+
+
+FINISH: dict[str, Callable[[Loader], Any]] = {
+    "direct": lambda m: m.copy.data.copy_(m.scale),
+    "through a view": lambda m: m.copy.data.fill_(m.scale.data[0]),
+    "through another tensor": through_another_tensor,
+    "through an output": through_an_output,
+}
+
+
+@pytest.mark.parametrize("finish", FINISH.values(), ids=FINISH)
+def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], None]) -> None:
+    """It is that of the version that is loaded, not of the one while it was recorded."""
+
+    def load(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor)
+        finish(model)
+
+    recording = check_recording(lambda: Loader(load, scale=(1,), copy=(1,)), unique({"scale": (1,)}))
+    assert recording.fills == ()
+    assert "reads a parameter's values" in recording.whole["scale"]
+
+
+# ---- errors ----
 
 
 def test_an_error_of_the_engine_is_an_error_at_once() -> None:
@@ -183,5 +368,4 @@ def test_tied_parameters_are_one_target() -> None:
 
     recording = check_recording(make, unique({"a": (3, 4)}))
     assert [name for name, _ in recording.regions[0]] == ["a"]
-    assert recording.unwritten == {}
     assert list(check_recording(make, unique({"a": (3, 4), "b": (3, 4)})).whole) == ["a", "b"]

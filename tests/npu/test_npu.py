@@ -31,12 +31,18 @@ def environment(cann: Path, trace: Path) -> dict[str, str]:
     }
 
 
-def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
-    words = [sys.executable, str(HERE / "copies.py")]
-    env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+def run_alone(script: str, cann: Path, folder: Path) -> dict[str, Any]:
+    """Returns what a script printed."""
+    command = [sys.executable, str(HERE / script)]
+    env = environment(cann, folder / "trace")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_path: Path) -> None:
+    answer = run_alone("copies.py", cann, tmp_path)
     assert answer["wrong"] == []
     copies = [line.split() for line in (tmp_path / "trace").read_text().splitlines()]
     inside = [(int(line[1]), line[2]) for line in copies if line[0] == "device-to-device"]
@@ -45,11 +51,7 @@ def test_contiguous_regions_are_copied_by_cann_on_the_stream(cann: Path, tmp_pat
 
 def test_no_exception_leaves_a_c_function(cann: Path, tmp_path: Path) -> None:
     """Called from ctypes, which lets none pass: the process would end."""
-    words = [sys.executable, str(HERE / "boundary.py")]
-    env = environment(cann, tmp_path / "trace")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = run_alone("boundary.py", cann, tmp_path)
     assert answer["moved"]
     assert answer["outcomes"]["here"] == [0, ""]
     status, text = answer["outcomes"]["in a new thread"]

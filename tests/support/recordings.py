@@ -39,7 +39,8 @@ def apply(recording: Recording, model: nn.Module, weights: Mapping[str, Tensor])
     recording.fill(targets)
     copy_regions(recording, targets, weights)
     if recording.whole:
-        recording.load_whole(model.load_weights, ((name, weights[name].clone()) for name in recording.whole), targets)
+        with torch.no_grad():
+            model.load_weights((name, weights[name].clone()) for name in recording.whole)
 
 
 def copy_regions(recording: Recording, targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

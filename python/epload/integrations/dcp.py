@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import UserList
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -108,10 +108,21 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises CheckpointError: a file cannot be read, or has changed since it was opened."""
         assert self._checkpoint is not None
-        items = self._planned.data if self._planned is not None and self._planned.same(plan.items) else plan.items
+        items, planned = plan.items, self._planned
+        if isinstance(items, _PickledItems) and items.items is None and planned and items.pickled == planned.pickled:
+            items = planned.data  # which nobody has looked at
         tensors = [item for item in items if item.type != LoadItemType.BYTE_IO and 0 not in item.lengths]
         objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
-        for batch in self._batches(tensors):
+        batch, nbytes = [], 0
+        for item in tensors:
+            batch.append(item)
+            nbytes += (
+                prod(item.lengths) * self._checkpoint.manifest.dtypes[self._number_of[item.storage_index.fqn]].itemsize
+            )
+            if nbytes >= _READ_BYTES:
+                self._read(batch, planner)
+                batch, nbytes = [], 0
+        if batch:
             self._read(batch, planner)
         if changed := self._checkpoint.changed():
             raise CheckpointError(f"{changed} while it was loaded; tensors may be partly overwritten")
@@ -130,19 +141,6 @@ class StorageReader(TorchStorageReader):
         return Path(checkpoint_id).exists()
 
     # ---- reading ----
-
-    def _batches(self, items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-        """Divides items into batches of about ``_READ_BYTES`` each."""
-        assert self._checkpoint is not None
-        manifest, batch, nbytes = self._checkpoint.manifest, [], 0
-        for item in items:
-            batch.append(item)
-            nbytes += prod(item.lengths) * manifest.dtypes[self._number_of[item.storage_index.fqn]].itemsize
-            if nbytes >= _READ_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         assert self._checkpoint is not None
@@ -171,8 +169,9 @@ class StorageReader(TorchStorageReader):
             number = self._number_of[item.storage_index.fqn]
             dtype, strides = manifest.dtypes[number], row_major_strides(manifest.shapes[number])
             unused = [0] * (dims - len(strides))
-            fixed = [i, 0, dtypes.code(dtype), len(strides), *[0] * dims]
-            rows.append([*fixed, *item.lengths, *unused, *strides, *unused])
+            rows.append(
+                [i, 0, dtypes.code(dtype), len(strides), *[0] * dims, *item.lengths, *unused, *strides, *unused]
+            )
             start = sum(a * b for a, b in zip(item.storage_offsets, strides, strict=True))
             origins.append([number, start * dtype.itemsize])
         table = CopyTable(torch.tensor(rows, dtype=torch.int64))
@@ -188,27 +187,20 @@ class _PickledItems(UserList[ReadItem]):
     """The items of a plan, which travel to the coordinating rank and back without being unpickled if no planner looks at them:
     that takes 2 seconds for 20,000 items, for each rank of the job."""
 
-    def __init__(self, items: list[ReadItem] | None = None, pickled: bytes | None = None) -> None:
-        self._items = items
-        self._pickled = pickled
+    def __init__(self, items: list[ReadItem] | None = None, pickled: bytes = b"") -> None:
+        self.items = items
+        self.pickled = pickled
 
     @property
     def data(self) -> list[ReadItem]:  # type: ignore[override]
-        if self._items is None:
-            assert self._pickled is not None
-            self._items = pickle.loads(self._pickled)
-        return self._items
-
-    def same(self, other: object) -> bool:
-        """Returns True if ``other`` is this list, returned without having been looked at."""
-        return other is self or (
-            isinstance(other, _PickledItems) and other._items is None and other._pickled == self._pickled
-        )
+        if self.items is None:
+            self.items = pickle.loads(self.pickled)
+        return self.items
 
     def __reduce__(self) -> tuple[type[_PickledItems], tuple[None, bytes]]:
-        if self._pickled is None or self._items is not None:
-            self._pickled = pickle.dumps(self._items)
-        return _PickledItems, (None, self._pickled)
+        if self.items is not None:
+            self.pickled = pickle.dumps(self.items)
+        return _PickledItems, (None, self.pickled)
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:

@@ -107,11 +107,10 @@ def _broadcast_extra_state(model: nn.Module, state: dict[Any, Any], strict: bool
 
 def _with_torch_text(model: nn.Module, error: ModelMismatch) -> ModelMismatch:
     """Returns the error with the text of ``nn.Module.load_state_dict``, followed by epload's."""
-    lines = [
-        f"{title} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
-        for title, keys in (("Missing", error.missing_keys), ("Unexpected", error.unexpected_keys))
-        if keys
-    ]
+    lines = []
+    for title, keys in (("Missing", error.missing_keys), ("Unexpected", error.unexpected_keys)):
+        if keys:
+            lines.append(f"{title} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
     lines += [f"size mismatch for {name}: {text}." for name, text in error.mismatched_keys.items()]
     lines += [str(error)] if str(error) else []
     combined = ModelMismatch(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(lines))

@@ -8,7 +8,7 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.errors import CheckpointError, ModelMismatch
-from epload.integrations.engine.model import EngineModel, RecordedEngine, parameter_ids
+from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.integrations.read_tensor import read_tensor
 from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Placed
@@ -47,8 +47,9 @@ def load_engine(
     opened = Checkpoint.open(checkpoint)
     try:
         manifest = opened.manifest
-        recorded = RecordedEngine(engine, manifest, parameter_ids(engine), strict)
-        recording = recorded.recording
+        target = EngineTarget(engine, strict)
+        target.record(manifest)
+        recording = target.recording
         state = engine.model.state_dict(keep_vars=True).keys()
         if hidden := [name for places in recording.regions for name, _ in places if name not in state]:
             raise ModelMismatch(
@@ -63,11 +64,12 @@ def load_engine(
             report = loader.load(engine.model, opened, mapping=mapping)
         numbers = {name: number for number, name in enumerate(manifest.names)}
         with torch.no_grad():
-            recorded.load_rest((name, read_tensor(opened, numbers[name])) for name in recording.whole)
+            target.load_rest((name, read_tensor(opened, numbers[name])) for name in recording.whole)
         if changed := opened.changed():
             raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten")
     finally:
         if opened is not checkpoint:
             opened.close()
-    report.ignored_keys = list(recording.unused)
+    columns = zip(manifest.names, recording.regions, strict=True)
+    report.ignored_keys = [name for name, places in columns if not places and name not in recording.whole]
     return report

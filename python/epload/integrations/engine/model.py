@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.default_device import callers_default_device
-from epload.core.placement import Box
+from epload.core.placement import Box, Layout, row_major_strides
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
-from epload.integrations.engine.targets import storage_of, whole_box
+from epload.integrations.engine.targets import EngineTargets, covers, storage_of
 from epload.integrations.engine.trace import LoadWeights
-from epload.planning.holdings import Holdings, HoldingsBuilder, Share, full_share
+from epload.model.targets import Targets
+from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout
 from epload.sync.targets import Target
 
 _MAX_SHOWN = 5
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a tensor."""
+_IN_FULL = " (in full)"
 
 
 class EngineModel:
@@ -76,52 +79,67 @@ class EngineModel:
         """Called when they have the version."""
 
 
-class RecordedEngine:
-    """An engine's model, and a recording of what its ``load_weights`` does with certain tensors."""
+class EngineTarget(Target):
+    """An engine's model as a target of versions and checkpoints; see :class:`~epload.sync.targets.Target`."""
 
-    def __init__(self, engine: EngineModel, manifest: Manifest, parameters: Mapping[str, int], strict: bool) -> None:
-        """
-        Args:
-            parameters: see :func:`parameter_ids`.
-            strict: whether a parameter that ``load_weights`` leaves unwritten is an error.
+    tears_on_prepare = True
+    """An engine's ``begin`` may take apart what it computes with."""
+    recording: Recording
+
+    def __init__(self, engine: EngineModel, strict: bool) -> None:
+        """``strict``: whether a parameter that ``load_weights`` leaves unwritten is an error."""
+        self._engine = engine
+        self._strict = strict
+        # Equal for parameters that are tied. The engine may take these apart to load them.
+        self._identity = {
+            name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)
+        }
+        self._filled: dict[str, Tensor] = {}
+        """Stand-ins on meta for the tensors that are filled directly."""
+        self._own_devices: set[torch.device] = set()
+        self._whole: dict[str, Tensor] = {}
+        """Full tensors for ``load_weights``; on meta while no version is there."""
+
+    def record(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Records ``load_weights``; returns the tensors that it fills.
 
         Raises:
-            ModelMismatch: ``load_weights`` does not take the tensors, or leaves parameters unwritten.
+            ModelMismatch: it does not take the tensors, or leaves parameters unwritten.
         """
-        self._engine = engine
-        self._parameters = parameters
-        self._strict = strict
-        with callers_default_device(), engine.recordable():
-            self.tensors = engine.tensors()
-            """The tensors that ``load_weights`` fills."""
-            self.recording = record(engine.load_weights, manifest, self.tensors)
-        if strict and not self.recording.untraced:
-            self._check({})
+        with callers_default_device(), self._engine.recordable():
+            tensors = self._engine.tensors()
+            self.recording = record(self._engine.load_weights, manifest, tensors)
+        if self.recording.written is not None:
+            self._check(tensors, self.recording.written)
+        return tensors
 
     def load_rest(self, full: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills everything that ``load_weights`` does not just copy.
-
-        Args:
-            full: the tensors in ``recording.whole``.
-        """
-        recording, tensors = self.recording, self._engine.tensors()
-        recording.fill(tensors)
-        if not recording.whole:
+        """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.whole``."""
+        tensors = self._engine.tensors()
+        self.recording.fill(tensors)
+        if not self.recording.whole:
             return
+        log = _WriteLog(EngineTargets(tensors))
         before = {name: tensor.detach() for name, tensor in tensors.items()}
-        with callers_default_device():
-            loaded = recording.load_whole(self._engine.load_weights, full, tensors)
-        if self._strict and recording.untraced:
-            replaced = {
-                name: [whole_box(before[name])]
-                for name, tensor in self._engine.tensors().items()
-                if name in before and storage_of(tensor) != storage_of(before[name])
-            }
-            self._check(loaded | replaced)
+        with callers_default_device(), torch.no_grad(), log:
+            self._engine.load_weights(full)
+        if self.recording.written is None:
+            for name, tensor in self._engine.tensors().items():
+                if name in before and storage_of(tensor) != storage_of(before[name]):  # replaced
+                    log.written[name] = [((0,) * tensor.ndim, tuple(tensor.shape))]
+            self._check(before, log.written)
 
-    def _check(self, loaded: Mapping[str, Sequence[Box]]) -> None:
-        """Raises ModelMismatch if parameters are left unwritten, apart from boxes that ``load_weights`` wrote by itself."""
-        if missing := self.recording.unfilled(self._parameters, loaded):
+    def _check(self, tensors: Mapping[str, Tensor], written: Mapping[str, Sequence[Box]]) -> None:
+        """Raises ModelMismatch if parameters are left unwritten."""
+        reached = {self._identity[name] for name in written if name in self._identity}
+        missing = [
+            name
+            for name, identity in self._identity.items()
+            if name in tensors
+            and (name in written or identity not in reached)
+            and not covers(tensors[name].shape, written.get(name, ()))
+        ]
+        if missing and self._strict:
             listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that it is given, load_weights leaves {len(missing)} of the engine's parameters unwritten, in "
@@ -130,65 +148,42 @@ class RecordedEngine:
                 missing_keys=missing,
             )
 
-
-def parameter_ids(engine: EngineModel) -> dict[str, int]:
-    """Returns a number for each parameter, by name; tied ones have the same."""
-    return {name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)}
-
-
-class EngineTarget(Target):
-    """See :class:`~epload.sync.targets.Target`."""
-
-    tears_on_prepare = True
-    """An engine's ``begin`` may take apart what it computes with."""
-
-    def __init__(self, engine: EngineModel, strict: bool) -> None:
-        self._engine = engine
-        self._strict = strict
-        self._parameters = parameter_ids(engine)  # before the engine takes tied ones apart to load them
-        self._recorded: RecordedEngine | None = None
-        self._layouts: dict[str, _Layout] = {}
-        """The targets that are filled directly; they come first among the local tensors."""
-        self._whole: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._full: list[Tensor] = []
-        self._own_devices: set[torch.device] = set()
-        """Without that of what the engine loads by itself."""
-
     def holdings(self, manifest: Manifest) -> Holdings:
-        self._recorded = RecordedEngine(self._engine, manifest, self._parameters, self._strict)
-        tensors, recording = self._recorded.tensors, self._recorded.recording
-        names = dict.fromkeys(name for places in recording.regions for name, _ in places)
-        self._layouts = {name: _layout(tensors[name]) for name in names}
-        self._own_devices = {tensors[name].device for name in names}
-        self.devices = self._own_devices | ({torch.device("cpu")} if recording.whole else set())
-        numbers = {name: number for number, name in enumerate(names)}
-        self._whole = []
-        builder = HoldingsBuilder(len(manifest.names))
-        columns = zip(manifest.names, manifest.shapes, manifest.dtypes, recording.regions, strict=True)
-        for number, (name, shape, dtype, places) in enumerate(columns):
-            local: tuple[int, ...]
-            if name in recording.whole:
-                local = (len(numbers) + len(self._whole),)
-                self._whole.append((name, torch.Size(shape), dtype))
-                builder.add(number, local, ("whole", shape, dtype), full_share, shape, dtype)
-            elif places:
-                local = tuple(numbers[target] for target, _ in places)
-                kinds = {tensors[target].dtype for target, _ in places}
-                kind = kinds.pop() if len(kinds) == 1 else dtype
-                views = [(view, tuple(tensors[target].shape)) for target, view in places]
-                builder.add(number, local, (shape, kind, *views), _share, views, shape, kind)
-        return builder.build()
+        tensors = self.record(manifest)
+        placed = list(self.recording.regions)
+        self._filled = {name: _stand_in(tensors[name]) for places in placed for name, _ in places}
+        self._whole = {}
+        for number, (name, shape, dtype) in enumerate(
+            zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)
+        ):
+            if name in self.recording.whole:
+                self._whole[name] = torch.empty(shape, dtype=dtype, device="meta")
+                view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
+                placed[number] = ((f"{name}{_IN_FULL}", view),)
+        self._own_devices = {tensors[name].device for name in self._filled}
+        self.devices = self._own_devices | ({torch.device("cpu")} if self._whole else set())
+        local = self._filled | {f"{name}{_IN_FULL}": tensor for name, tensor in self._whole.items()}
+        layouts: dict[tuple[int, ...], int] = {}
+        targets = Targets(
+            names=list(local),
+            tensors=list(local.values()),
+            layout=[layouts.setdefault(tuple(tensor.shape), len(layouts)) for tensor in local.values()],
+            dtypes=[tensor.dtype for tensor in local.values()],
+            layouts=[Layout(shape, (), ()) for shape in layouts],
+            coordinates=[()] * len(layouts),
+            index={name: number for number, name in enumerate(local)},
+        )
+        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        assert self._recorded is not None
         with callers_default_device():
-            self._engine.begin(self._recorded.recording)
+            self._engine.begin(self.recording)
         tensors = self._engine.tensors()
-        filled = {name: tensors[name] for name in self._layouts if name in tensors}
-        if {name: _layout(tensor) for name, tensor in filled.items()} != self._layouts:
+        filled = [tensors[name].detach() for name in self._filled if name in tensors]
+        if list(map(_layout, filled)) != list(map(_layout, self._filled.values())):
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
-        self._full = [torch.empty(shape, dtype=dtype) for _, shape, dtype in self._whole]
-        return [*(tensor.detach() for tensor in filled.values()), *self._full]
+        self._whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._whole.items()}
+        return [*filled, *self._whole.values()]
 
     def layouts(self) -> list[TensorLayout]:
         if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
@@ -196,22 +191,37 @@ class EngineTarget(Target):
                 "expected the engine's tensors on one device for stage='device', got them on "
                 f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
             )
-        layouts = self._layouts.values()
-        own = [(shape, dtype, device) for device in self._own_devices for shape, _, dtype in layouts]
-        return [*own, *((shape, dtype, torch.device("cpu")) for _, shape, dtype in self._whole)]
+        own = [(tensor.shape, tensor.dtype, device) for device in self._own_devices for tensor in self._filled.values()]
+        return [*own, *((tensor.shape, tensor.dtype, torch.device("cpu")) for tensor in self._whole.values())]
 
     def finish(self) -> None:
-        assert self._recorded is not None
-        self._recorded.load_rest(zip((name for name, _, _ in self._whole), self._full, strict=True))
-        self._full = []
+        self.load_rest(self._whole.items())
+        self._whole = {name: _stand_in(tensor) for name, tensor in self._whole.items()}
         with callers_default_device():
             self._engine.finish()
 
 
-def _share(views: list[tuple[View, tuple[int, ...]]], shape: tuple[int, ...], dtype: torch.dtype) -> Share:
-    local = [(place, view) for place, (view, _) in enumerate(views) if 0 not in view.size]
-    return Share(shape, tuple(local), dtype)
+class _WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the boxes that operations write, by target. Writes from other threads are not seen."""
+
+    def __init__(self, targets: EngineTargets) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets = targets
+        self.written: dict[str, list[Box]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(tensor, Tensor) and (located := self._targets.locate(tensor)) is not None:
+                    name, views = located
+                    self.written.setdefault(name, []).extend((view.start, view.size) for view in views)
+        return func(*args, **kwargs)
 
 
-def _layout(tensor: Tensor) -> _Layout:
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
-from epload.integrations.engine.targets import MAX_VIEWS, EngineTargets, split_arguments, storage_of
+from epload.integrations.engine.targets import EngineTargets, storage_of
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _aten = torch.ops.aten
@@ -34,13 +34,14 @@ _VIEWS = {
     _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold, _aten.unsqueeze,
     _aten.view, _aten._reshape_alias, _aten._unsafe_view, _aten.lift_fresh,
 }  # fmt: skip
-"""Operations whose results are regions of their first argument's memory, in its dtype, with the same values."""
+"""Operations whose results are regions of their first argument's memory and, in its dtype, have the same values."""
 _COPIES = {_aten.clone, _aten._to_copy}
 _READ_NO_VALUES = {
     _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones,
     _aten.new_full, _aten.new_empty_strided,
 }  # fmt: skip
 _LEAVE_TORCH = {
+    torch.tensor, torch.as_tensor, torch.asarray,
     Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__,  # type: ignore[attr-defined]
 }  # fmt: skip
 """Functions that read or replace a tensor's memory without an operation."""
@@ -61,35 +62,6 @@ class Write(NamedTuple):
     """Why there is no ``view``."""
 
 
-class Untraceable(Exception):
-    """Ends a ``load_weights`` that does what a recording cannot hold."""
-
-
-class _Memory:
-    """The memory of a fake tensor, which its views share."""
-
-    def __init__(self, sources: frozenset[int], computed: str = "", exact: bool = True) -> None:
-        self.sources = sources
-        """Numbers of the checkpoint tensors that it depends on."""
-        self.computed = computed
-        """Why its elements are not those of a checkpoint tensor; empty if they are."""
-        self.exact = exact
-        """True if its dtype holds every value of the checkpoint tensor's dtype."""
-
-    def cast(self, source: torch.dtype, target: torch.dtype) -> _Memory:
-        """Returns a copy in another dtype.
-
-        Casts one after the other are one cast only if none but the last rounds, and epload's own copies cast between wide
-        floats alone.
-        """
-        if self.computed or source == target:
-            return _Memory(self.sources, self.computed, self.exact)
-        if not self.exact or not dtypes.converts(source, target):
-            text = f"converts {dtypes.name(source)} to {dtypes.name(target)}"
-            return _Memory(self.sources, f"{text}{'' if self.exact else ' after another conversion'}")
-        return _Memory(self.sources, exact=torch.promote_types(source, target) == target)
-
-
 class _FakeTensor(Tensor):
     """A checkpoint tensor, or what was made of some, without data."""
 
@@ -98,7 +70,12 @@ class _FakeTensor(Tensor):
     origin: Tensor | None
     """A view of the checkpoint tensor, on meta and of the same shape, with the elements that this tensor has. Identical with
     ``meta`` if this tensor is that view. None if there is no such view."""
-    memory: _Memory
+    reason: str
+    """Why there is none."""
+    exact: bool
+    """True if its dtype holds every value of the checkpoint tensor's dtype."""
+    sources: frozenset[int]
+    """Numbers of the checkpoint tensors that it depends on."""
     load_trace: LoadTrace
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -107,28 +84,28 @@ class _FakeTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Reached from threads other than that of the trace, whose modes are not theirs.
         trace = next(leaf.load_trace for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return trace.dispatch(func, args, kwargs or {})
+        return trace.__torch_dispatch__(func, types, args, kwargs)
 
 
-class LoadTrace:
+class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One call of ``load_weights`` with some tensors of a checkpoint."""
 
     def __init__(self, tensors: Metadata, numbers: Sequence[int], targets: EngineTargets) -> None:
-        self.targets = targets
+        super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[Write] = []
-        self.refused: dict[int, str] = {}
-        """Checkpoint tensors with effects that are unknown, and why."""
-        self.unattributed = ""
-        """An effect that cannot be attributed to some checkpoint tensors."""
+        self.refusal = ""
+        """Why the call cannot be traced; empty if it can."""
         self.last = ""
         """The name last taken from the iterator."""
-        self.tensors = tensors
+        self._tensors = tensors
         self._numbers = numbers
+        self._targets = targets
         self._created: set[int] = set()
-        self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        """Storages that it has made, which it may write."""
+        self._fakes: weakref.WeakSet[_FakeTensor] = weakref.WeakSet()
 
     def run(self, load_weights: LoadWeights) -> None:
-        """Raises what ``load_weights`` raises; Untraceable, too."""
+        """Raises what ``load_weights`` raises, and RuntimeError where it does what cannot be traced."""
         with ExitStack() as stack:
             for register in (
                 torch_module.register_module_parameter_registration_hook,
@@ -137,195 +114,176 @@ class LoadTrace:
                 stack.callback(register(self._refuse_registration).remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(_Functions(self))
-            stack.enter_context(_Operations(self))
+            stack.enter_context(self)
             load_weights(self._yield_tensors())
 
-    def referenced(self) -> list[str]:
-        """Returns the names of checkpoint tensors on which tensors depend that still exist."""
-        if self._memories:
+    def alive(self) -> list[str]:
+        """Returns the names of the checkpoint tensors on which tensors depend that still exist."""
+        if self._fakes:
             gc.collect()
-        numbers = {number for memory in self._memories for number in memory.sources}
-        return [self.tensors.names[number] for number in sorted(numbers)]
+        return [self._tensors.names[i] for i in sorted({i for fake in self._fakes for i in fake.sources})]
+
+    def refuse(self, reason: str) -> RuntimeError:
+        self.refusal = self.refusal or reason
+        return RuntimeError(reason)
+
+    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
+        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
+
+    def check_access(self, func: Any, tensor: Tensor) -> None:
+        """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
+        name, is_fake = getattr(func, "__name__", "data"), isinstance(tensor, _FakeTensor)
+        replaces = name == "__set__" and not is_fake and storage_of(tensor) not in self._created
+        if is_fake or replaces or self._targets.share_storage(tensor):
+            raise self.refuse(f"it accesses the memory of a tensor with {name}")
 
     def _yield_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number in self._numbers:
-            self.last = self.tensors.names[number]
-            meta = torch.empty(self.tensors.shapes[number], dtype=self.tensors.dtypes[number], device="meta")
-            yield self.last, self._fake(meta, meta, _Memory(frozenset((number,))))
+            self.last = self._tensors.names[number]
+            meta = torch.empty(self._tensors.shapes[number], dtype=self._tensors.dtypes[number], device="meta")
+            yield self.last, self._fake(meta, meta, frozenset((number,)))
 
-    def _fake(self, meta: Tensor, origin: Tensor | None, memory: _Memory) -> _FakeTensor:
+    def _fake(
+        self, meta: Tensor, origin: Tensor | None, sources: frozenset[int], reason: str = "", exact: bool = True
+    ) -> _FakeTensor:
         fake: _FakeTensor = Tensor._make_wrapper_subclass(
             _FakeTensor,
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=self.targets.device,
+            device=self._targets.device,
         )
-        fake.meta, fake.origin, fake.memory, fake.load_trace = meta, origin, memory, self
-        self._memories.add(memory)
+        fake.meta, fake.origin, fake.sources, fake.load_trace = meta, origin, sources, self
+        fake.reason, fake.exact = reason, exact
+        self._fakes.add(fake)
         return fake
-
-    # ---- refusals ----
-
-    def refuse(self, reason: str, tensors: Iterable[Any] = ()) -> Untraceable:
-        """Records that an effect is unknown: of the checkpoint tensors that tensors depend on, or of nobody knows which."""
-        numbers = {number for tensor in tensors if isinstance(tensor, _FakeTensor) for number in tensor.memory.sources}
-        self.refused |= dict.fromkeys(numbers - self.refused.keys(), reason)
-        if not numbers:
-            self.unattributed = self.unattributed or reason
-        return Untraceable(reason)
-
-    def refuse_access(self, func: Any, args: Sequence[Any]) -> None:
-        """Raises Untraceable if an access that is not an operation concerns a fake tensor or memory of the model."""
-        name = getattr(func, "__name__", "data")
-        if any(isinstance(argument, _FakeTensor) for argument in args):
-            raise self.refuse(f"its memory is accessed by {name}", args)
-        replaces = func is Tensor.data.__set__ and storage_of(args[0]) not in self._created  # type: ignore[attr-defined]
-        if replaces or self.targets.sharing(args[0]):
-            raise self.refuse(f"it accesses a parameter's memory with {name}")
-
-    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
 
     # ---- operations ----
 
-    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        packet = func.overloadpacket
-        if args and isinstance(args[0], _FakeTensor) and _is_view(func):
-            return self._view(func, args[0], args[1:], kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, kwargs = func.overloadpacket, kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, _FakeTensor)]
-        if (fakes or self._any_target(tensors)) and packet not in _VIEWS and _can_decompose(func):
-            # In inference mode, composite operations arrive in one piece.
-            with _Operations(self):
+        real = [tensor for tensor in tensors if not isinstance(tensor, _FakeTensor)]
+        touches = bool(fakes) or any(map(self._targets.share_storage, real))
+        if touches and packet not in _VIEWS and _is_composite(func):
+            with self:  # in inference mode, composite operations arrive in one piece
                 return func.decompose(*args, **kwargs)
         if func._schema.is_mutable:
-            return self._write(func, args, kwargs, fakes)
+            return self._write(func, args, kwargs, tensors)
+        if fakes and fakes[0] is args[0] and any(result.alias_info is not None for result in func._schema.returns):
+            return self._view(func, fakes[0], args[1:], kwargs)
         if fakes:
             return self._derive(func, args, kwargs, fakes)
-        if packet not in _VIEWS | _READ_NO_VALUES and self._any_target(tensors):
+        if touches and packet not in _VIEWS | _READ_NO_VALUES:
             raise self.refuse(f"it reads a parameter's values with {packet.__name__}")
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        self._created |= storages - {storage_of(tensor) for tensor in tensors}
+        self._created |= storages - set(map(storage_of, tensors))
         return result
 
-    def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        packet, origin = func.overloadpacket, fake.origin
-        metas = origins = func(fake.meta, *args, **kwargs)
-        if origin is not fake.meta or packet not in _VIEWS or func is _aten.view.dtype:
-            origins = None
-            if origin is not None and packet in _VIEWS - {_aten.as_strided} and func is not _aten.view.dtype:
-                with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
-                    by_shape = packet is _aten._reshape_alias
-                    origins = origin.view(args[0]) if by_shape else func(origin, *args, **kwargs)
+    def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        packet, origins = func.overloadpacket, None
+        if packet is _aten._reshape_alias:
+            func, args = _aten.view.default, args[:1]
+        metas = func(fake.meta, *args, **kwargs)
+        if packet in _VIEWS and func is not _aten.view.dtype and fake.origin is fake.meta:
+            origins = metas
+        elif packet in _VIEWS - {_aten.as_strided} and func is not _aten.view.dtype and fake.origin is not None:
+            with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
+                origins = func(fake.origin, *args, **kwargs)
+        reason = fake.reason or f"is rearranged by {packet.__name__}"
         if isinstance(metas, Tensor):
-            return self._fake(metas, origins, fake.memory)
-        origins = [None] * len(metas) if origins is None else origins
-        return [self._fake(*pair, fake.memory) for pair in zip(metas, origins, strict=True)]
+            return self._fake(metas, origins, fake.sources, reason, fake.exact)
+        pairs = zip(metas, origins or [None] * len(metas), strict=True)
+        return [self._fake(*pair, fake.sources, reason, fake.exact) for pair in pairs]
 
-    def _derive(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Sequence[_FakeTensor]) -> Any:
+    def _derive(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[_FakeTensor]) -> Any:
         """Returns new fake tensors: a copy of another, or what is computed from several."""
-        name = func.overloadpacket.__name__
+        name, source = func.overloadpacket.__name__, fakes[0]
+        args, kwargs = tree_map_only(Tensor, _meta_of, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+            kwargs.pop("pin_memory", None)
         try:
-            result = _call_on_meta(func, args, kwargs)
+            result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            raise self.refuse(f"its values are read by {name}", fakes) from error
+            raise self.refuse(f"values are read by {name}") from error
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(result)):
-            raise self.refuse(f"its values are read by {name}", fakes)
+            raise self.refuse(f"values are read by {name}")
         if func.overloadpacket in _COPIES:
-            source = fakes[0]
-            return self._fake(result, source.origin, source.memory.cast(source.dtype, result.dtype))
-        memory = _computed(fakes, name)
-        return tree_map_only(Tensor, lambda meta: self._fake(meta, None, memory), result)
+            reason, exact = _cast(source, result.dtype)
+            return self._fake(result, None if reason else source.origin, source.sources, reason, exact)
+        sources = frozenset[int]().union(*(fake.sources for fake in fakes))
+        reason = next((fake.reason for fake in fakes if fake.origin is None), f"is changed by {name}")
+        return tree_map_only(Tensor, lambda meta: self._fake(meta, None, sources, reason), result)
 
-    # ---- writes ----
-
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Sequence[_FakeTensor]) -> Any:
+    def _write(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         name = func.overloadpacket.__name__
         if func.overloadpacket is _aten._foreach_copy_:
-            for target, source in zip(args[0], args[1], strict=True):
-                self.dispatch(_aten.copy_.default, (target, source), {})
+            for pair in zip(args[0], args[1], strict=True):
+                self.__torch_dispatch__(_aten.copy_.default, (), pair)
             return None
-        written, others = split_arguments(func, args, kwargs)
-        if len(written) != 1:
-            raise self.refuse(f"{name} writes several tensors", fakes)
-        target = written[0]
-        if not fakes and self._any_target(others):
-            raise self.refuse(f"it reads a parameter's values with {name}")
+        changed = [
+            argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
+        target, others = tensors[0], tensors[1:]
+        reads = any(self._targets.share_storage(tensor) for tensor in others if not isinstance(tensor, _FakeTensor))
+        if changed != func._schema.arguments[:1] or target is not args[0] or reads:
+            raise self.refuse(f"{name} writes several tensors, or reads a parameter's values")
+        fakes = [tensor for tensor in others if isinstance(tensor, _FakeTensor)]
+        if target.numel() == 0:
+            return target
         if isinstance(target, _FakeTensor):
-            computed = _computed(fakes, name)
-            target.memory.sources, target.memory.computed = computed.sources, computed.computed
-        elif target.numel() == 0:
-            pass
-        elif self.targets.sharing(target):
+            raise self.refuse(f"a tensor that it is given, or a copy, is changed by {name}")
+        if self._targets.share_storage(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
-        elif fakes or storage_of(target) not in self._created:
-            raise self.refuse(f"{name} writes to a tensor that is not one of the targets", fakes)
-        else:
-            return func(*args, **kwargs)
-        return target
+            return target
+        if fakes or storage_of(target) not in self._created:
+            raise self.refuse(f"{name} writes to a tensor that is not one of the targets")
+        return func(*args, **kwargs)
 
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
-        name, located = func.overloadpacket.__name__, self.targets.locate(target)
-        sources = frozenset[int]().union(*(fake.memory.sources for fake in fakes))
-        place = located[0] if located is not None else self.targets.sharing(target)[0]
-        same_dtype = target.dtype == self.targets.tensors[place].dtype
-        if fakes and not same_dtype and (located is not None or len(self.targets.sharing(target)) == 1):
-            raise self.refuse(f"is written to {place} as another dtype", fakes)
+        name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.refuse(f"{name} writes to a parameter's memory outside of the parameter")
-        views = located[1]
+            raise self.refuse(
+                f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
+            )
+        place, views = located
+        sources, reason, constant = frozenset[int](), "", None
         if not fakes:
             constant = _constant(func, value)
-            if constant is None or not same_dtype:
+            if constant is None:
                 raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
-            self.writes += [Write(place, (view.start, view.size), value=constant) for view in views]
-            return
-        reason = f"is written by {name}"
-        if func.overloadpacket is _aten.copy_ and isinstance(value, _FakeTensor):
-            origin = value.origin.expand(target.shape) if value.origin is not None else None
-            reason = value.memory.cast(value.dtype, target.dtype).computed or _not_a_region(origin)
-            located = self.targets.locate(target, origin) if not reason else None
-            if located is not None and len(located[1]) <= MAX_VIEWS:
-                self.writes += [Write(place, (view.start, view.size), sources, view) for view in located[1]]
-                return
-            reason = reason or f"more than {MAX_VIEWS} boxes"
-        self.writes += [Write(place, (view.start, view.size), sources, reason=reason) for view in views]
-
-    def _any_target(self, tensors: Iterable[Tensor]) -> bool:
-        return any(not isinstance(tensor, _FakeTensor) and self.targets.sharing(tensor) for tensor in tensors)
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, trace: LoadTrace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._trace = trace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._trace.dispatch(func, args, kwargs or {})
+        else:
+            sources, reason = sources.union(*(fake.sources for fake in fakes)), f"is written by {name}"
+            if func.overloadpacket in (_aten.copy_, _aten.fill_) and isinstance(value, _FakeTensor):
+                reason = _cast(value, target.dtype)[0]
+                if not reason and value.origin is not None:
+                    origin = value.origin.expand(target.shape)
+                    located = self._targets.locate(target, origin) if _is_region(origin) else None
+                    if located is not None:
+                        self.writes += [Write(place, (v.start, v.size), sources, v) for v in located[1]]
+                        return
+                    reason = "an element is used several times, or in too many boxes"
+        self.writes += [Write(place, (v.start, v.size), sources, None, constant, reason) for v in views]
 
 
 class _Functions(TorchFunctionMode):
-    """Refuses what reads or replaces memory without an operation."""
+    """Sees functions that read or replace memory without an operation."""
 
     def __init__(self, trace: LoadTrace) -> None:
         super().__init__()
         self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVE_TORCH:
-            self._trace.refuse_access(func, args)
+        if func is Tensor.item and isinstance(args[0], _FakeTensor):
+            return args[0].reshape(())  # in place of the number, which may be written into a parameter
+        for leaf in tree_leaves(args) if func in _LEAVE_TORCH else ():
+            if isinstance(leaf, Tensor):
+                self._trace.check_access(func, leaf)
         return func(*args, **(kwargs or {}))
-
-
-def _call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = tree_map_only(Tensor, _meta_of, (args, kwargs))
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    kwargs.pop("pin_memory", None)
-    return func(*args, **kwargs)
 
 
 def _meta_of(tensor: Tensor) -> Tensor:
@@ -334,10 +292,17 @@ def _meta_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _computed(fakes: Sequence[_FakeTensor], name: str) -> _Memory:
-    reasons = [fake.memory.computed for fake in fakes if fake.memory.computed]
-    sources = frozenset[int]().union(*(fake.memory.sources for fake in fakes))
-    return _Memory(sources, (*reasons, f"is changed by {name}")[0])
+def _cast(fake: _FakeTensor, dtype: torch.dtype) -> tuple[str, bool]:
+    """Returns why a copy in another dtype has no origin, or an empty string, and whether the copy is exact.
+
+    Casts one after the other are one cast only if none but the last rounds, and epload's own copies cast between wide floats
+    alone.
+    """
+    if fake.origin is None or fake.dtype == dtype:
+        return "" if fake.origin is not None else fake.reason, fake.exact
+    if fake.exact and dtypes.converts(fake.dtype, dtype):
+        return "", torch.promote_types(fake.dtype, dtype) == dtype
+    return f"converts {dtypes.name(fake.dtype)} to {dtypes.name(dtype)}{'' if fake.exact else ' after rounding'}", False
 
 
 def _constant(func: Any, value: Any) -> float | None:
@@ -351,28 +316,16 @@ def _constant(func: Any, value: Any) -> float | None:
     return value  # type: ignore[no-any-return]
 
 
-def _not_a_region(origin: Tensor | None) -> str:
-    """Returns why an origin cannot be a view of a plan, whose strides exceed the extent of all inner dims; empty if it can."""
-    if origin is None:
-        return "is rearranged, and not a view of the checkpoint tensor"
+def _is_region(origin: Tensor) -> bool:
+    """Returns True if an origin can be a view of a plan, whose strides exceed the extent of all inner dims."""
     extent = 0
     for stride, size in sorted((s, n) for n, s in zip(origin.shape, origin.stride(), strict=True) if n > 1):
         if stride <= extent:
-            return "an element is used several times"
+            return False
         extent += (size - 1) * stride
-    return ""
+    return True
 
 
 @cache
-def _is_view(func: Any) -> bool:
-    """Returns True if the result is in the memory of the first argument."""
-    if func.overloadpacket in _VIEWS:
-        return True
-    schema = func._schema
-    aliases = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-    return aliases and not _can_decompose(func)
-
-
-@cache
-def _can_decompose(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     return bool(func._can_decompose())

@@ -166,23 +166,21 @@ def _find_tied_embeddings(model: nn.Module) -> tuple[nn.Module, nn.Module] | Non
     """
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    owners = [owner for owner in (config, text_config) if hasattr(owner, "tie_word_embeddings")]
-    if not owners or not all(owner.tie_word_embeddings for owner in owners):
+    ties = [c.tie_word_embeddings for c in (config, text_config) if hasattr(c, "tie_word_embeddings")]
+    if not ties or not all(ties):
         return None
     embeddings = []
     for which in ("input", "output"):
-        try:
-            module = getattr(model, f"get_{which}_embeddings")()
-            while hasattr(module, "base_layer"):
-                module = module.base_layer
-            if module is None or hasattr(module, "original_module"):  # no head, or PEFT trains a copy of it
-                return None
-            assert module._parameters["weight"] is not None
-        except Exception as error:
+        module = getattr(model, f"get_{which}_embeddings", lambda: nn.Module())()
+        while hasattr(module, "base_layer"):
+            module = module.base_layer
+        if module is None or hasattr(module, "original_module"):  # no head, or PEFT trains a copy of it
+            return None
+        if getattr(module, "weight", None) is None:
             raise RuntimeError(
-                f"{type(model).__name__}'s config has tie_word_embeddings=True, but its {which} embedding cannot be found "
-                f"({type(error).__name__}: {error}); set config.tie_word_embeddings=False if there is nothing to tie"
-            ) from error
+                f"{type(model).__name__}'s config has tie_word_embeddings=True, but its {which} embedding cannot be found; set "
+                "config.tie_word_embeddings=False if there is nothing to tie"
+            )
         embeddings.append(module)
     return embeddings[0], embeddings[1]
 
@@ -192,8 +190,9 @@ def _tie(model: nn.Module, source: nn.Module, target: nn.Module) -> None:
 
     If FSDP shards them as two parameters, it would keep using its own copy of the second. That one gets the values instead.
     """
-    tied, replaced = source._parameters["weight"], target._parameters["weight"]
-    if tied is replaced or tied is None or replaced is None:
+    tied: Any = source.weight
+    replaced: Any = target.weight
+    if tied is replaced:
         return
     if not any(sharded.sharded_param is replaced for sharded in Modules(model).fsdp_parameters):
         target._parameters["weight"] = tied

@@ -5,7 +5,6 @@ VeOmni uses converters to fuse experts and to dequantize.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +17,16 @@ from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError
 from epload.integrations.read_tensor import read_tensor
 
-_log = logging.getLogger(__name__)
-_Entry = tuple[str, tuple[int, ...], torch.dtype]
-"""Name, shape and dtype of a tensor."""
+_Result = tuple[str, str, Tensor]
+"""A tensor that a converter returned: the name of the tensor that it was given last, and its own name."""
 
 
 class ConvertedCheckpoint(Checkpoint):
     """The tensors that a converter makes of another checkpoint's.
 
-    A first pass over meta tensors yields names, shapes and dtypes. Data is converted when it is read. Tensors that the converter
-    does not take are read directly. The others come from one pass of a new converter, which keeps a converted tensor until a
-    later one is read. Reading an earlier tensor again starts another pass.
+    A first pass over meta tensors yields names, shapes and dtypes; over the data, if the converter needs it. Data is converted
+    when it is read. Tensors that the converter does not take are read directly. The others come from one pass of a new
+    converter, in its order. Reading an earlier tensor again starts another pass.
 
     The source is opened when the manifest is first used, so only ranks that read need access to its files.
 
@@ -42,21 +40,21 @@ class ConvertedCheckpoint(Checkpoint):
         rename: the converter's name for a tensor of the source.
     """
 
+    _inner: Checkpoint
+
     def __init__(self, source: Any, make: Callable[[], Any], rename: Callable[[str], str]) -> None:
         self._source = source
         self._make = make
         self._rename = rename
-        self._inner: Checkpoint | None = None
         self._manifest: Manifest | None = None
         self._direct: list[int] = []
         """Numbers of the source's tensors that are read directly. They are the first of this checkpoint."""
         self._inputs: list[int] = []
         """Numbers of the source's tensors that the converter takes."""
-        self._cache: dict[int, Tensor] = {}
-        """Converted tensors, by number: the last one that was read, or all if the converter needs data to tell shapes."""
-        self._results: Iterator[tuple[str, Any]] | None = None
-        self._next = 0
-        """Number of the first tensor that the current pass has not reached."""
+        self._results: Iterator[_Result] | None = None
+        """The current pass, which has reached tensor number ``_number``."""
+        self._number = -1
+        self._tensor = torch.empty(0)
 
     @property
     def manifest(self) -> Manifest:
@@ -74,122 +72,82 @@ class ConvertedCheckpoint(Checkpoint):
         if self._manifest is not None:
             return
         self._inner = Checkpoint.open(self._source)
-        inner = self._inner.manifest
-        converter = self._new_converter()
+        inner, converter = self._inner.manifest, self._new_converter()
         self._direct, self._inputs = [], []
         for number, name in enumerate(inner.names):
-            handled = self._handles(converter, self._rename(name), _on_meta(inner, number))
-            (self._inputs if handled else self._direct).append(number)
-        entries: list[_Entry] = [
-            (self._rename(inner.names[number]), inner.shapes[number], inner.dtypes[number]) for number in self._direct
+            (self._inputs if self._takes(converter, name, number) else self._direct).append(number)
+        entries = [
+            (inner.names[i], self._rename(inner.names[i]), inner.shapes[i], inner.dtypes[i]) for i in self._direct
         ]
-        origins = [inner.names[number] for number in self._direct]
-        for origin, result in self._first_pass(converter):
-            entries.append(_entry_of(result))
-            origins.append(origin)
-        names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), ())
-        origin_of: dict[str, str] = {}
-        for name, origin in zip(names, origins, strict=True):
-            if name in origin_of:
-                raise CheckpointError(f"{inner.source}: both {origin_of[name]} and {origin} are converted to {name}")
-            origin_of[name] = origin
+        try:
+            entries += [(origin, *_entry(name, tensor)) for origin, name, tensor in self._convert(meta=True)]
+        except CheckpointError:  # perhaps it looks at values
+            entries += [(origin, *_entry(name, tensor)) for origin, name, tensor in self._convert(meta=False)]
+        origins: dict[str, str] = {}
+        for origin, name, _, _ in entries:
+            if name in origins:
+                raise CheckpointError(f"{inner.source}: both {origins[name]} and {origin} are converted to {name}")
+            origins[name] = origin
+        _, names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), (), ())
         self._manifest = Manifest(names, shapes, dtypes, inner.source, quantization=inner.quantization)
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        assert self._inner is not None
         direct = []
         for piece in sorted(Pieces.of(pieces)):  # in the order in which the converter returns them
             if piece.tensor < len(self._direct):
                 direct.append(piece._replace(tensor=self._direct[piece.tensor]))
-                continue
-            data = self._tensor(piece.tensor).reshape(-1).view(torch.uint8)
-            bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = data[
-                piece.tensor_offset : piece.tensor_offset + piece.nbytes
-            ]
+            else:
+                data = self._read_converted(piece.tensor).view(-1).view(torch.uint8)
+                part = data[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+                bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = part
         if direct:
             self._inner.fill(bucket, direct)
 
     def changed(self) -> str:
-        return self._inner.changed() if self._inner is not None else ""
+        return self._inner.changed() if self._manifest is not None else ""
 
     def reopen(self) -> None:
-        if self._inner is not None:
+        if self._manifest is not None:
             self._inner.reopen()
-        self._end_pass()
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-        self._end_pass()
-
-    def _end_pass(self) -> None:
-        self._cache.clear()
         self._results = None
 
-    # ---- passes ----
-
-    def _first_pass(self, converter: Any) -> list[tuple[str, Any]]:
-        """Runs the converter on meta tensors, or on the data if it cannot work on those; returns the results."""
-        try:
-            return list(self._convert(converter, meta=True)) if self._inputs else []
-        except CheckpointError as error:
-            cause = error.__cause__
-            if not isinstance(cause, NotImplementedError) and "meta" not in str(cause).lower():
-                raise
-            _log.warning(
-                "the converter cannot work on meta tensors, so all the tensors that it returns are kept: %s", error
-            )
-        results = list(self._convert(self._new_converter(), meta=False))
-        tensors = [result.tensor.detach().cpu().contiguous() for _, result in results]
-        self._cache = dict(enumerate(tensors, len(self._direct)))
-        return results
-
-    def _tensor(self, number: int) -> Tensor:
-        """Returns a converted tensor, and frees the one before."""
-        if number not in self._cache:
-            if self._results is None or number < self._next:
-                self._results, self._next = self._convert(self._new_converter(), meta=False), len(self._direct)
-            self._cache.clear()
-            while self._next <= number:
-                tensor = self._next_tensor(self._results)
-            self._cache[number] = tensor.detach().cpu().contiguous()
-        return self._cache[number]
-
-    def _next_tensor(self, results: Iterator[tuple[str, Any]]) -> Tensor:
-        manifest, number = self.manifest, self._next
-        expected = manifest.names[number], manifest.shapes[number], manifest.dtypes[number]
-        origin, result = next(results, ("", None))
-        if result is None:
-            raise CheckpointError(
-                f"{manifest.source}: the converter returned {expected[0]} in its first pass, but not in a later one"
-            )
-        if (actual := _entry_of(result)) != expected:
-            first, later = (f"{name} {list(shape)} {dtype}" for name, shape, dtype in (expected, actual))
-            raise CheckpointError(
-                f"{manifest.source}: the converter returned {first} in its first pass, but {later} in a later one (at {origin})"
-            )
-        self._next += 1
-        tensor: Tensor = result.tensor
-        return tensor
+    def close(self) -> None:
+        if self._manifest is not None:
+            self._inner.close()
+        self._results, self._tensor = None, torch.empty(0)
 
     # ---- the converter ----
 
-    def _convert(self, converter: Any, meta: bool) -> Iterator[tuple[str, Any]]:
-        """Yields what the converter returns, with the name of the tensor that it was given last.
+    def _read_converted(self, number: int) -> Tensor:
+        """Returns a converted tensor, and frees the one before."""
+        manifest = self.manifest
+        if self._results is None or number < self._number:
+            self._results, self._number = self._convert(meta=False), len(self._direct) - 1
+        while self._number < number:
+            self._number += 1
+            first = manifest.names[self._number], manifest.shapes[self._number], manifest.dtypes[self._number]
+            origin, name, self._tensor = next(self._results, ("the end", "nothing", torch.empty(0)))
+            if (later := _entry(name, self._tensor)) != first:
+                texts = (f"{name} {list(shape)} {dtype}" for name, shape, dtype in (first, later))
+                raise CheckpointError(
+                    f"{manifest.source}: the converter returned {' in its first pass, but '.join(texts)} in a later one (at "
+                    f"{origin})"
+                )
+        self._tensor = self._tensor.detach().cpu().contiguous()
+        return self._tensor
 
-        Args:
-            meta: convert tensors on the meta device instead of reading the data.
-        """
-        assert self._inner is not None
+    def _convert(self, meta: bool) -> Iterator[_Result]:
+        """Yields what a new converter returns. ``meta``: whether to give it meta tensors instead of the data."""
+        converter, inner = self._new_converter(), self._inner.manifest
         for number in self._inputs:
-            origin = self._inner.manifest.names[number]
-            tensor = _on_meta(self._inner.manifest, number) if meta else read_tensor(self._inner, number)
-            result = self._call(converter, f"at {origin}", lambda: converter.convert(self._rename(origin), tensor))  # noqa: B023
+            origin = inner.names[number]
+            tensor = _on_meta(inner, number) if meta else read_tensor(self._inner, number)
+            result = self._call(converter, f"at {origin}", "convert", self._rename(origin), tensor)
             if result is not None:
-                yield origin, result
+                yield origin, result.name, result.tensor
         if hasattr(converter, "finalize"):
-            for result in self._call(converter, "after the last tensor", lambda: list(converter.finalize() or ())):
-                yield "the end", result
+            for result in self._call(converter, "after the last tensor", "finalize") or ():
+                yield "the end", result.name, result.tensor
 
     def _new_converter(self) -> Any:
         """Raises TypeError if the converter lacks a method."""
@@ -199,28 +157,28 @@ class ConvertedCheckpoint(Checkpoint):
             raise TypeError(f"expected a converter with {' and '.join(missing)}, got {type(converter).__name__}")
         return converter
 
-    def _handles(self, converter: Any, name: str, tensor: Tensor) -> bool:
-        def handles() -> Any:
-            by_tensor = getattr(converter, "can_handle_tensor", None)
-            return bool((callable(by_tensor) and by_tensor(name, tensor)) or converter.can_handle(name))
+    def _takes(self, converter: Any, origin: str, number: int) -> bool:
+        name, when = self._rename(origin), f"at {origin}"
+        if hasattr(converter, "can_handle_tensor"):
+            tensor = _on_meta(self._inner.manifest, number)
+            if self._call(converter, when, "can_handle_tensor", name, tensor):
+                return True
+        return converter is not None and bool(self._call(converter, when, "can_handle", name))
 
-        return converter is not None and bool(self._call(converter, f"at {name}", handles))
-
-    def _call(self, converter: Any, when: str, function: Callable[[], Any]) -> Any:
-        """Calls a function. Raises CheckpointError if it fails."""
+    def _call(self, converter: Any, when: str, method: str, *arguments: Any) -> Any:
+        """Calls a method. Raises CheckpointError if it fails."""
         try:
             with torch.no_grad():
-                return function()
+                return getattr(converter, method)(*arguments)
         except Exception as error:
-            assert self._inner is not None
             raise CheckpointError(
                 f"{self._inner.manifest.source}: the model's converter {type(converter).__name__} failed {when}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
-def _entry_of(result: Any) -> _Entry:
-    return result.name, tuple(result.tensor.shape), result.tensor.dtype
+def _entry(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return name, tuple(tensor.shape), tensor.dtype
 
 
 def _on_meta(manifest: Manifest, number: int) -> Tensor:

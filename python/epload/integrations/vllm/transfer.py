@@ -212,9 +212,9 @@ class VllmModel(EngineModel):
                 self._close(layer)
 
     def begin(self, recording: Recording) -> None:
-        filled = {name.rpartition(".")[0] for name in recording.written}
+        filled = {name.rpartition(".")[0] for name in recording.written or ()}
         for name, layer in self.model.named_modules():
-            if layer not in self._open and not (_is_processed(layer) and (name in filled or recording.untraced)):
+            if layer not in self._open and not (_is_processed(layer) and (recording.written is None or name in filled)):
                 continue
             # Those that are open after a failure begin again, from whatever state.
             self._put_aside(layer)
