@@ -1,7 +1,8 @@
-"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes.
+"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes, on CPU and
+on a fake accelerator.
 
 Each is loaded from meta by epload, its readers taking turns. The oracle is the library's own single-process
-``from_pretrained``, parallelized the same way: each rank's tensors bit for bit, and the logits of the whole model.
+``from_pretrained``, parallelized the same way: each rank's tensors bit for bit, and on CPU the logits of the whole model.
 """
 
 from __future__ import annotations
@@ -16,38 +17,44 @@ import torch
 from torch import Tensor
 
 import epload
-from support import ranks
+from support.accelerator import run_on
 from support.checks import all_fine, differences
-from support.pretrained import MATRIX, build, prepare, whole
+from support.models import use_device
+from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, whole
+
+READERS = (("one", "auto"), ("every", "auto"), ("partitioned", "two_level"), ("one", "striped"), ("partitioned", "striped"))
 
 
 def prompt() -> Tensor:
     return torch.arange(22).reshape(2, 11) * 37 % 60 + 2
 
 
-def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.HierarchicalLoader]) -> Iterator[str]:
+def check(world: int, kind: str, folder: Path, device: str, loaders: Iterator[epload.HierarchicalLoader]) -> Iterator[str]:
     reference = whole(folder, kind)
     buffers = dict(reference.named_buffers())
     with torch.no_grad():
         logits = reference(prompt()).logits
     layouts = sorted(path.name for path in folder.iterdir() if path.name.split(",")[0] == kind)
-    ways = {name: way for table in MATRIX[kind] for name, way in table[world].items()}
-    for number, (name, way) in enumerate(ways.items()):
-        expected = way.parallelize(deepcopy(reference))
+    tables = [table for table in MATRIX[kind] if device == "cpu" or table in (DENSE, TORCH_TP)]
+    for number, (name, way) in enumerate((name, way) for table in tables for name, way in table[world].items()):
+        expected = way.parallelize(deepcopy(reference).to(device))
         # Mappings do not depend on the number of ranks, so that with 6 the layouts take turns.
         for layout in layouts if world == 4 else [layouts[number % len(layouts)]]:
             with torch.device("meta"):
                 model = build(kind)
             model = way.parallelize(model)
-            loader = next(loaders)
-            report = loader.load(model, folder / layout)
-            what = f"{layout}, {name} on {world}, readers={loader.options.readers}"
-            if report.missing_keys or report.unexpected_keys:
-                yield f"{what}: missing {report.missing_keys}, unexpected {report.unexpected_keys}"
-            yield from (f"{what}: {wrong}" for wrong in differences(expected, model))
+            for turn in range(2 if device != "cpu" else 1):  # from meta, and again
+                loader = next(loaders)
+                report = loader.load(model, folder / layout)
+                what = f"{layout}, {name} on {world}, readers={loader.options.readers}, turn {turn}"
+                if report.missing_keys or report.unexpected_keys:
+                    yield f"{what}: missing {report.missing_keys}, unexpected {report.unexpected_keys}"
+                yield from (f"{what}: {wrong}" for wrong in differences(expected, model))
             for buffer, value in model.named_buffers():
-                if not torch.equal(value, buffers[buffer]) or value.dtype != buffers[buffer].dtype:
+                if not torch.equal(value.cpu(), buffers[buffer]) or value.dtype != buffers[buffer].dtype:
                     yield f"{what}: buffer {buffer} differs"
+            if device != "cpu":
+                continue
             with torch.no_grad():
                 got = model(prompt()).logits
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
@@ -56,17 +63,21 @@ def check(world: int, kind: str, folder: Path, loaders: Iterator[epload.Hierarch
                 yield f"{what}: logits are off by {off}"
 
 
-def _on_rank(rank: int, world: int, kind: str, folder: Path) -> list[str]:
+def _on_rank(rank: int, device: str, world: int, kind: str, folder: Path) -> list[str]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # plans with rules that match nothing in a small model
+    use_device(device)
     topology = epload.Topology.from_nodes([list(range(world // 2)), list(range(world // 2, world))])
+    stream = None if device == "cpu" else torch.Stream(device)
     loaders = cycle(
-        epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=16 << 10, progress=False)
-        for readers in ("one", "every", "partitioned")
+        epload.HierarchicalLoader(
+            topology, readers=readers, algorithm=algorithm, bucket_bytes=16 << 10, progress=False, stream=stream
+        )
+        for readers, algorithm in READERS
     )
-    return list(check(world, kind, folder, loaders))
+    return list(check(world, kind, folder, device, loaders))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +92,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world", "kind"), [*((4, kind) for kind in MATRIX), (6, "qwen3_moe"), (6, "gpt_oss"), (6, "llama")]
+    ("world", "kind", "place"),
+    [
+        *((4, kind, "cpu") for kind in MATRIX),
+        (6, "qwen3_moe", "cpu"),
+        (6, "llama", "cpu"),
+        (4, "qwen3_moe", "hccl"),
+        (4, "gpt_oss", "nccl"),
+        (4, "bert", "nccl"),
+    ],
 )
-def test_models_are_those_of_one_process(world: int, kind: str, checkpoints: Path) -> None:
-    all_fine(ranks.run(world, _on_rank, world, kind, checkpoints))
+def test_models_are_those_of_one_process(world: int, kind: str, place: str, checkpoints: Path) -> None:
+    all_fine(run_on(place, world, _on_rank, world, kind, checkpoints))

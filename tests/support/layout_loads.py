@@ -10,15 +10,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from epload.planning import schedule
-from epload.transfer import direct_read
 from support.checks import differences, full_values
 from support.layout_cases import Case, cases
 from support.models import device, use_device
+from support.readers import small_waves
 
 NODES: dict[int, tuple[list[list[int]], ...]] = {
     1: ([[0]],),
@@ -82,11 +82,11 @@ def ways_of_case(number: int, world: int) -> list[Way]:
     return [all_ways[7 * number % len(all_ways)]]  # 7 divides no number of ways, so that no way is left out
 
 
-def check_cases(rank: int, world: int, part: int, parts: int, folder: str, on: str = "cpu") -> list[str]:
+def check_cases(rank: int, on: str, part: int, parts: int, folder: str) -> list[str]:
     """Returns what is wrong, a line a tensor."""
     use_device(on)
-    schedule.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
-    direct_read.READ_BYTES = 100  # and read them wave by wave
+    small_waves()
+    world = dist.get_world_size()
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
     for number, case in list(enumerate(cases(world)))[part::parts]:

@@ -103,6 +103,7 @@ def use_device(name: str) -> None:
 
 @cache
 def mesh(*axes: tuple[str, int]) -> DeviceMesh:
+    """Returns a mesh of the models' device, which is to be set before."""
     return init_device_mesh(_device.type, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
 
 

@@ -67,7 +67,7 @@ def fsdp(model: Any, **axes: int) -> Any:
 
 
 def fsdp_on(model: Any, on: DeviceMesh) -> Any:
-    """Layers and submodels are sharded by themselves, as users do."""
+    """Shards layers and submodels by themselves, as users do."""
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "layer", "blocks"):
             for layer in module:
@@ -119,35 +119,22 @@ class Way:
     """Of the logits: sums are taken in another order than on one process."""
 
 
-DENSE: dict[int, dict[str, Way]] = {
-    4: {
-        "fsdp": Way(partial(fsdp, shard=4), 0),
-        "hsdp": Way(partial(fsdp, replicate=2, shard=2), 0),
-    },
-    6: {
-        "fsdp": Way(partial(fsdp, shard=6), 0),
-        "hsdp": Way(partial(fsdp, replicate=2, shard=3), 0),
-    },
+Ways = dict[int, dict[str, Way]]
+"""The ways to parallelize by their names, for each number of ranks."""
+WORLDS = (4, 6)
+DENSE: Ways = {
+    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)} for n in WORLDS
 }
-TP: dict[int, dict[str, Way]] = {
-    4: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=2), 1e-5)},
-    6: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=3), 1e-5)},
+TP: Ways = {n: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=n // 2), 1e-5)} for n in WORLDS}
+TORCH_TP: Ways = {n: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=n // 2), 1e-5)} for n in WORLDS}
+EP: Ways = {
+    n: {
+        "ep": Way(partial(by_the_library, ep_size=n, fsdp_size=n), 1e-5),
+        "ep x fsdp": Way(partial(by_the_library, ep_size=n // 2, fsdp_size=n), 1e-5),
+    }
+    for n in WORLDS
 }
-TORCH_TP: dict[int, dict[str, Way]] = {
-    4: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=2), 1e-5)},
-    6: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=3), 1e-5)},
-}
-EP: dict[int, dict[str, Way]] = {
-    4: {
-        "ep": Way(partial(by_the_library, ep_size=4, fsdp_size=4), 1e-5),
-        "ep x fsdp": Way(partial(by_the_library, ep_size=2, fsdp_size=4), 1e-5),
-    },
-    6: {
-        "ep": Way(partial(by_the_library, ep_size=6, fsdp_size=6), 1e-5),
-        "ep x fsdp": Way(partial(by_the_library, ep_size=3, fsdp_size=6), 1e-5),
-    },
-}
-MATRIX: dict[str, tuple[dict[int, dict[str, Way]], ...]] = {
+MATRIX: dict[str, tuple[Ways, ...]] = {
     "qwen3_moe": (DENSE, TP, EP),
     "mixtral": (DENSE, TP, EP),
     "deepseek_v3": (DENSE, TP, EP),
