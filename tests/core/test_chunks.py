@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from random import Random
 
@@ -109,13 +108,3 @@ def test_pieces_of_tensors_in_chunks(tmp_path: Path) -> None:
         bucket = torch.empty(len(expected), dtype=torch.uint8)
         store.read_regions(file, offset, Regions(*chunks.fill(bucket, torch.tensor(pieces))))
         assert bytes(bucket.tolist()) == bytes(expected), seed
-
-
-def test_a_region_that_is_no_box(tmp_path: Path) -> None:
-    """Such as one of a tensor that a mapping reshapes: it is read by way of whole pieces."""
-    chunks = Chunks.of([(4, 6)], [4], [[((0, 0), (4, 3)), ((0, 3), (4, 3))]])
-    for size, stride in (((24,), (1,)), ((2, 2), (6, 6)), ((8, 3), (3, 1)), ((2, 5), (7, 1)), ((4,), (7,))):
-        pad = [0] * (2 - len(size))
-        row = [0, 0, dtypes.code(torch.float32), len(size), *[0] * len(size), *pad, *size, *pad, *stride, *pad]
-        assert chunks.split(CopyTable(torch.tensor([row])), torch.tensor([[0, 0]])) is None, size
-    assert prod(chunks.nbytes.tolist()) == 48 * 48

@@ -123,11 +123,3 @@ def test_what_does_not_go_together_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"2|dim"):
             attempt()
-
-
-def test_a_box_stays_one_box() -> None:
-    """Views that torch makes without copying are one region, so that they cost one copy."""
-    whole = Assembly.of(0, (6, 4))
-    heads = views.transpose(views.reshape(whole, (3, 2, 4)), 0, 1)
-    assert [len(x.parts) for x in (heads, views.reshape(whole, (24,)), views.reshape(whole, (2, 3, 2, 2)))] == [1, 1, 1]
-    assert len(views.reshape(heads, (6, 4)).parts) == 2

@@ -68,6 +68,16 @@ class Bare(nn.Module):
         self.register_buffer("angles", torch.arange(4.0), persistent=False)
 
 
+class Buffered(nn.Module):
+    """Buffers that no checkpoint holds; only ranks on which the model is not on meta have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 5)])
+        self.register_buffer("angles", torch.arange(5.0) + 1, persistent=False)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+
+
 def odd_state(number: int) -> State:
     shapes = {"layers.0.weight": (5, 7), "layers.0.bias": (5,), "large": (37, 53), "empty": (0, 3), "scalar": ()}
     shapes["tail.weight"] = (5, 3)
@@ -108,6 +118,14 @@ def kinds(rank: int, device: str) -> list[str]:
         check("all offloaded", bare, linear, on_cpu=list(linear))
         if str(bare.angles.device) != device or bare.angles.tolist() != [-1.0] * 4:
             problems.append(f"{readers}: {bare.angles}")
+
+        with torch.device(device if rank == 1 else "meta"):
+            some_have = Buffered()
+        some_have.mask = some_have.mask.to("cpu") if rank == 1 else some_have.mask
+        some_have.layers.to_empty(device=device)
+        loader.load(some_have, for_readers(linear, readers))
+        if some_have.angles.tolist() != [1, 2, 3, 4, 5] or not all(some_have.mask.tolist()):
+            problems.append(f"{readers}: {some_have.angles}, {some_have.mask}")
 
         model = meta_net(torch.bfloat16, where=device)
         report = loader.load(model, for_readers(one, readers))

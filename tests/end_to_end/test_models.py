@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import epload
+from support import fp8
 from support.accelerator import run_on
 from support.checks import all_fine, differences
 from support.models import use_device
 from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, whole
+from support.small_model import wrong
 
 READERS = (("one", "auto"), ("every", "auto"), ("partitioned", "two_level"), ("one", "striped"), ("partitioned", "striped"))
 
@@ -104,3 +108,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_models_are_those_of_one_process(world: int, kind: str, place: str, checkpoints: Path) -> None:
     all_fine(run_on(place, world, _on_rank, world, kind, checkpoints))
+
+
+def _dequantized(rank: int, device: str, folder: Path) -> list[str]:
+    """Scales travel to the device, and the weights there are what the reference computes."""
+    problems = []
+    values = fp8.expected(fp8.checkpoint(), torch.bfloat16)
+    for nodes, readers in (([[0], [1]], "one"), ([[0, 1]], "one"), ([[0, 1]], "every")):
+        loader = epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), readers=readers, bucket_bytes=20000)
+        model = fp8.Tree(values)
+        fully_shard(model, mesh=init_device_mesh(torch.device(device).type, (2,)))
+        loader.load(model, folder, mapping=fp8.MAPPING)
+        problems += [f"{readers} on {nodes}: {text}" for text in wrong(model, values, where=device)]
+    return problems
+
+
+@pytest.mark.parametrize("place", ["cpu", "nccl", "hccl"])
+def test_fp8_weights_are_dequantized(place: str, tmp_path: Path) -> None:
+    fp8.store(tmp_path)
+    all_fine(run_on(place, 2, _dequantized, tmp_path))

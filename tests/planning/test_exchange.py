@@ -17,12 +17,11 @@ from epload.core.placement import (
     Layout,
     Replicated,
     Sharded,
-    box_slices,
     owned_intervals,
     owned_regions,
     row_major_strides,
 )
-from epload.core.views import Assembly, View, reshape, transpose
+from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
@@ -230,24 +229,3 @@ def test_dtypes_that_do_not_convert_are_named() -> None:
     summaries = {0: sender.summary(), 1: receiver.summary()}
     with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):
         plan_exchange(tensors, Members(((0,),), ((1,),)), summaries, 0, sender, 64 << 20)
-
-
-@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (24,), (1, 24), (4, 1, 6)])
-def test_parts_of_reshaped_views(shape: Shape) -> None:
-    """Each element of a reshaped and transposed tensor is in one part, where the view has it."""
-    source = torch.arange(24).reshape(2, 12)
-    assembly = reshape(Assembly.of(0, (2, 12)), shape)
-    expected = source.reshape(shape)
-    if len(shape) > 1:
-        assembly, expected = transpose(assembly, 0, 1), expected.transpose(0, 1)
-    found = torch.full(assembly.shape, -1)
-    for _, view in assembly.parts:
-        layout = Layout(assembly.shape, (), ())
-        for part in parts_of_view(view, (2, 12), owned_regions(layout, ())):
-            box = source[box_slices(*part.box)]
-            local_start, size = part.within(*part.box)
-            order = [dim for dim in part.dims if dim >= 0]
-            rest = [dim for dim in range(2) if dim not in order]
-            assert all(box.shape[dim] == 1 for dim in rest)
-            found[box_slices(local_start, size)] = box.permute(*order, *rest).reshape(size)
-    assert torch.equal(found, expected)
