@@ -44,30 +44,6 @@ def _config(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(**SMALL | options)
 
 
-def _llava() -> Any:
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
-        projection_dim=16,
-    )  # fmt: skip
-    return transformers.LlavaConfig(
-        vision_config=vision, text_config=transformers.LlamaConfig(**SMALL), image_token_index=63, image_seq_length=4
-    )
-
-
-def _gemma3() -> Any:
-    text = {**SMALL, "sliding_window": 4, "query_pre_attn_scalar": 8}
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-        "patch_size": 4,
-    }  # fmt: skip
-    return transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63
-    )
-
-
-_PIXELS = torch.linspace(-1, 1, 3 * 8 * 8).view(1, 3, 8, 8)
-_IMAGE_IDS = torch.tensor([[1, 63, 63, 63, 63, 5, 6]])
-
 FAMILIES = {
     "llama": Family(_config("LlamaConfig")),
     "qwen3_moe": Family(_config("Qwen3MoeConfig", **MOE)),
@@ -101,19 +77,6 @@ FAMILIES = {
     "gpt_oss": Family(
         _config("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=4), dtype="float16",
         own_groups=("input_layernorm", "post_attention_layernorm", "model.norm"),
-    ),
-    "bart": Family(
-        lambda: transformers.BartConfig(
-            vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
-        ),
-        "AutoModelForSeq2SeqLM",
-        inputs={"input_ids": IDS, "labels": IDS},
-    ),
-    "llava": Family(_llava, "AutoModelForImageTextToText", inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS}),
-    "gemma3": Family(
-        _gemma3, "AutoModelForImageTextToText",
-        inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS, "token_type_ids": (_IMAGE_IDS == 63).long()},
     ),
 }  # fmt: skip
 EVERY_TIME = ("qwen3_moe", "deepseek_v3", "t5", "qwen3_fp8")

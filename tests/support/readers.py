@@ -14,13 +14,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from epload import Checkpoint, HierarchicalLoader, LoadReport, Manifest, Topology
+from epload import HierarchicalLoader, LoadReport, Topology
 from epload.planning import choose, schedule
 from epload.transfer import direct_read
+from support.failures import Filling
 from support.small_model import BUCKET, meta_net, state_for, wrong
 
 Nodes = list[list[int]]
@@ -49,20 +50,6 @@ def small_waves() -> None:
     """Makes a bucket of a few hundred bytes a wave that several readers share, and that is read on its own, on this rank."""
     schedule.MIN_PART_BYTES = 100
     direct_read.READ_BYTES = 100
-
-
-class Filling(Checkpoint):
-    """Fills whole buckets, and can do nothing else."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._inner = Checkpoint.from_state_dict(state)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._inner.manifest
-
-    def fill(self, bucket: Tensor, pieces: Any) -> None:
-        self._inner.fill(bucket, pieces)
 
 
 def save(folder: Path, number: int) -> None:
