@@ -203,9 +203,7 @@ def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
 @cache
 def _loader(readers: str, verify: bool) -> HierarchicalLoader:
     topology = Topology.from_nodes([[0, 1], [2, 3]])
-    return HierarchicalLoader(
-        topology, readers=readers, verify=verify, bucket_bytes=6000, timeout=30, progress=False
-    )
+    return HierarchicalLoader(topology, readers=readers, verify=verify, bucket_bytes=6000, timeout=30, progress=False)
 
 
 def _load(run: Run, folder: Path, at_the_end: Callable[[], None]) -> tuple[nn.Module, tuple[str, str]]:

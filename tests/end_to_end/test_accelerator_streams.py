@@ -1,5 +1,5 @@
-"""The streams of a load into a device: what is queued where, and that nothing overtakes what it depends on. On a fake asynchronous
-accelerator, whose streams can be held."""
+"""The streams of a load into a device: what is queued where, and that nothing overtakes what it depends on. On a fake accelerator,
+whose streams can be held."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def _traced(rank: int, semantics: str) -> list[str]:
     topology = Topology.from_nodes(NODES[4])
     cases = (("one", "two_level"), ("partitioned", "two_level"), ("one", "striped"))
     for stream, (readers, algorithm) in zip((torch.Stream(DEVICE), None, torch.Stream(DEVICE)), cases, strict=True):
-        loader = HierarchicalLoader(
-            topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, stream=stream
-        )
+        loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, stream=stream)
         model = meta_net()
         loader.load(model, for_readers(state_for(1), readers))
         with fakedev.traced() as seen:
@@ -68,12 +66,12 @@ ROW_BUCKET = 64 + 4 * ROWS
 """Bytes; a tensor a bucket."""
 
 
-def rows() -> nn.ParameterList:
-    return nn.ParameterList([nn.Parameter(torch.zeros(ROWS)) for _ in range(BUCKETS)]).to(DEVICE)
+def rows(count: int = BUCKETS) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.zeros(ROWS)) for _ in range(count)]).to(DEVICE)
 
 
-def values(salt: int) -> dict[str, Tensor]:
-    return {f"{i}": torch.arange(float(ROWS)) + 10_000 * (i + salt) for i in range(BUCKETS)}
+def values(salt: int, count: int = BUCKETS) -> dict[str, Tensor]:
+    return {f"{i}": torch.arange(float(ROWS)) + 10_000 * (i + salt) for i in range(count)}
 
 
 def differing(tensors: list[Tensor], salt: int) -> list[int]:
@@ -86,27 +84,27 @@ def in_order(rank: int) -> list[str]:
     problems = []
     given, caller = torch.Stream(DEVICE), torch.Stream(DEVICE)
     loader = HierarchicalLoader(readers="one", bucket_bytes=ROW_BUCKET, stream=given)
-    model = rows()
     with fakedev.traced() as seen:
-        loader.load(model, Filling(values(0)))
+        loader.load(rows(), Filling(values(0)))
     kind = torch._C._autograd.DeviceType.PrivateUse1.value
     uploading = {on for _, on, what in seen if what == "copy to device"}
-    streams = [torch.Stream(stream_id=on, device_index=0, device_type=kind) for on in uploading]
-    if not streams:
-        return ["nothing is copied to the device"]
-    held_in_turn = [("the load's", given), ("the caller's", caller), *(("a copy's", stream) for stream in streams)]
-    for salt, ((what, held), source) in enumerate(product(held_in_turn, (dict, Filling) * 3)):
+    copying = [torch.Stream(stream_id=on, device_index=0, device_type=kind) for on in uploading]
+    assert copying
+    # A load of two buckets returns while its stream is held; with more, the host waits for a buffer.
+    for salt, (held, source, count) in enumerate(product([given, caller, *copying], (dict, Filling), (2, BUCKETS))):
+        model = rows(count)
+        torch.accelerator.synchronize()
         with caller, torch.no_grad():
             fakedev.hold(held)
             for row in model:
                 row.fill_(-1.0)
-            threading.Timer(0.05, fakedev.release, [held]).start()
-            loader.load(model, source(values(salt)))
+            threading.Timer(0.1, fakedev.release, [held]).start()
+            loader.load(model, source(values(salt, count)))
             read = [row.detach().clone() for row in model]
             for row in model:
                 row.fill_(7.0)
         if found := differing(read, salt):
-            problems.append(f"{what} stream was held: rows {found} differ")
+            problems.append(f"{source.__name__}, {count} buckets, {held} was held: rows {found} differ")
     return problems
 
 
@@ -130,7 +128,9 @@ def _late_values(rank: int) -> list[str]:
         loader.load(model, state)
         torch.accelerator.synchronize()
         found = [row.detach().cpu() for row in model]
-        problems += [f"{readers}: row {i}" for i, row in enumerate(found) if not bool((row == 10.0 * salt + i + 1).all())]
+        problems += [
+            f"{readers}: row {i}" for i, row in enumerate(found) if not bool((row == 10.0 * salt + i + 1).all())
+        ]
     return problems
 
 

@@ -1,4 +1,4 @@
-"""HierarchicalLoader on real ranks, on CPU and on a fake accelerator: what a load leaves in a model, and what moves to get it there."""
+"""HierarchicalLoader on CPU and on a fake accelerator: what a load leaves in a model, and what moves to get it there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes, on CPU and
-on a fake accelerator.
+"""Real models, as the transformers library makes, saves and parallelizes them: architectures x checkpoint layouts x meshes.
 
 Each is loaded from meta by epload, its readers taking turns. The oracle is the library's own single-process
 ``from_pretrained``, parallelized the same way: each rank's tensors bit for bit, and on CPU the logits of the whole model.
@@ -26,14 +25,22 @@ from support.models import use_device
 from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, whole
 from support.small_model import wrong
 
-READERS = (("one", "auto"), ("every", "auto"), ("partitioned", "two_level"), ("one", "striped"), ("partitioned", "striped"))
+READERS = (
+    ("one", "auto"),
+    ("every", "auto"),
+    ("partitioned", "two_level"),
+    ("one", "striped"),
+    ("partitioned", "striped"),
+)
 
 
 def prompt() -> Tensor:
     return torch.arange(22).reshape(2, 11) * 37 % 60 + 2
 
 
-def check(world: int, kind: str, folder: Path, device: str, loaders: Iterator[epload.HierarchicalLoader]) -> Iterator[str]:
+def check(
+    world: int, kind: str, folder: Path, device: str, loaders: Iterator[epload.HierarchicalLoader]
+) -> Iterator[str]:
     reference = whole(folder, kind)
     buffers = dict(reference.named_buffers())
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""HierarchicalLoader when something is wrong, on CPU and on a fake accelerator: every rank raises the same error, nothing has changed,
-and the next load is right."""
+"""HierarchicalLoader when something is wrong: every rank raises the same error, nothing has changed, and the next load is right."""
 
 from __future__ import annotations
 
@@ -277,7 +276,8 @@ def one_differs(rank: int, device: str, folder: Path, readers: str, odd: int) ->
 
 
 @pytest.mark.parametrize(
-    ("place", "readers", "odd"), [("cpu", "every", 3), ("cpu", "partitioned", 3), ("cpu", "auto", 3), ("nccl", "every", 2)]
+    ("place", "readers", "odd"),
+    [("cpu", "every", 3), ("cpu", "partitioned", 3), ("cpu", "auto", 3), ("nccl", "every", 2)],
 )
 def test_a_file_that_is_another_on_one_rank(place: str, readers: str, odd: int, tmp_path: Path) -> None:
     for number in (1, 2):
@@ -324,7 +324,11 @@ def in_the_middle(
         if culprits:
             source = Failing(one, on_fire, at % 3) if rank in culprits else one
             fails(f"read {culprits}", source, loaded if at % 2 else None)
-    for case, error in {"long": RuntimeError("x" * 10_000), "odd": RuntimeError("é" * 300), "memory": MemoryError()}.items():
+    for case, error in {
+        "long": RuntimeError("x" * 10_000),
+        "odd": RuntimeError("é" * 300),
+        "memory": MemoryError(),
+    }.items():
         fails(case, Failing(one, error, 1) if rank == reading[-1] else one)
     for culprit, model in ((3, loaded), (3, None), (reading[0], None)):
         with unpack_breaks_once(culprit, "upload" if readers == "every" and device != "cpu" else "unpack"):
@@ -363,7 +367,9 @@ def test_a_failure_in_the_middle(place: str, readers: str, algorithm: str, nodes
     for case, failure in outcomes[0][0].items():
         if case.startswith("read"):
             expected[case] = ("LoadError", ["OSError", "the disk is on fire"])
-            culprits = [rank for rank in re.findall(r"\d", case) if f"rank {rank} could not read bucket" in str(failure)]
+            culprits = [
+                rank for rank in re.findall(r"\d", case) if f"rank {rank} could not read bucket" in str(failure)
+            ]
             assert len(culprits) == 1, (case, failure)
         elif case.startswith("unpack"):
             expected[case] = ("LoadError", [f"rank {case[10]} could not ", "RuntimeError: no room to unpack"])

@@ -123,7 +123,16 @@ def test_settings_that_make_no_buckets_are_refused(settings: dict[str, int]) -> 
 
 @pytest.mark.parametrize(
     "extent",
-    [(-1, 1, 1), (-BIG - 1, 1, 1), (BIG, 1, BIG), (100, 0, 100), (100, 4, 0), (100, 3, 100), (100, 4, 40), (130, 65, 130)],
+    [
+        (-1, 1, 1),
+        (-BIG - 1, 1, 1),
+        (BIG, 1, BIG),
+        (100, 0, 100),
+        (100, 4, 0),
+        (100, 3, 100),
+        (100, 4, 40),
+        (130, 65, 130),
+    ],
 )
 def test_extents_that_cannot_be_are_refused(extent: Extent) -> None:
     with pytest.raises(ValueError, match="plan_buckets: "):
@@ -132,7 +141,14 @@ def test_extents_that_cannot_be_are_refused(extent: Extent) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "itemsize", "room"),
-    [([2**62, 2**62], 4, 64), ([2**62], 2, 64), ([2**31, 2**31, 2], 1, 64), ([-1, -1], 4, 16), ([3, -2], 4, 16), ([3], 0, 16)],
+    [
+        ([2**62, 2**62], 4, 64),
+        ([2**62], 2, 64),
+        ([2**31, 2**31, 2], 1, 64),
+        ([-1, -1], 4, 16),
+        ([3, -2], 4, 16),
+        ([3], 0, 16),
+    ],
 )
 def test_shapes_that_cannot_be_are_refused(shape: list[int], itemsize: int, room: int) -> None:
     with pytest.raises(ValueError, match=r"plan_buckets: |overflows"):

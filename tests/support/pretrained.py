@@ -123,7 +123,8 @@ Ways = dict[int, dict[str, Way]]
 """The ways to parallelize by their names, for each number of ranks."""
 WORLDS = (4, 6)
 DENSE: Ways = {
-    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)} for n in WORLDS
+    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)}
+    for n in WORLDS
 }
 TP: Ways = {n: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=n // 2), 1e-5)} for n in WORLDS}
 TORCH_TP: Ways = {n: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=n // 2), 1e-5)} for n in WORLDS}

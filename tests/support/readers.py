@@ -175,8 +175,14 @@ def bytes_read(rank: int, device: str, folder: Path) -> list[str]:
         parts = {"one": {0: total}, "per_node": {0: total, 2: total}, "every": dict.fromkeys(range(3), total / 3)}
         parts["partitioned"] = dict.fromkeys(sharing, total / len(sharing))
         slack = {"partitioned": 1.5, "every": 1}.get(way, 1.01)
-        fits = all(parts[way].get(at, 0) / slack <= nbytes <= parts[way].get(at, 0) * slack for at, nbytes in enumerate(by_rank))
-        moved = (report.peak_staging == 0, report.transport_steps == 0) == (way == "every", way in ("every", "per_node"))
+        fits = all(
+            parts[way].get(at, 0) / slack <= nbytes <= parts[way].get(at, 0) * slack
+            for at, nbytes in enumerate(by_rank)
+        )
+        moved = (report.peak_staging == 0, report.transport_steps == 0) == (
+            way == "every",
+            way in ("every", "per_node"),
+        )
         if report.readers != way or not fits or sum(by_rank) > total * (2.02 if way == "per_node" else 1.01):
             problems.append(f"{readers}: {report.readers}, {by_rank} bytes read of {total}")
         if device == "cpu" and rank in (0, 2) and not moved:

@@ -145,7 +145,7 @@ def on_meta(model_class: type[Any], config: Any, dtype: torch.dtype | None = Non
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Has torch fill memory that it allocates without a value, with NaN or the largest integer, so that what nobody writes shows."""
+    """Has torch fill memory that it allocates with NaN or the largest integer, so that what nobody writes shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
