@@ -8,20 +8,9 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from epload.core.placement import (
-    Box,
-    Layout,
-    Placement,
-    Replicated,
-    Sharded,
-    box_of_range,
-    intersect,
-    owned_regions,
-)
+from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_regions
 from support.shards import Coordinate, Cut, box_slices, indices, torch_shards
 
 
@@ -54,9 +43,6 @@ def left_to_right(placements: Sequence[Placement]) -> list[Cut]:
 
 def meshes(axes: int, sizes: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int, ...]]:
     return product(sizes, repeat=axes)
-
-
-# ---- owned_regions ----
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
@@ -108,60 +94,3 @@ def strided_layouts() -> Iterator[tuple[Layout, list[Cut]]]:
 def test_strided_layouts() -> None:
     for layout, cuts in strided_layouts():
         check_layout(layout, cuts)
-
-
-# ---- boxes ----
-
-
-@st.composite
-def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-
-    def box() -> Box:
-        start = [draw(st.integers(0, n)) for n in shape]
-        return tuple(start), tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
-
-    return shape, box(), box()
-
-
-@settings(deadline=None)
-@given(two_boxes())
-def test_intersect_is_the_shared_elements(case: tuple[tuple[int, ...], Box, Box]) -> None:
-    shape, a, b = case
-    masks = []
-    for box in (a, b):
-        mask = torch.zeros(shape, dtype=torch.bool)
-        mask[box_slices(*box)] = True
-        masks.append(mask)
-    both = masks[0] & masks[1]
-    shared = intersect(a, b)
-    assert shared == intersect(b, a)
-    if shared is None:
-        assert not both.any()
-    else:
-        mask = torch.zeros(shape, dtype=torch.bool)
-        mask[box_slices(*shared)] = True
-        assert torch.equal(mask, both)
-        assert all(size > 0 for size in shared[1])
-
-
-@st.composite
-def range_that_is_a_box(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
-    """A shape, and consecutive indices of one dim at one index of the dims before it, as elements."""
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    if not shape:
-        return shape, 0, 1
-    dim = draw(st.integers(0, len(shape) - 1))
-    first = draw(st.integers(0, shape[dim] - 1))
-    count = draw(st.integers(1, shape[dim] - first))
-    outer = draw(st.integers(0, prod(shape[:dim]) - 1))
-    stride = prod(shape[dim + 1 :])
-    return shape, (outer * shape[dim] + first) * stride, count * stride
-
-
-@settings(deadline=None)
-@given(range_that_is_a_box())
-def test_box_of_range_is_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
-    shape, begin, count = case
-    box = box_of_range(shape, begin, count)
-    assert indices(shape)[box_slices(*box)].flatten().tolist() == list(range(begin, begin + count))

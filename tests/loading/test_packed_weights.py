@@ -30,8 +30,7 @@ Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 WEIGHT = (32, 64)
 LAYOUTS: dict[str, tuple[Parts, str]] = {
     "GPTQ": (
-        {"qweight": ((8, 32), I32), "qzeros": ((1, 4), I32), "scales": ((1, 32), F16), "g_idx": ((64,), I32)},
-        "GPTQ or AWQ",
+        {"qweight": ((8, 32), I32), "qzeros": ((1, 4), I32), "scales": ((1, 32), F16), "g_idx": ((64,), I32)}, "GPTQ or AWQ",
     ),
     "AWQ": ({"qweight": ((64, 4), I32), "qzeros": ((1, 4), I32), "scales": ((1, 32), F16)}, "GPTQ or AWQ"),
     "compressed-tensors": (
@@ -51,12 +50,7 @@ LAYOUTS: dict[str, tuple[Parts, str]] = {
     "EETQ": ({"weight": ((64, 32), I8), "weight_scales": ((32,), F16)}, "EETQ"),
     "HIGGS": ({"weight": ((16, 32), I16), "scales": ((1, 32), F16), "tables2": ((16, 16, 1), F32)}, "HIGGS"),
     "bitsandbytes nf4": (
-        {
-            "weight": ((1024, 1), U8),
-            "weight.absmax": ((32,), U8),
-            "weight.quant_map": ((16,), F32),
-            "weight.quant_state.bitsandbytes__nf4": ((80,), U8),
-        },
+        {"weight": ((1024, 1), U8), "weight.absmax": ((32,), U8), "weight.quant_state.bitsandbytes__nf4": ((80,), U8)},
         "4-bit weights of bitsandbytes",
     ),
     "bitsandbytes fp4": (
@@ -64,12 +58,7 @@ LAYOUTS: dict[str, tuple[Parts, str]] = {
         "4-bit weights of bitsandbytes",
     ),
     "NVFP4 of ModelOpt": (
-        {
-            "weight": ((32, 32), U8),
-            "weight_scale": ((32, 4), FP8),
-            "weight_scale_2": ((), F32),
-            "input_scale": ((), F32),
-        },
+        {"weight": ((32, 32), U8), "weight_scale": ((32, 4), FP8), "weight_scale_2": ((), F32), "input_scale": ((), F32)},
         "NVFP4",
     ),
     "NVFP4 of compressed-tensors": (
@@ -86,7 +75,7 @@ LAYOUTS: dict[str, tuple[Parts, str]] = {
     "torchao": ({"_weight_qdata": ((32, 64), I8), "_weight_scale": ((32, 1), F32)}, "torchao"),
     "torchao fp8": ({"weight:qdata": ((32, 64), FP8), "weight:scale": ((32, 1), F32)}, "torchao"),
     "Marlin": ({"B": ((4, 64), I32), "s": ((1, 32), F16)}, r"layer\.B, int32"),
-}
+}  # fmt: skip
 """The tensors of one layer in each format, and what the error says of them."""
 
 

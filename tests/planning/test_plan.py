@@ -17,7 +17,6 @@ from epload.core.placement import (
     Replicated,
     Sharded,
 )
-from epload.mapping import Concatenate, Convert, Stack
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning.plan import LoadPlan, make_plan
@@ -182,32 +181,3 @@ def test_a_whole_load_gives_every_rank_its_shards(mesh_shape: tuple[int, int], b
             expected = as_bytes(shards[name][coordinate])
             assert torch.equal(as_bytes(tensor), expected), f"{name} at {coordinate} of {mesh_shape}"
     assert len(fingerprints) == 1
-
-
-@pytest.mark.parametrize("bucket_bytes", [96, 4096])
-def test_a_load_that_stacks_experts_and_joins_their_projections(bucket_bytes: int) -> None:
-    experts, hidden, width = 5, 3, 7
-    names = [f"experts.{e}.{part}" for e in range(experts) for part in ("gate", "up")]
-    sources: Described = dict.fromkeys(names, ((width, hidden), BF16))
-    manifest, values = manifest_of(sources), values_of(sources)
-    whole = torch.stack([torch.cat([values[f"experts.{e}.gate"], values[f"experts.{e}.up"]]) for e in range(experts)])
-    mapping = Mapping(
-        converts=(
-            Convert(
-                (r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"),
-                ("fused",),
-                (Stack(0), Concatenate(1)),
-            ),
-        )
-    )
-    wanted: Described = {"fused": (tuple(whole.shape), BF16)}
-    mesh_shape = (2, 2, 2)
-    placements: tuple[Placement, ...] = (Sharded(0, 2), Sharded(0), Sharded(1, 2))
-    shards = torch_shards(whole, mesh_shape, [(1, 0, 1), (0, 0, 1), (2, 1, 2)])
-    for coordinate, expected in shards.items():
-        targets = targets_of(wanted, mesh_shape, {"fused": placements}, coordinate)
-        plan = make_plan(manifest, targets, mapping, bucket_bytes)
-        local = torch.empty(expected.shape, dtype=BF16)
-        as_bytes(local).fill_(0xDD)
-        run_plan(plan, manifest, values, [local])
-        assert torch.equal(as_bytes(local), as_bytes(expected)), coordinate
