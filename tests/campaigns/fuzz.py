@@ -31,7 +31,16 @@ def hypothesis(until: float) -> None:
     files = [TESTS / f"{name}.py" for name in MODULES]
     turn = 0
     while time.monotonic() < until:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis", f"--hypothesis-seed={time.time_ns()}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "hypothesis",
+            f"--hypothesis-seed={time.time_ns()}",
+        ]
         done = subprocess.run([*command, *files], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:])

@@ -81,7 +81,9 @@ def load(rank: int, folder: Path) -> list[str]:
                 shards[name] = local_of(distribute_tensor(value, mesh, placements, src_data_rank=None))
                 target[name] = distribute_tensor(torch.zeros_like(value), mesh, placements, src_data_rank=None)
             epload.load_state(target, path, readers=readers, progress=False)
-            wrong = [n for n, shard in shards.items() if not torch.equal(as_bytes(local_of(target[n])), as_bytes(shard))]
+            wrong = [
+                n for n, shard in shards.items() if not torch.equal(as_bytes(local_of(target[n])), as_bytes(shard))
+            ]
             problems += [f"{path.name}, {readers}: {name}" for name in wrong]
     return problems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -229,39 +228,10 @@ def test_axolotl_3476_veomni_642_nothing_but_the_planned_messages_moves() -> Non
     all_fine(ranks.run(4, _steps))
 
 
-def _report(rank: int) -> dict[str, Any]:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES[4]), bucket_bytes=BUCKET)
-    partial = {**state_for(1), "stray": torch.ones(2)}
-    del partial["norm.bias"]
-    model = meta_net()
-    loader.load(model, only_readers(state_for(1)))
-    report = loader.load(model, only_readers(partial), strict=False)
-    return {"json": json.loads(json.dumps(report.to_dict())), "text": str(report)}
-
-
-def test_reports_of_all_ranks() -> None:
-    reports = ranks.run(4, _report)
-    nbytes = sum(value.nbytes for name, value in state_for(1).items() if name != "norm.bias")
-    shared = ("missing_keys", "unexpected_keys", "tied_keys", "initialized", "nbytes", "tensors", "buckets", "casts")
-    for report in reports:
-        values, text = report["json"], report["text"]
-        assert [values[key] for key in shared] == [reports[0]["json"][key] for key in shared]
-        assert (values["missing_keys"], values["unexpected_keys"]) == (["norm.bias"], ["stray"])
-        assert (values["nbytes"], values["tensors"]) == (nbytes, len(state_for()) - 1)
-        assert (values["readers"], values["algorithm"]) == ("one", "two_level")
-        assert 0 < values["seconds"] < 60
-        for part in ("norm.bias", "stray", f"{values['tensors']} tensors"):
-            assert part in text
-    moved = [{name: phase["nbytes"] for name, phase in report["json"]["phases"].items()} for report in reports]
-    assert [phases["read"] > 0 for phases in moved] == [True, False, False, False]
-    assert [phases["inter_node"] > 0 for phases in moved] == [True, False, True, False]
-    assert all(phases["unpack"] >= nbytes for phases in moved)
-
-
 def many_names(rank: int) -> list[str]:
     """Loads from a checkpoint whose names do not compress."""
     chance = random.Random(0)
-    names = [chance.randbytes(1000).hex() for _ in range(8000)]
+    names = [chance.randbytes(1000).hex() for _ in range(5000)]
     model = nn.ParameterDict({names[0]: nn.Parameter(torch.zeros(3))})
     state = {name: torch.full((1,), float(i)) for i, name in enumerate(names)}
     state[names[0]] = torch.arange(3.0) + 1
