@@ -194,9 +194,9 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "board_post": lambda s: [s.board, 0, 1],
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip
-"""For each op the arguments of a call that is right."""
+"""The arguments of a right call of each op."""
 PIPE_OPS = ("device_pipe", "read_to_device", "write_from_device", "upload", "download")
-"""Those for the fake accelerator."""
+"""Ops for the fake accelerator."""
 SHARING_OPS = ("share_memory", "open_memory", "close_memory")
 """Ops for a fake accelerator with the library for CUDA, which shares memory."""
 

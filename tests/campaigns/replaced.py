@@ -78,7 +78,7 @@ class Run:
     def of(cls, seed: int) -> Run:
         draw = random.Random(seed)
         readers, container = draw.choice(READERS), draw.choice(("safetensors", "safetensors", "torch"))
-        moment = draw.choice([each for each in MOMENTS if each != "before joining" or readers != "one"])
+        moment = draw.choice([name for name in MOMENTS if name != "before joining" or readers != "one"])
         actors: Sequence[int] = range(WORLD)
         if "opening" in moment or (readers == "one" and moment == "read"):
             actors = (0,)
@@ -113,9 +113,9 @@ class Outcome:
     error: tuple[str, str]
     """Class and text, or empty."""
     holds: str
-    """What the model holds after a load that raised nothing: "old", "new" or neither."""
+    """The values in the model after a load that raised nothing: "old", "new" or neither."""
     again: str
-    """What came of a load without a replacement: empty if it was right."""
+    """The error of a load without a replacement; empty if it was right."""
 
 
 # ---- the checkpoint ----

@@ -56,7 +56,7 @@ def save(folder: Path, seed: int) -> None:
     for name, value in values().items():
         chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes[name]]
         metadata[name] = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), chunks)
-    parts = [(name, box) for name, each in boxes.items() for box in each]
+    parts = [(name, box) for name, of_tensor in boxes.items() for box in of_tensor]
     for name, (start, size) in random.sample(parts, len(parts)):
         file = random.choice(sorted(files))
         part = values()[name][tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]

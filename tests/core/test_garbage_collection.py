@@ -18,7 +18,7 @@ class Cyclic:
 
 
 def test_garbage_is_found_although_the_collector_is_paused_again_and_again() -> None:
-    """As in a loop of reloads, with work in between that makes garbage. What the caller has frozen stays frozen."""
+    """Reloads in a loop, with work in between that makes garbage. Objects that the caller has frozen stay frozen."""
     Cyclic.freed = 0
     for _ in range(200):
         for _ in range(300):

@@ -37,7 +37,7 @@ def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
 
 
 def left_to_right(placements: Sequence[Placement]) -> list[Cut]:
-    """How axes cut when none is strided by an axis to its right."""
+    """Returns the cuts of axes none of which is strided by an axis to its right."""
     return [(axis, p.dim, p.split_factor) for axis, p in enumerate(placements) if isinstance(p, Sharded)]
 
 

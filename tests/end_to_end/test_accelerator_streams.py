@@ -1,5 +1,4 @@
-"""The streams of a load into a device: what is queued where, and that nothing overtakes what it depends on. On a fake accelerator,
-whose streams can be held."""
+"""The streams of a load into a device: what is queued where, and that nothing overtakes what it depends on."""
 
 from __future__ import annotations
 

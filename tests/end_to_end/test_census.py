@@ -12,7 +12,7 @@ COUNT = 14
 
 
 def test_a_sample_loads_as_the_library_does() -> None:
-    """Of an older transformers than the newest supported, what it has of the sample."""
+    """Judges those of the sample that the installed transformers has; the newest supported one has all."""
     newest = transformers.__version__.startswith(f"{SUPPORTED[1]}.")
     verdicts = census([name for name in sample(COUNT) if newest or name in auto_classes()], 1, None, False)
     assert len(verdicts) >= COUNT // 2

@@ -193,7 +193,7 @@ def test_a_job_whose_only_backend_is_the_devices(tmp_path: Path) -> None:
 def _steps(rank: int) -> list[str]:
     problems = []
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    for readers, algorithm in (*WAYS, ("auto", "auto")):
+    for readers, algorithm in WAYS:
         loader = HierarchicalLoader(
             Topology.from_nodes(NODES[4]), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET
         )
@@ -277,13 +277,13 @@ multiprocessing.set_start_method("spawn")
 
 def test_a_buffer_without_elements_of_its_own_is_refused() -> None:
     zeros = torch.zeros(4, 3)
-    kept = {
+    buffers = {
         "w is expanded": zeros[:1].expand(4, 3),
         "w is torch.sparse_coo": zeros.to_sparse(),
         "w is torch.sparse_csr": zeros.to_sparse_csr(),
         "w is torch._mkldnn": zeros.to_mkldnn(),
     }
-    for text, buffer in kept.items():
+    for text, buffer in buffers.items():
         model = nn.Module()
         model.register_buffer("w", buffer)
         with pytest.raises(ModelMismatch, match=text):

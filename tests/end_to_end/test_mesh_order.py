@@ -1,5 +1,5 @@
 """Meshes that do not list their ranks in ascending order. torch's process groups sort their ranks, so that a rank's index in a
-group is not its coordinate in the mesh. torch's own ``full_tensor()`` and logits say which shard each rank has."""
+group is not its coordinate in the mesh. torch's own ``full_tensor()`` and logits say which shard text rank has."""
 
 from __future__ import annotations
 
@@ -115,20 +115,22 @@ def load_and_save(rank: int, cases: list[Parallelize], folder: str) -> list[str]
         parallelize(model)
         readers = ("every", "one")[number % 2]
         epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify=True)
-        found = wrong(model)
+        differing = wrong(model)
         # ... what is saved of a model that torch has sharded itself ...
         sharded = reference(1)
         parallelize(sharded)
         epload.save(sharded, f"{folder}/{number}")
         saved = load_file(f"{folder}/{number}/model.safetensors")
-        found += [f"saved {n}" for n, value in reference(1).state_dict().items() if not torch.equal(saved[n], value)]
+        differing += [
+            f"saved {n}" for n, value in reference(1).state_dict().items() if not torch.equal(saved[n], value)
+        ]
         # ... and what a state dict is filled with.
         state = reference(2)
         parallelize(state)
         source = {"model": dict(reference(0).state_dict())}
         epload.load_state({"model": dict(state.state_dict())}, source, progress=False)
-        found += [f"state: {each}" for each in wrong(state)]
-        problems += [f"{number}: {each}" for each in found]
+        differing += [f"state: {text}" for text in wrong(state)]
+        problems += [f"{number}: {text}" for text in differing]
     return problems
 
 

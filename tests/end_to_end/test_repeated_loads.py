@@ -33,7 +33,7 @@ def threads() -> int:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
+    """Counts the resources of this process."""
     assert dist.group.WORLD is not None
     gc.collect()
     sys._clear_type_cache()  # it keeps names of attributes, more and more until it is full
@@ -65,9 +65,9 @@ def repeated(rank: int, device: str, ways: list[dict[str, Any]], refused: bool, 
                     with pytest.raises(LoadError, match="missing"):
                         loader.load(model, folder / "short.safetensors")
         dist.barrier()  # keys are counted while nobody writes
-        found = resources()
+        counts = resources()
         dist.barrier()
-        return found
+        return counts
 
     before, after = loads(WARM), loads(LOADS)
     # The last two vary: allocators and interpreters keep some of what was freed.

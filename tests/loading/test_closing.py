@@ -35,9 +35,9 @@ def closed(rank: int) -> list[str]:
     if rank == 1:
         half_closed.close()
     model = meta_net()
-    for each in (loader, half_closed):
+    for unusable in (loader, half_closed):
         with pytest.raises(ValueError, match="got one that was closed; make a new one"):
-            each.load(model, only_readers(state_for(3)))
+            unusable.load(model, only_readers(state_for(3)))
     if not all(parameter.is_meta for parameter in model.parameters()):
         problems.append("a closed loader has changed the model")
     HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET).load(model, only_readers(state_for(4)))

@@ -45,8 +45,8 @@ def state_of(training: Training) -> dict[str, Any]:
 
 
 def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """What differs on this rank between two nested state dicts."""
-    a, b = (dcp._nested_dict.flatten_state_dict(each)[0] for each in (left, right))
+    """Returns the names of what differs on this rank between two nested state dicts."""
+    a, b = (dcp._nested_dict.flatten_state_dict(state)[0] for state in (left, right))
     assert a.keys() == b.keys()
 
     def same(x: Any, y: Any) -> bool:

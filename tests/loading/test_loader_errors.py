@@ -1,4 +1,4 @@
-"""HierarchicalLoader when something is wrong: every rank raises the same error, nothing has changed, and the next load is right."""
+"""Loads when something is wrong: every rank raises the same error, nothing has changed, and the next load is right."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_int8_weights_are_not_copied_as_integers() -> None:
 
 
 def test_the_method_of_an_unknown_format_is_named(tmp_path: Path) -> None:
-    """Without any integers: what the configuration declares tells that these are parts of weights."""
+    """The configuration tells that these are parts of weights, though there are no integers."""
     state = {
         "layer.a": torch.ones(32, 4),
         "layer.b": torch.ones(4, 64),

@@ -114,7 +114,7 @@ OPTIONS = {
     (False, False): (SHAPES, KEYS),
     (True, True): (KEYS, SHAPES),
 }
-"""For values of strict and ignore_mismatched_shapes, what the error says and what it does not."""
+"""Values of strict and ignore_mismatched_shapes, with the texts that are in the error and those that are not."""
 
 
 def odd() -> State:
@@ -174,9 +174,9 @@ def _lenient(rank: int) -> list[str]:
         if sorted(calls) != left or sorted(report.initialized) != [".".join(p for p in c if p) for c in left]:
             problems.append(f"{calls} {report.initialized}")
         for name, got in parts(model).items():
-            wanted = torch.full_like(got, -1) if init is not None and name != "a" else before[name]
-            if not torch.equal(as_bytes(got), as_bytes(wanted)):
-                problems.append(f"{name} is {got} where {wanted} was expected")
+            expected = torch.full_like(got, -1) if init is not None and name != "a" else before[name]
+            if not torch.equal(as_bytes(got), as_bytes(expected)):
+                problems.append(f"{name} is {got} where {expected} was expected")
     # In a strict load mismatched shapes alone are listed and skipped, if they are to be ignored.
     changed = {name: value + 1 for name, value in good.items()} | {"b": torch.zeros(3)}
     run.load(model, only_readers(good))
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_listed_and_left_to_a_hook() -> None:
 
 
 def _local(rank: int) -> list[str]:
-    """What each rank has of its own is listed on all."""
+    """Loads modules that each rank has of its own."""
     model = Block({f"x{rank}": (3,), f"y{rank}": (2,)})
     file = {"x0": torch.zeros(4), "x1": torch.ones(3), "x2": torch.zeros(1), "x3": torch.ones(3), "y0": torch.ones(2)}
     file |= {"y1": torch.ones(2), "y3": torch.ones(2), "z": torch.ones(1)}

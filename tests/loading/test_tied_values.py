@@ -30,9 +30,9 @@ def llama(tied: bool = True) -> nn.Module:
 def state() -> dict[str, Tensor]:
     """Both names, with equal values in memory of their own."""
     torch.manual_seed(5)
-    made = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **CONFIG)).state_dict()
-    made["lm_head.weight"] = made["model.embed_tokens.weight"]
-    return {name: tensor.clone() for name, tensor in made.items()}
+    tensors = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **CONFIG)).state_dict()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def other(values: dict[str, Tensor], element: int) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def other(values: dict[str, Tensor], element: int) -> dict[str, Tensor]:
 
 
 def test_equal_values_are_one_parameter(tmp_path: Path) -> None:
-    """Whether they lie apart, have another dtype, or are one storage."""
+    """They may lie apart, have another dtype, or be one storage."""
     values = state()
     save_file(values, tmp_path / "model.safetensors")
     wide = {**values, "lm_head.weight": values["lm_head.weight"].double()}

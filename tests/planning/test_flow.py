@@ -1,4 +1,4 @@
-"""Who reads, receives and passes on what: all ranks' steps together, run against queues that keep order."""
+"""Reads, receives and sends: all ranks' steps together, run against queues that keep order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def node_lists(draw: st.DrawFn, even: bool = False) -> Nodes:
 
 @st.composite
 def flows(draw: st.DrawFn) -> Flow:
-    """Of the first rank; the rest is common to all."""
+    """Draws the flow of the first rank; the rest is common to all."""
     algorithm = draw(st.sampled_from(("two_level", "striped")))
     nodes = draw(node_lists(even=algorithm == "striped"))
     ranks = [rank for node in nodes for rank in node]
@@ -69,7 +69,7 @@ class Wave:
         self.times: dict[tuple[int, ...], torch.Tensor] = {
             view.sharers: torch.zeros(self.size, dtype=torch.int64) for view in self.views.values()
         }
-        """For each staging buffer, how often each of its bytes was written."""
+        """Number of times that each byte was written, by staging buffer."""
         self.bytes_in: dict[int, int] = defaultdict(int)
         self.bytes_out: dict[int, int] = defaultdict(int)
         for rank, view in self.views.items():

@@ -131,7 +131,7 @@ def values_of(tensors: Described) -> dict[str, Tensor]:
 
 
 def run_plan(plan: LoadPlan, manifest: Manifest, values: dict[str, Tensor], local: list[Tensor]) -> None:
-    """What a loader does with a plan on one rank, without the transport."""
+    """Does with a plan what a loader does on one rank, without the transport."""
     sources = [as_bytes(values[name]) for name in manifest.names]
     for bucket in plan.buckets:
         data = torch.full((bucket.nbytes,), 0xEE, dtype=torch.uint8)
@@ -161,23 +161,23 @@ PLACED: dict[str, tuple[list[Cut], tuple[Placement, ...]]] = {
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (3, 2), (4, 2)], ids=str)
 def test_a_whole_load_gives_every_rank_its_shards(mesh_shape: tuple[int, int], bucket_bytes: int) -> None:
-    manifest, values, wanted = manifest_of(MIXED), values_of(MIXED), MIXED | CASTS
+    manifest, values, in_model = manifest_of(MIXED), values_of(MIXED), MIXED | CASTS
     shards = {
         name: torch_shards(values[name].to(dtype), mesh_shape, PLACED.get(name, ([], ()))[0])
-        for name, (_, dtype) in wanted.items()
+        for name, (_, dtype) in in_model.items()
     }
     placements = {name: placement for name, (_, placement) in PLACED.items()}
     fingerprints = set()
     for coordinate in product(*map(range, mesh_shape)):
-        targets = targets_of(wanted, mesh_shape, placements, coordinate)
+        targets = targets_of(in_model, mesh_shape, placements, coordinate)
         plan = make_plan(manifest, targets, Mapping(), bucket_bytes)
         fingerprints.add(plan.fingerprint)
         assert plan.casts == len(CASTS)
-        local = [torch.empty(shards[name][coordinate].shape, dtype=dtype) for name, (_, dtype) in wanted.items()]
+        local = [torch.empty(shards[name][coordinate].shape, dtype=dtype) for name, (_, dtype) in in_model.items()]
         for tensor in local:
             as_bytes(tensor).fill_(0xDD)
         run_plan(plan, manifest, values, local)
-        for name, tensor in zip(wanted, local, strict=True):
+        for name, tensor in zip(in_model, local, strict=True):
             expected = as_bytes(shards[name][coordinate])
             assert torch.equal(as_bytes(tensor), expected), f"{name} at {coordinate} of {mesh_shape}"
     assert len(fingerprints) == 1

@@ -42,6 +42,6 @@ def for_readers(state: State, readers: str) -> State | None:
 
 
 class ExternalStream:
-    """As torch_npu's class of that name: a stream that it did not make."""
+    """Stands for torch_npu's class of that name: a stream that it did not make."""
 
     device = SimpleNamespace(type="npu")

@@ -42,7 +42,7 @@ class Case:
 
     name: str
     model: Callable[[], nn.Module]
-    """Not yet parallelized, on the default device."""
+    """Makes the model on the default device, not yet parallelized."""
     parallelize: Callable[[nn.Module], None]
     absent: tuple[str, ...] = ()
     """Names of the model that the checkpoint does not have, since another name of the same parameter is in it."""

@@ -97,7 +97,7 @@ def oracle(case: Case) -> nn.Module:
 
 @cache
 def stream() -> torch.Stream | None:
-    """On a device it also says where plain tensors on meta go."""
+    """Returns the stream of loads, which on a device also says where plain tensors on meta go."""
     return None if device().type == "cpu" else torch.Stream(device())
 
 

@@ -69,7 +69,7 @@ class Tied(nn.Module):
 
 
 class Mlp(nn.Module):
-    """What tensor parallelism is for; sizes from the case, so that they may be uneven."""
+    """A model for tensor parallelism; sizes from the case, so that they may be uneven."""
 
     def __init__(self, vocabulary: int, hidden: int, width: int) -> None:
         super().__init__()

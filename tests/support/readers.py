@@ -93,21 +93,21 @@ def matrix(rank: int, device: str, folder: Path, ways: Sequence[tuple[str, str]]
             stream=stream,
         )  # fmt: skip
         model = meta_net(where=device)
-        kept: list[nn.Parameter] = []
+        parameters: list[nn.Parameter] = []
         groups = len(dist.distributed_c10d._world.pg_names)
         for turn in (1, 2):
             kind = SOURCES[(2 * number + number // len(ways) + turn) % len(SOURCES)]
             case = f"{nodes} from {src}, {readers} {algorithm}, {kind}, turn {turn}"
             report = loader.load(model, source_of(kind, folder, turn, src, readers))
-            found = [*wrong(model, state_for(turn), where=device)]
+            differing = [*wrong(model, state_for(turn), where=device)]
             if not shared_gpu:
-                found += misreported(report, nodes, readers, algorithm, kind, src, device)
-            before, kept = kept, list(model.parameters())
-            if turn == 2 and not all(map(operator.is_, before, kept)):
-                found.append("a reload replaced parameters")
+                differing += misreported(report, nodes, readers, algorithm, kind, src, device)
+            before, parameters = parameters, list(model.parameters())
+            if turn == 2 and not all(map(operator.is_, before, parameters)):
+                differing.append("a reload replaced parameters")
             if not on_cpu and not report.stream.endswith("the caller's" if stream is not None else ""):
-                found.append(f"on the stream {report.stream!r}")
-            problems += [f"{case}: {text}" for text in found]
+                differing.append(f"on the stream {report.stream!r}")
+            problems += [f"{case}: {text}" for text in differing]
             model(torch.arange(13, device=device))  # leaves the root unsharded
         if not shared_gpu and not report.algorithm and len(dist.distributed_c10d._world.pg_names) != groups:
             problems.append(f"{case}: made a process group, and nothing is sent over one")

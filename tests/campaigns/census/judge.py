@@ -30,14 +30,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Verdict:
-    """What became of one class."""
+    """The judgment on one class."""
 
     name: str
     kind: str = "right"
     """``"right"``, ``"wrong"``, ``"raising"`` or ``"does not build"``."""
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Not held against epload: what the library itself does not get right, or does differently on purpose."""
+    """Findings that are not held against epload: what the library itself does not get right, or does differently on purpose."""
     seconds: float = 0.0
 
     def wrong(self, text: str) -> None:
