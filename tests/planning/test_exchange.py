@@ -84,12 +84,12 @@ def random_layouts(chance: random.Random, shapes: tuple[Shape, ...], mesh: Shape
 
 
 def random_nodes(chance: random.Random, ranks: range) -> tuple[tuple[int, ...], ...]:
-    left, filled = list(ranks), []
+    left, nodes = list(ranks), []
     while left:
         count = chance.randint(1, len(left))
-        filled.append(tuple(left[:count]))
+        nodes.append(tuple(left[:count]))
         left = left[count:]
-    return tuple(filled)
+    return tuple(nodes)
 
 
 def in_allocations(chance: random.Random, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Strided], Tensor]:
