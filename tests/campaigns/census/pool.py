@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import local
 from typing import Any
 
 from campaigns.census.classes import auto_classes
@@ -97,12 +96,13 @@ def census(names: list[str], workers: int, results: Path | None, verbose: bool) 
     tables = auto_classes()
     verdicts: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results and results.exists() else {}
     began = time.monotonic()
-    own = local()
+    idle = [Worker() for _ in range(workers)]
 
     def judge(name: str) -> dict[str, Any]:
-        if not hasattr(own, "worker"):
-            own.worker = Worker()
-        return own.worker.verdict(name, tables.get(name, []))  # type: ignore[no-any-return]
+        worker = idle.pop()
+        verdict = worker.verdict(name, tables.get(name, []))
+        idle.append(worker)
+        return verdict
 
     with ThreadPoolExecutor(workers) as pool:
         for number, verdict in enumerate(pool.map(judge, [name for name in names if name not in verdicts]), 1):
@@ -115,4 +115,6 @@ def census(names: list[str], workers: int, results: Path | None, verbose: bool) 
                 part = results.with_suffix(".part")
                 part.write_text(json.dumps(verdicts, indent=0))
                 part.replace(results)
+    for worker in idle:
+        worker.close()
     return {name: verdicts[name] for name in names}
