@@ -10,13 +10,8 @@ from pathlib import Path
 from support import house, ranks
 
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "python" / "epload"
 CSRC = TESTS.parent / "csrc"
 LINES_PER_FILE, LINES_PER_FUNCTION = 500, 60
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def imported(module: ast.Module) -> Iterator[str]:
@@ -27,81 +22,56 @@ def imported(module: ast.Module) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = function.body[0]
-    if ast.get_docstring(function) is None or first.end_lineno is None:
-        return 0
-    return first.end_lineno - first.lineno + 1
-
-
-def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The qualified name of each function and its lines, from ``def`` to the last, but for the docstring."""
-    for child in ast.iter_child_nodes(node):
-        name = prefix
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = f"{prefix}{child.name}."
-            if not isinstance(child, ast.ClassDef):
-                assert child.end_lineno is not None
-                yield name[:-1], child.end_lineno - child.lineno + 1 - docstring_lines(child)
-        yield from functions(child, name)
-
-
-def test_no_test_module_imports_another() -> None:
-    modules = {path.stem: path for path in TESTS.rglob("test_*.py")}
-    found = {
-        str(path.relative_to(TESTS)): names
-        for path in TESTS.rglob("*.py")
-        if (names := sorted({name for name in imported(parse(path)) if name.rpartition(".")[2] in modules}))
-    }
-    assert found == {}, "move what is shared to tests/support"
-
-
-def test_names_of_test_modules_are_unique() -> None:
-    """pytest imports them by file name alone, as ranks do that unpickle their functions."""
-    names = sorted(path.stem for path in TESTS.rglob("test_*.py"))
-    assert names == sorted(set(names))
-
-
-def test_shared_test_code_is_in_small_files() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in (TESTS / "support").glob("*.py")}
-    assert {name: count for name, count in lines.items() if count > LINES_PER_FILE} == {}
-
-
-def test_files_and_functions_are_short() -> None:
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        file = path.relative_to(PACKAGE).as_posix()
-        if len(path.read_text().splitlines()) > LINES_PER_FILE:
-            found.add(file)
-        found |= {f"{file}: {name}" for name, lines in functions(parse(path)) if lines > LINES_PER_FUNCTION}
-    assert sorted(found) == []
+def functions(module: ast.Module) -> Iterator[tuple[str, int]]:
+    """The name of each function and its lines, from ``def`` to the last, but for the docstring."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1 - docstring
 
 
 def native_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
     """The first line of each function, class or other block that clang-format indents by at most 2, and its lines, but for
     comments. Classes and namespaces at the outermost level are left out."""
     for end, line in enumerate(lines):
-        if line not in ("}", "  }"):
-            continue
-        indent = len(line) - 1
-        start = next(
-            i for i in range(end - 1, -1, -1) if lines[i].strip() and len(lines[i]) - len(lines[i].lstrip()) == indent
-        )
-        yield lines[start].strip(), sum(not text.lstrip().startswith("//") for text in lines[start : end + 1])
+        if line in ("}", "  }"):
+            indented = [
+                i for i in range(end) if lines[i].strip() and len(lines[i]) - len(lines[i].lstrip()) == len(line) - 1
+            ]
+            start = indented[-1]
+            yield lines[start].strip(), sum(not text.lstrip().startswith("//") for text in lines[start : end + 1])
 
 
-def test_native_files_and_functions_are_short() -> None:
-    found, counted = set(), 0
-    for path in (path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu")):
+def test_no_test_module_imports_another() -> None:
+    """Their names are unique, as pytest imports them by file name alone, and so do ranks that unpickle their functions."""
+    modules = sorted(path.stem for path in TESTS.rglob("test_*.py"))
+    assert modules == sorted(set(modules))
+    importing = [
+        f"{path.relative_to(TESTS)}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imported(house.parse(path))
+        if name.rpartition(".")[2] in modules
+    ]
+    assert importing == [], "move what is shared to tests/support"
+
+
+def test_files_and_functions_are_short() -> None:
+    too_long = [
+        path for path in (TESTS / "support").glob("*.py") if len(path.read_text().splitlines()) > LINES_PER_FILE
+    ]
+    native = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
+    counted = 0
+    for path in (*house.PACKAGE.rglob("*.py"), *native):
         lines = path.read_text().splitlines()
         if len(lines) > LINES_PER_FILE:
-            found.add(path.name)
-        for name, count in native_functions(lines):
+            too_long.append(path)
+        for name, count in native_functions(lines) if path in native else functions(house.parse(path)):
             counted += 1
             if count > LINES_PER_FUNCTION:
-                found.add(f"{path.name}: {name}")
-    assert sorted(found) == []
-    assert counted > 300
+                too_long.append(path / name)
+    assert too_long == []
+    assert counted > 1000
 
 
 def what_tests_import(rank: int) -> list[str]:
@@ -110,8 +80,7 @@ def what_tests_import(rank: int) -> list[str]:
 
 def test_ranks_start_with_what_tests_import() -> None:
     """A module that sets another list for the server of all ranks would make each import it again, a second each time."""
-    [found] = ranks.run(1, what_tests_import)
-    assert found == ["epload", "torch._dynamo", "transformers.modeling_utils"]
+    assert ranks.run(1, what_tests_import) == [["epload", "torch._dynamo", "transformers.modeling_utils"]]
 
 
 def test_class_names_are_unique() -> None:

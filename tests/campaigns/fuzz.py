@@ -20,68 +20,56 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 CPP = TESTS / "native/cpp"
-PROPERTIES = [
-    TESTS / folder / f"test_{name}.py"
-    for folder, names in {
-        "checkpoint": ("hostile", "malformed"),
-        "native": ("digest", "region_copy", "region_read"),
-        "planning": ("bucket_plan",),
-    }.items()
-    for name in names
-]
+MODULES = (
+    "checkpoint/test_hostile", "checkpoint/test_malformed", "native/test_digest", "native/test_region_copy",
+    "native/test_region_read", "planning/test_bucket_plan",
+)  # fmt: skip
 
 
-def hypothesis(until: float) -> int:
-    """Runs every property of these tests with new seeds, again and again; returns how many times."""
-    turns = 0
+def hypothesis(until: float) -> None:
+    """Runs every property of these tests with new seeds, again and again."""
+    files = [TESTS / f"{name}.py" for name in MODULES]
+    turn = 0
     while time.monotonic() < until:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis", f"--hypothesis-seed={time.time_ns()}", *PROPERTIES],
-            capture_output=True, text=True,
-        )  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "hypothesis",
+            f"--hypothesis-seed={time.time_ns()}",
+        ]
+        done = subprocess.run([*command, *files], capture_output=True, text=True)
         if done.returncode:
-            print(done.stdout[-4000:])
-            raise SystemExit(1)
-        turns += 1
-        print(f"hypothesis, turn {turns}: {done.stdout.strip().splitlines()[-1]}", flush=True)
-    return turns
+            raise SystemExit(done.stdout[-4000:])
+        turn += 1
+        print(f"hypothesis, turn {turn}: {done.stdout.strip().splitlines()[-1]}", flush=True)
 
 
 def afl(until: float) -> int:
-    """Fuzzes both native cases side by side; returns how many inputs crashed or hung."""
-    environment = {
-        **os.environ,
-        "AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1",
-        "AFL_SKIP_CPUFREQ": "1",
-        "AFL_NO_UI": "1",
-    }
-    found = 0
+    """Fuzzes both native cases at once; returns how many inputs crashed or hung."""
+    options = {"AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1", "AFL_SKIP_CPUFREQ": "1", "AFL_NO_UI": "1"}
+    environment = {**os.environ, **options, "CXX": shutil.which("afl-clang-fast++") or "afl-g++-fast"}
+    crashed = 0
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "fuzz"
-        compiler = shutil.which("afl-clang-fast++") or "afl-g++-fast"
-        subprocess.run(
-            [CPP / "build.sh", sys.executable, program, "fuzz.cpp"],
-            check=True,
-            env={**environment, "CXX": compiler},
-        )
-        seconds = str(max(10, int(until - time.monotonic())))
-        runs = [
-            subprocess.Popen(
-                ["afl-fuzz", "-V", seconds, "-m", "none", "-i", CPP / "corpus" / case, "-o", Path(folder) / case,
-                 "--", program, case],
-                env=environment, stdout=subprocess.DEVNULL,
-            )
-            for case in ("copy_table", "planner")
-        ]  # fmt: skip
-        for case, run in zip(("copy_table", "planner"), runs, strict=True):
+        subprocess.run([CPP / "build.sh", sys.executable, program, "fuzz.cpp"], check=True, env=environment)
+        runs = {}
+        for case in ("copy_table", "planner"):
+            limits = ["-V", str(max(10, int(until - time.monotonic()))), "-m", "none"]
+            paths = ["-i", CPP / "corpus" / case, "-o", Path(folder) / case, "--", program, case]
+            runs[case] = subprocess.Popen(["afl-fuzz", *limits, *paths], env=environment, stdout=subprocess.DEVNULL)
+        for case, run in runs.items():
             if run.wait() != 0:
                 raise RuntimeError(f"afl-fuzz {case} ended with {run.returncode}")
-            bad = [*Path(folder).glob(f"{case}/default/crashes/id*"), *Path(folder).glob(f"{case}/default/hangs/id*")]
-            for path in bad:
+            inputs = [path for kind in ("crashes", "hangs") for path in Path(folder).glob(f"{case}/default/{kind}/id*")]
+            for path in inputs:
                 print(f"{case}: {path.parent.name}: {path.read_bytes().hex()}")
-            found += len(bad)
-            print(f"afl-fuzz {case}: {len(bad)} crashes and hangs")
-    return found
+            crashed += len(inputs)
+    print(f"afl-fuzz: {crashed} crashes and hangs")
+    return crashed
 
 
 def main() -> int:
@@ -90,12 +78,10 @@ def main() -> int:
     seconds = parser.parse_args().seconds
     began = time.monotonic()
     has_afl = shutil.which("afl-fuzz") is not None
-    turns = hypothesis(began + (seconds / 2 if has_afl else seconds))
-    print(f"hypothesis: {turns} turns, nothing found")
+    hypothesis(began + (seconds / 2 if has_afl else seconds))
     if not has_afl:
         print("afl-fuzz is not installed (Debian: afl++): the native code was fuzzed through hypothesis only")
-        return 0
-    return 1 if afl(began + seconds) else 0
+    return int(has_afl and afl(began + seconds) > 0)
 
 
 if __name__ == "__main__":

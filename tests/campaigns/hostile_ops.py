@@ -51,12 +51,9 @@ def misaligned() -> Tensor:
 
 
 def tensors_of_every_kind() -> list[Tensor]:
-    plain: list[Tensor] = []
-    dtypes_tried = (
-        torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn,
-    )  # fmt: skip
-    for dtype in dtypes_tried:
-        plain += [torch.zeros(shape, dtype=dtype) for shape in ((), (0,), (1,), (4,), (2, 6), (2, 7), (3, 4, 5), (64,))]
+    names = ("int64", "int32", "uint8", "float32", "bool", "complex64", "float8_e4m3fn")
+    shapes = ((), (0,), (1,), (4,), (2, 6), (2, 7), (3, 4, 5), (64,))
+    plain = [torch.zeros(shape, dtype=getattr(torch, name)) for name, shape in itertools.product(names, shapes)]
     big = torch.full((2, 7), INT64_MAX)
     return [
         *plain,
@@ -100,36 +97,25 @@ OBJECTS: list[Any] = [None, "text", object(), b"bytes", [], {}, 1.5]
 def hostile(value: Any, objects: list[Any]) -> list[Any]:
     """Values to put in place of a good one."""
     tensors = tensors_of_every_kind()
-    if isinstance(value, torch.ScriptObject):
-        return [*objects, *OBJECTS]
-    if isinstance(value, Tensor):
-        return [*tensors, *changed_entries(value), *OBJECTS]
-    if isinstance(value, torch.dtype):
-        return [torch.bool, torch.complex128, torch.float8_e5m2, torch.quint4x2, torch.qint8, torch.bits8, *OBJECTS]
-    if isinstance(value, torch.device):
-        return [*map(torch.device, ("meta", "cuda:7", "cpu:3", "mkldnn", "xla:0")), *OBJECTS]
-    if isinstance(value, float):
-        return [*(x for x in FLOATS if not x > 1.0 or x != x or x >= 1e9), *OBJECTS]
-    if isinstance(value, int):
-        return [*NUMBERS, *OBJECTS]
-    if isinstance(value, str):
-        return [*TEXTS, *OBJECTS]
-    if isinstance(value, list) and value and isinstance(value[0], Tensor):
-        return [[], *([t] for t in tensors), *([t, *value] for t in tensors), [*value] * 3, *OBJECTS]
-    assert isinstance(value, list)
-    return [[], *([n] for n in NUMBERS), *([n, *value] for n in NUMBERS), NUMBERS, list(range(100)), *OBJECTS]
+    if isinstance(value, list):
+        ones: list[Any] = tensors if value and isinstance(value[0], Tensor) else NUMBERS
+        return [[], *([one] for one in ones), *([one, *value] for one in ones), [*value] * 3, NUMBERS, *OBJECTS]
+    kinds: dict[Any, list[Any]] = {
+        torch.ScriptObject: objects,
+        Tensor: [*tensors, *(changed_entries(value) if isinstance(value, Tensor) else [])],
+        torch.dtype: [torch.bool, torch.complex128, torch.float8_e5m2, torch.quint4x2, torch.qint8, torch.bits8],
+        torch.device: [*map(torch.device, ("meta", "cuda:7", "cpu:3", "mkldnn", "xla:0"))],
+        float: FLOATS, int: NUMBERS, str: TEXTS,
+    }  # fmt: skip
+    return next(values for kind, values in kinds.items() if isinstance(value, kind)) + OBJECTS
 
 
 def changed_entries(table: Tensor) -> list[Tensor]:
-    """A table with each of its numbers replaced."""
-    if table.dtype is not torch.int64:
-        return []
+    """A table of integers with each of its numbers replaced."""
     found = []
-    for at in range(table.numel()):
-        for number in NUMBERS:
-            changed = table.clone()
-            changed.view(-1)[at] = number
-            found.append(changed)
+    for at, number in itertools.product(range(table.numel() if table.dtype is torch.int64 else 0), NUMBERS):
+        found.append(table.clone())
+        found[-1].view(-1)[at] = number
     return found
 
 
@@ -159,10 +145,11 @@ class Setting:
     def _share(self) -> None:
         """Has another process share memory, as none opens its own."""
         self.on_device = [tensor.to(DEVICE) for tensor in self.tensors]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe = subprocess.PIPE
         self.lender = subprocess.Popen(
-            [sys.executable, "-c", LENDER], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", LENDER], env=environment, stdin=pipe, stdout=pipe, text=True
+        )
         assert self.lender.stdout is not None
         handle, nbytes = self.lender.stdout.readline().split()
         self.lent: list[Any] = [handle, int(nbytes)]
@@ -260,8 +247,7 @@ def describe(change: dict[int, Any]) -> str:
 
 def main(op: str) -> None:
     torch.set_num_threads(2)
-    print(arguments(op))
-    sys.stdout.flush()
+    print(arguments(op), flush=True)
     os._exit(0)
 
 

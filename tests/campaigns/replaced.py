@@ -12,6 +12,7 @@ file. After each, a load without a replacement must be right.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import random
@@ -19,9 +20,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,35 +37,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from epload import HierarchicalLoader, Topology
-from epload.checkpoint.base import Checkpoint
+from epload import Checkpoint, HierarchicalLoader, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
-from epload.loading import run as run_module
-from epload.transfer import direct_read
-from epload.verify import digests
 from support import ranks
+from support.readers import small_waves
+from support.small_model import local_of
 
 WORLD = 4
-NODES = [[0, 1], [2, 3]]
 READERS = ("one", "per_node", "partitioned", "every", "auto")
 HOWS = ("rename", "truncate", "in place")
 FILES = ("first", "later", "index")
-MOMENTS = (
-    "before opening",
-    "after opening",
-    "before joining",
-    "read",
-    "before proof",
-    "in proof",
-    "at the end",
-    "timer",
-)
+MOMENTS = ("before opening", "after opening", "before joining", "read", "at the end", "timer")
+SUFFIX = {"safetensors": ("model", ".safetensors"), "torch": ("pytorch_model", ".bin")}
 _LAYERS, _FILES = 9, 3
-_BUCKET = 6000
 _SECONDS = 0.3
 """About as long as a load here takes."""
-_READ = (FileCheckpoint, StateDictCheckpoint)
 
 State = dict[str, Tensor]
 
@@ -77,7 +68,7 @@ class Run:
     actor: int = 0
     """The rank in whose load the moment is."""
     nth: int = 0
-    """Of a moment that comes several times, which; of a timer, hundredths of a load."""
+    """Number of the read before which it happens; of a timer, hundredths of a load."""
     verify: bool = False
     same_header: bool = True
     container: str = "safetensors"
@@ -87,35 +78,44 @@ class Run:
     def of(cls, seed: int) -> Run:
         draw = random.Random(seed)
         readers, container = draw.choice(READERS), draw.choice(("safetensors", "safetensors", "torch"))
-        moment = draw.choice([each for each in MOMENTS if each != "before joining" or readers != "one"])
-        verify = "proof" in moment or draw.random() < 0.5
+        moment = draw.choice([name for name in MOMENTS if name != "before joining" or readers != "one"])
+        actors: Sequence[int] = range(WORLD)
+        if "opening" in moment or (readers == "one" and moment == "read"):
+            actors = (0,)
+        elif readers == "per_node" and moment in ("read", "before joining"):
+            actors = (2,)
+        elif moment == "before joining":
+            actors = (1, 2, 3)
         return cls(
-            readers, draw.choice(HOWS), draw.choice((*FILES[:2], *FILES)), moment, draw.choice(_actors(readers, moment)),
-            draw.randrange(100) if moment == "timer" else draw.randrange(4), verify, draw.random() < 0.7, container, seed,
+            readers, draw.choice(HOWS), draw.choice((*FILES[:2], *FILES)), moment, draw.choice(actors),
+            draw.randrange(100 if moment == "timer" else 4), draw.random() < 0.5, draw.random() < 0.7, container, seed,
         )  # fmt: skip
+
+    def name_of(self, number: int) -> str:
+        stem, suffix = SUFFIX[self.container]
+        return f"{stem}-{number}{suffix}"
+
+    @property
+    def index(self) -> str:
+        return f"{''.join(SUFFIX[self.container])}.index.json"
+
+    @property
+    def victim(self) -> str:
+        """The name of the file that is replaced."""
+        return self.index if self.file == "index" else self.name_of(0 if self.file == "first" else _FILES - 1)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run, on one rank."""
+    """The outcome of one run on one rank."""
 
     fired: bool
-    kind: str
-    text: str
+    error: tuple[str, str]
+    """Class and text, or empty."""
     holds: str
-    """What the model holds after a load that raised nothing: "old", "new" or neither."""
+    """The values in the model after a load that raised nothing: "old", "new" or neither."""
     again: str
-    """What came of a load without a replacement: empty if it was right."""
-
-
-def _actors(readers: str, moment: str) -> Sequence[int]:
-    if moment in ("before opening", "after opening"):
-        return (0,)
-    if readers == "one" and moment in ("read", "in proof"):
-        return (0,)
-    if moment == "before joining":
-        return (2,) if readers == "per_node" else (1, 2, 3)
-    return (0, 2) if readers == "per_node" and moment in ("read", "in proof") else range(WORLD)
+    """The error of a load without a replacement; empty if it was right."""
 
 
 # ---- the checkpoint ----
@@ -125,46 +125,32 @@ def state_of(version: int) -> State:
     """Every element unique, within a version and between versions."""
     state = {}
     for layer in range(_LAYERS):
-        for name, shape in (("weight", (61, 37)), ("bias", (61,))):
-            begin = (version * _LAYERS + layer) * 10_000 + (5000 if name == "bias" else 0)
-            count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-            state[f"{layer}.{name}"] = torch.arange(begin, begin + count, dtype=torch.float32).view(shape)
+        for number, (name, shape) in enumerate((("weight", (61, 37)), ("bias", (61,)))):
+            begin = (version * _LAYERS + layer) * 10_000 + 5000 * number
+            state[f"{layer}.{name}"] = torch.arange(begin, begin + torch.Size(shape).numel()).float().view(shape)
     return state
 
 
-def _file_of(name: str, container: str) -> str:
-    number = int(name.split(".")[0]) * _FILES // _LAYERS
-    return f"model-{number}.safetensors" if container == "safetensors" else f"pytorch_model-{number}.bin"
-
-
-def _index_name(container: str) -> str:
-    return "model.safetensors.index.json" if container == "safetensors" else "pytorch_model.bin.index.json"
-
-
-def _content(state: State, container: str) -> bytes:
-    if container == "safetensors":
-        return save(state)
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(state, file.name)
-        return Path(file.name).read_bytes()
-
-
-def contents(state: State, container: str) -> dict[str, bytes]:
-    """Of the files of a checkpoint, the index among them, by name."""
-    place = {name: _file_of(name, container) for name in state}
-    made = {
-        file: _content({name: state[name].clone() for name, where in place.items() if where == file}, container)
-        for file in sorted(set(place.values()))
-    }
-    return {**made, _index_name(container): json.dumps({"weight_map": place}).encode()}
+def contents(run: Run, state: State) -> dict[str, bytes]:
+    """The contents of the files of a checkpoint, the index among them, by name."""
+    place = {name: run.name_of(int(name.partition(".")[0]) * _FILES // _LAYERS) for name in state}
+    files = {run.index: json.dumps({"weight_map": place}).encode()}
+    for file in place.values():
+        part = {name: state[name].clone() for name, where in place.items() if where == file}
+        if run.container == "safetensors":
+            files[file] = save(part)
+        else:
+            torch.save(part, buffer := io.BytesIO())
+            files[file] = buffer.getvalue()
+    return files
 
 
 def write(path: Path, content: bytes, how: str) -> None:
-    """As somebody does who saves a checkpoint over another."""
+    """Writes as somebody does who saves a checkpoint over another."""
     if how == "rename":
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_bytes(content)
-        os.replace(beside, path)
+        other = path.with_name(f".{path.name}.new")
+        other.write_bytes(content)
+        os.replace(other, path)
     elif how == "truncate":
         path.write_bytes(content)
     else:
@@ -176,177 +162,127 @@ def write(path: Path, content: bytes, how: str) -> None:
 # ---- one rank ----
 
 
-class _Once:
-    """Does something before or after the nth call of functions."""
-
-    def __init__(self, action: Callable[[], None], nth: int = 0, after: bool = False) -> None:
-        self._action, self._nth, self._after = action, nth, after
-        self._calls = 0
-        self._lock = threading.Lock()
-        self.fired = False
-
-    def __call__(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            with self._lock:
-                mine = self._calls == self._nth
-                self._calls += 1
-                if mine and not self._after:
-                    self.act()
-            result = inner(*args, **options)
-            if mine and self._after:
-                self.act()
-            return result
-
-        return call
-
-    def act(self) -> None:
-        self._action()
-        self.fired = True
-
-
 @contextmanager
-def _meanwhile(run: Run, rank: int, action: Callable[[], None]) -> Iterator[_Once]:
-    """On the acting rank, the action happens at the run's moment."""
-    once = _Once(action, run.nth if run.moment in ("read", "in proof") else 0, run.moment == "after opening")
-    if rank != run.actor:
-        yield once
-        return
+def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
+    """Makes the action happen at the run's moment, unless that is "at the end"."""
     if run.moment == "timer":
-        timer = threading.Timer(_SECONDS * run.nth / 100, once.act)
+        timer = threading.Timer(_SECONDS * run.nth / 100, action)
         timer.start()
-        yield once
+        yield
         timer.join()
         return
+    kinds = (FileCheckpoint, StateDictCheckpoint)
     places: list[tuple[Any, str]] = {
         "before opening": [(Checkpoint, "open")],
         "after opening": [(Checkpoint, "open")],
         "before joining": [(Checkpoint, "join")],
-        "read": [(kind, name) for kind in _READ for name in ("fill", "read_regions")],
-        "before proof": [(run_module, "_prove")],
-        "in proof": [(digests, "_origins")],
-        "at the end": [(run_module, "fill_missing")],
-    }[run.moment]
+        "read": [(kind, name) for kind in kinds for name in ("fill", "read_regions")],
+    }.get(run.moment, [])
+    calls = count()
+    fatal = run.nth if run.moment == "read" else 0
+
+    def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            now = next(calls) == fatal
+            if now and run.moment != "after opening":
+                action()
+            result = inner(*args, **options)
+            if now and run.moment == "after opening":
+                action()
+            return result
+
+        return call
+
     with ExitStack() as stack:
         for owner, name in places:
-            wrapped = once(getattr(owner, name))
-            stack.enter_context(
-                mock.patch.object(owner, name, staticmethod(wrapped) if owner is Checkpoint else wrapped)
-            )
-        yield once
+            call = wrapped(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, staticmethod(call) if owner is Checkpoint else call))
+        yield
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
+@cache
+def _loader(readers: str, verify: bool) -> HierarchicalLoader:
+    topology = Topology.from_nodes([[0, 1], [2, 3]])
+    return HierarchicalLoader(topology, readers=readers, verify=verify, bucket_bytes=6000, timeout=30, progress=False)
 
 
-class Rank:
-    """Runs its part of one load after another, with loaders that it keeps."""
+def _load(run: Run, folder: Path, at_the_end: Callable[[], None]) -> tuple[nn.Module, tuple[str, str]]:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(37, 61) for _ in range(_LAYERS)])
+        model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
 
-    def __init__(self, rank: int, folder: Path) -> None:
-        self._rank = rank
-        self._folder = folder
-        self._topology = Topology.from_nodes(NODES)
-        self._mesh = init_device_mesh("cpu", (WORLD,))
-        self._loaders: dict[tuple[str, str], HierarchicalLoader] = {}
+    def fill(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
+        module.scratch.zero_()
+        at_the_end()
 
-    def run(self, run: Run, number: int) -> Outcome:
-        old, new = state_of(2 * number), state_of(2 * number + 1)
-        if not run.same_header:
-            new = {name: value.double() for name, value in new.items()}
-        folder = self._folder / str(number)
-        before, after = contents(old, run.container), contents(new, run.container)
-        victims = [name for name in before if not name.endswith(".json")]
-        victim = {"first": victims[0], "later": victims[-1], "index": _index_name(run.container)}[run.file]
-        replacement = after[victim] if run.file != "index" else before[victim] + b"\n"
-        if self._rank == 0:
-            folder.mkdir()
-            for name, content in before.items():
-                (folder / name).write_bytes(content)
-        dist.barrier()
-        held = {**old, **{name: new[name].float() for name in new if _file_of(name, run.container) == victim}}
-        with _meanwhile(run, self._rank, lambda: write(folder / victim, replacement, run.how)) as once:
-            model, error = self._load(run, folder)
-        holds = ""
-        if error is None:
-            holds = "old" if self._equal(model, old) else "new" if self._equal(model, held) else "neither"
-        dist.barrier()
-        now = held if self._anywhere(once.fired) else old
-        model, refused = self._load(run, folder)
-        again = str(refused) if refused is not None else "" if self._equal(model, now) else "wrong values"
-        dist.barrier()
-        return Outcome(once.fired, type(error).__name__ if error is not None else "", str(error or ""), holds, again)
+    try:
+        _loader(run.readers, run.verify).load(model, folder, init_missing=fill)
+    except Exception as error:
+        return model, (type(error).__name__, str(error))
+    return model, ("", "")
 
-    def _load(self, run: Run, folder: Path) -> tuple[nn.Module, Exception | None]:
-        with torch.device("meta"):
-            model = nn.Sequential(*[nn.Linear(37, 61) for _ in range(_LAYERS)])
-        fully_shard(model, mesh=self._mesh)
-        key = run.readers, run.verify
-        if key not in self._loaders:
-            self._loaders[key] = HierarchicalLoader(
-                self._topology,
-                readers=run.readers,
-                verify=run.verify,
-                bucket_bytes=_BUCKET,
-                timeout=30,
-                progress=False,
-            )
-        try:
-            self._loaders[key].load(model, folder)
-        except Exception as error:
-            return model, error
-        return model, None
 
-    def _equal(self, model: nn.Module, state: State) -> bool:
-        def part(value: Tensor) -> Tensor:
-            return (*value.chunk(WORLD), *[value[:0]] * WORLD)[self._rank]
+def _equal(model: nn.Module, state: State) -> bool:
+    shards = model.state_dict()
+    return all(torch.equal(shards[name].to_local(), local_of(value, shards[name])) for name, value in state.items())
 
-        return all(
-            torch.equal(value.to_local(), part(state[name]))  # type: ignore[operator]
-            for name, value in model.state_dict().items()
-        )
 
-    def _anywhere(self, fired: bool) -> bool:
-        seen = torch.tensor(int(fired))
-        dist.all_reduce(seen)
-        return bool(seen)
+def _on_rank(rank: int, folder: Path, run: Run, number: int) -> Outcome:
+    old, new = state_of(2 * number), state_of(2 * number + 1)
+    if not run.same_header:
+        new = {name: value.double() for name, value in new.items()}
+    folder = folder / str(number)
+    before, after = contents(run, old), contents(run, new)
+    content = after[run.victim] if run.file != "index" else before[run.victim] + b"\n"
+    if rank == 0:
+        folder.mkdir()
+        for name, raw in before.items():
+            (folder / name).write_bytes(raw)
+    dist.barrier()
+    place = json.loads(before[run.index])["weight_map"]
+    mixed = {name: new[name].float() if place[name] == run.victim else value for name, value in old.items()}
+    fired = torch.tensor(0)
+
+    def act() -> None:
+        write(folder / run.victim, content, run.how)
+        fired.fill_(1)
+
+    acts = rank == run.actor
+    with _meanwhile(run, act) if acts else ExitStack():
+        model, error = _load(run, folder, act if acts and run.moment == "at the end" else lambda: None)
+    holds = "" if error[0] else "old" if _equal(model, old) else "new" if _equal(model, mixed) else "neither"
+    dist.all_reduce(fired)
+    model, refused = _load(run, folder, lambda: None)
+    right = not refused[0] and _equal(model, mixed if fired else old)
+    again = "" if right else refused[1] or "wrong values"
+    dist.barrier()
+    return Outcome(bool(fired), error, holds, again)
 
 
 def rank_main(rank: int, folder: str, runs: Sequence[Run]) -> list[Outcome]:
-    direct_read.READ_BYTES = 1  # each wave of the small model is a call
-    job = Rank(rank, Path(folder))
-    return [job.run(run, number) for number, run in enumerate(runs)]
+    small_waves()
+    return [_on_rank(rank, Path(folder), run, number) for number, run in enumerate(runs)]
 
 
 # ---- judging ----
 
 
 def judged(run: Run, outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """ "right", "refused" or "wrong"; and why it is wrong."""
+    """Returns "right", "refused" or "wrong", and why it is wrong."""
     if problems := [outcome.again for outcome in outcomes if outcome.again]:
         return "wrong", f"a load without a replacement: {problems[0]}"
-    if len({(outcome.kind, outcome.text) for outcome in outcomes}) > 1:
-        return "wrong", f"ranks differ: {[(outcome.kind, outcome.text) for outcome in outcomes]}"
-    first = outcomes[0]
-    if first.kind:
-        if first.kind != "CheckpointError" or str(_named(run)) not in first.text:
-            return "wrong", f"{first.kind}: {first.text}"
-        return "refused", ""
-    held = {outcome.holds for outcome in outcomes}
-    if len(held) > 1 or held == {"neither"}:
-        return "wrong", f"the ranks hold {[outcome.holds for outcome in outcomes]}"
-    return "right", ""
-
-
-def _named(run: Run) -> str:
-    if run.file == "index":
-        return _index_name(run.container)
-    return _file_of("0." if run.file == "first" else f"{_LAYERS - 1}.", run.container)
+    if len({outcome.error for outcome in outcomes}) > 1:
+        return "wrong", f"ranks differ: {[outcome.error for outcome in outcomes]}"
+    kind, text = outcomes[0].error
+    if kind:
+        return ("refused", "") if kind == "CheckpointError" and run.victim in text else ("wrong", f"{kind}: {text}")
+    holds = {outcome.holds for outcome in outcomes}
+    return ("right", "") if holds in ({"old"}, {"new"}) else ("wrong", f"the ranks hold {sorted(holds)}")
 
 
 def outcomes_of(runs: Sequence[Run], limit: float) -> list[list[Outcome]]:
-    """Of each run, on each rank. ``limit``: seconds for all of them."""
+    """Returns the outcomes of each run on each rank. ``limit``: seconds for all of them."""
     with tempfile.TemporaryDirectory(prefix="epload-replaced-") as folder:
         by_rank = ranks.run(WORLD, rank_main, folder, list(runs), limit=limit)
     return [list(of_run) for of_run in zip(*by_rank, strict=True)]
@@ -359,21 +295,18 @@ def main() -> int:
     options = parser.parse_args()
     runs = [Run.of(seed) for seed in range(options.seed, options.seed + options.runs)]
     began = time.monotonic()
-    counts = {"right": 0, "refused": 0, "wrong": 0}
-    replaced = 0
+    counts: Counter[str] = Counter()
     for run, outcomes in zip(runs, outcomes_of(runs, limit=60 + 20 * len(runs)), strict=True):
         verdict, why = judged(run, outcomes)
         counts[verdict] += 1
-        replaced += any(outcome.fired for outcome in outcomes)
+        counts["replaced"] += outcomes[0].fired
         if why:
             print(f"{run}\n    {why}")
-    good = counts["right"] + counts["refused"]
     print(
-        f"{good} of {len(runs)} right or refused: {counts['right']} right, {counts['refused']} refused; "
-        f"{replaced} replaced during the load; seeds {options.seed} to {options.seed + options.runs - 1}, "
-        f"{time.monotonic() - began:.0f} s"
+        f"{len(runs)} loads: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong; "
+        f"{counts['replaced']} replaced meanwhile; seed {options.seed}, {time.monotonic() - began:.0f} s"
     )
-    return 0 if good == len(runs) else 1
+    return int(counts["wrong"] > 0)
 
 
 if __name__ == "__main__":

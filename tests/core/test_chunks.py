@@ -1,121 +1,94 @@
-"""Tensors in chunks, against the tensors themselves: any division into boxes, any region, read natively or by way of a buffer."""
+"""Checkpoints whose tensors lie in chunks that form no grid, against the tensors themselves."""
 
 from __future__ import annotations
 
-from math import prod
+import io
+import pickle
 from pathlib import Path
 from random import Random
 
-import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from epload.checkpoint import byte_store
-from epload.checkpoint.byte_store import ByteStore
-from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.object_store import ObjectStore
-from epload.core import dtypes
-from epload.core.chunks import Chunks
-from epload.core.copy_table import CopyTable
-from epload.core.placement import Box, box_slices
-from epload.core.regions import Regions
-from support.checkpoints import raw_bytes, tensor
+import epload
+from support import ranks
+from support.checkpoints import tensor
+from support.checks import all_fine, as_bytes, local_of
 
 SHAPES = ((7, 5), (9,), (), (3, 4, 5), (1, 6, 1, 2), (2, 1, 8))
 KINDS = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_store, "SPAN_BYTES", 100)
-
-
-def _divided(random: Random, start: tuple[int, ...], size: tuple[int, ...], depth: int) -> list[Box]:
+def divided(random: Random, start: tuple[int, ...], size: tuple[int, ...], depth: int = 3) -> list[Box]:
     """Boxes that need not form a grid."""
     dims = [dim for dim, length in enumerate(size) if length > 1]
     if not dims or not depth or random.random() < 0.2:
         return [(start, size)]
     dim = random.choice(dims)
     cut = random.randint(1, size[dim] - 1)
-    upper = tuple(a + cut if d == dim else a for d, a in enumerate(start))
-    return [
-        *_divided(random, start, tuple(cut if d == dim else n for d, n in enumerate(size)), depth - 1),
-        *_divided(random, upper, tuple(n - cut if d == dim else n for d, n in enumerate(size)), depth - 1),
-    ]
+    upper = (*start[:dim], start[dim] + cut, *start[dim + 1 :])
+    sizes = [(*size[:dim], length, *size[dim + 1 :]) for length in (cut, size[dim] - cut)]
+    return [*divided(random, start, sizes[0], depth - 1), *divided(random, upper, sizes[1], depth - 1)]
 
 
-def _stored(random: Random, folder: Path) -> tuple[list[Tensor], Chunks, ByteStore, Tensor, Tensor]:
-    values = [tensor(i, shape, KINDS[i % len(KINDS)]) for i, shape in enumerate(SHAPES)]
-    boxes = [_divided(random, (0,) * value.ndim, tuple(value.shape), 3) for value in values]
-    parts = [(i, box) for i, each in enumerate(boxes) for box in each]
-    offset, file = [0] * len(parts), torch.tensor([random.randrange(2) for _ in parts])
-    raw = [bytearray(b"x" * 5), bytearray()]
-    for number in random.sample(range(len(parts)), len(parts)):
-        i, box = parts[number]
-        where = raw[int(file[number])]
-        offset[number] = len(where)
-        where += raw_bytes(values[i][box_slices(*box)]) + b"y" * random.randrange(3)
-    for number, content in enumerate(raw):
-        (folder / str(number)).write_bytes(content)
-    chunks = Chunks.of([tuple(v.shape) for v in values], [v.dtype.itemsize for v in values], boxes)
-    store = ObjectStore(f"file://{folder}") if random.random() < 0.5 else LocalStore(folder)
-    store.open(["0", "1"])
-    return values, chunks, store, file, torch.tensor(offset)
+def values() -> dict[str, Tensor]:
+    return {f"t{i}": tensor(i, shape, KINDS[i % len(KINDS)]) for i, shape in enumerate(SHAPES)}
 
 
-def test_regions_of_tensors_in_chunks(tmp_path: Path) -> None:
-    """Boxes with their dims in any order, into boxes of other tensors."""
-    for seed in range(30):
-        random = Random(seed)
-        (tmp_path / str(seed)).mkdir()
-        values, chunks, store, file, offset = _stored(random, tmp_path / str(seed))
-        targets, rows, origins, expected = [], [], [], []
-        for i, value in enumerate(values):
-            start = tuple(random.randrange(n) for n in value.shape)
-            size = tuple(random.randint(1, n - a) for a, n in zip(start, value.shape, strict=True))
-            order = random.sample(range(value.ndim), value.ndim)
-            margin = [random.randrange(3) for _ in order]
-            wanted = value[box_slices(start, size)].permute(order)
-            target = torch.zeros([n + m for n, m in zip(wanted.shape, margin, strict=True)], dtype=value.dtype)
-            full = target.clone()
-            full[box_slices(margin, wanted.shape)] = wanted
-            steps = [value.stride(d) for d in order]
-            pad = [0] * (4 - value.ndim)
-            row = [i, 0, dtypes.code(value.dtype), value.ndim, *margin, *pad, *wanted.shape, *pad, *steps, *pad]
-            first = sum(a * s for a, s in zip(start, value.stride(), strict=True)) * value.dtype.itemsize
-            targets.append(target)
-            rows.append(row)
-            origins.append([i, first])
-            expected.append(full)
-        regions = Regions(targets, CopyTable(torch.tensor(rows)), torch.tensor(origins)).split(chunks)
-        assert regions is not None
-        assert store.read_regions(file, offset, regions) > 0
-        for target, want in zip(targets, expected, strict=True):
-            assert raw_bytes(target) == raw_bytes(want), seed
+def save(folder: Path, seed: int) -> None:
+    """Writes a DCP checkpoint with chunks in two files, in any order and with gaps."""
+    folder.mkdir()
+    random = Random(seed)
+    metadata, storage = {}, {}
+    files = {f"__{rank}_0.distcp": bytearray() for rank in range(2)}
+    boxes = {name: divided(random, (0,) * value.ndim, tuple(value.shape)) for name, value in values().items()}
+    for name, value in values().items():
+        chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes[name]]
+        metadata[name] = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), chunks)
+    parts = [(name, box) for name, of_tensor in boxes.items() for box in of_tensor]
+    for name, (start, size) in random.sample(parts, len(parts)):
+        file = random.choice(sorted(files))
+        part = values()[name][tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]
+        torch.save(part.clone(), raw := io.BytesIO())
+        files[file] += b"y" * random.randrange(3)
+        storage[MetadataIndex(name, start)] = _StorageInfo(file, len(files[file]), len(raw.getvalue()))
+        files[file] += raw.getvalue()
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(metadata, storage_data=storage)))
 
 
-def test_pieces_of_tensors_in_chunks(tmp_path: Path) -> None:
-    """Byte ranges, which may begin and end inside elements."""
-    for seed in range(30):
-        random = Random(seed)
-        (tmp_path / str(seed)).mkdir()
-        values, chunks, store, file, offset = _stored(random, tmp_path / str(seed))
-        pieces, expected = [], bytearray()
-        for i in random.sample(range(len(values)), len(values)):
-            begin = random.randrange(values[i].nbytes)
-            end = random.randint(begin + 1, values[i].nbytes)
-            pieces.append([i, begin, len(expected), end - begin])
-            expected += raw_bytes(values[i])[begin:end]
-        bucket = torch.empty(len(expected), dtype=torch.uint8)
-        store.read_regions(file, offset, Regions(*chunks.fill(bucket, torch.tensor(pieces))))
-        assert bytes(bucket.tolist()) == bytes(expected), seed
+def load(rank: int, folder: Path) -> list[str]:
+    problems = []
+    mesh = init_device_mesh("cpu", (3,))
+    for number, path in enumerate(sorted(folder.iterdir())):
+        for readers in ("every", "partitioned"):
+            shards, target = {}, {}
+            for i, (name, value) in enumerate(values().items()):
+                dim = (i + number) % (value.ndim + 1)
+                placements = [Shard(dim) if dim < value.ndim else Replicate()]
+                shards[name] = local_of(distribute_tensor(value, mesh, placements, src_data_rank=None))
+                target[name] = distribute_tensor(torch.zeros_like(value), mesh, placements, src_data_rank=None)
+            epload.load_state(target, path, readers=readers, progress=False)
+            wrong = [
+                n for n, shard in shards.items() if not torch.equal(as_bytes(local_of(target[n])), as_bytes(shard))
+            ]
+            problems += [f"{path.name}, {readers}: {name}" for name in wrong]
+    return problems
 
 
-def test_a_region_that_is_no_box(tmp_path: Path) -> None:
-    """Such as one of a tensor that a mapping reshapes: it is read by way of whole pieces."""
-    chunks = Chunks.of([(4, 6)], [4], [[((0, 0), (4, 3)), ((0, 3), (4, 3))]])
-    for size, stride in (((24,), (1,)), ((2, 2), (6, 6)), ((8, 3), (3, 1)), ((2, 5), (7, 1)), ((4,), (7,))):
-        pad = [0] * (2 - len(size))
-        row = [0, 0, dtypes.code(torch.float32), len(size), *[0] * len(size), *pad, *size, *pad, *stride, *pad]
-        assert chunks.split(CopyTable(torch.tensor([row])), torch.tensor([[0, 0]])) is None, size
-    assert prod(chunks.nbytes.tolist()) == 48 * 48
+def test_tensors_in_any_chunks(tmp_path: Path) -> None:
+    for seed in range(20):
+        save(tmp_path / str(seed), seed)
+    all_fine(ranks.run(3, load, tmp_path))

@@ -8,22 +8,10 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from epload.core.placement import (
-    Box,
-    Layout,
-    Placement,
-    Replicated,
-    Sharded,
-    chunk_intervals,
-    intersect,
-    owned_regions,
-    slice_intervals,
-)
-from support.shards import Coordinate, Cut, box_slices, indices, torch_chunk, torch_shards
+from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_regions
+from support.shards import Coordinate, Cut, box_slices, indices, torch_shards
 
 
 def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
@@ -49,15 +37,12 @@ def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
 
 
 def left_to_right(placements: Sequence[Placement]) -> list[Cut]:
-    """How axes cut when none is strided by an axis to its right."""
+    """Returns the cuts of axes none of which is strided by an axis to its right."""
     return [(axis, p.dim, p.split_factor) for axis, p in enumerate(placements) if isinstance(p, Sharded)]
 
 
 def meshes(axes: int, sizes: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int, ...]]:
     return product(sizes, repeat=axes)
-
-
-# ---- owned_regions ----
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
@@ -77,20 +62,6 @@ def test_every_shard_replicate_combination_of_several_dims(shape: tuple[int, ...
         check_layout(Layout(shape, mesh_shape, placements), left_to_right(placements))
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_fsdp_over_tp_cuts_by_the_right_axis_first(dim: int) -> None:
-    for mesh_shape, length in product(meshes(2), range(10)):
-        shape = (length, 2) if dim == 0 else (2, length)
-        placements = (Sharded(dim, split_factor=mesh_shape[1]), Sharded(dim))
-        check_layout(Layout(shape, mesh_shape, placements), [(1, dim, 1), (0, dim, 1)])
-
-
-def test_lone_strided_shard_keeps_a_piece_of_every_part() -> None:
-    for size, split_factor, length in product((1, 2, 3, 4), (1, 2, 3, 4, 5), range(13)):
-        layout = Layout((2, length), (size,), (Sharded(1, split_factor),))
-        check_layout(layout, [(0, 1, split_factor)])
-
-
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_three_axes_of_one_dim_in_any_order(order: tuple[int, ...]) -> None:
     """torch writes the order in which axes cut as split factors: the shards made before by axes to the right."""
@@ -101,82 +72,25 @@ def test_three_axes_of_one_dim_in_any_order(order: tuple[int, ...]) -> None:
             check_layout(Layout((length, 2), mesh_shape, placements), [(axis, 0, 1) for axis in order])
 
 
-def test_hsdp_over_tp() -> None:
-    for mesh_shape, length in product(meshes(3, (1, 2, 3)), range(10)):
-        placements = (Replicated(), Sharded(0, split_factor=mesh_shape[2]), Sharded(0))
-        check_layout(Layout((length, 3), mesh_shape, placements), [(2, 0, 1), (1, 0, 1)])
+def strided_layouts() -> Iterator[tuple[Layout, list[Cut]]]:
+    """Layouts with the order in which axes cut, each a mesh axis, a dim and the parts that are cut one by one."""
+    for length, parts in product(range(13), (1, 2, 3, 5)):
+        for size in (1, 2, 3, 4):  # a lone strided shard keeps a piece of every part
+            yield Layout((2, length), (size,), (Sharded(1, parts),)), [(0, 1, parts)]
+        for mesh in meshes(2, (1, 2, 3)):
+            yield Layout((length,), mesh, (Sharded(0), Sharded(0, parts))), [(0, 0, 1), (1, 0, parts)]
+            # FSDP over a fused projection: TP has a piece of each part, and FSDP cuts what TP left on the rank.
+            for dim in (0, 1):
+                fsdp = Sharded(dim, mesh[1] if dim == 1 else 1)
+                yield Layout((5, length), mesh, (fsdp, Sharded(1, parts))), [(1, 1, parts), (0, dim, 1)]
+    for length, mesh in product(range(10), meshes(2)):  # FSDP over TP: the right axis cuts first
+        yield Layout((2, length), mesh, (Sharded(1, mesh[1]), Sharded(1))), [(1, 1, 1), (0, 1, 1)]
+    for length, mesh in product(range(10), meshes(3, (1, 2, 3))):
+        strided = Sharded(0, mesh[2])
+        yield Layout((length, 3), mesh, (Replicated(), strided, Sharded(0))), [(2, 0, 1), (1, 0, 1)]
+        yield Layout((length, 4), mesh, (strided, Sharded(1), Sharded(0))), [(2, 0, 1), (0, 0, 1), (1, 1, 1)]
 
 
-def test_strided_across_an_axis_that_shards_another_dim() -> None:
-    for mesh_shape, length in product(meshes(3, (1, 2, 3)), range(10)):
-        placements = (Sharded(0, split_factor=mesh_shape[2]), Sharded(1), Sharded(0))
-        check_layout(Layout((length, 4), mesh_shape, placements), [(2, 0, 1), (0, 0, 1), (1, 1, 1)])
-
-
-@pytest.mark.parametrize("fsdp_dim", [0, 1])
-def test_fsdp_over_a_fused_projection_under_tp(fsdp_dim: int) -> None:
-    """The fused dim is cut in parts and every rank has a piece of each; FSDP cuts what TP left on the rank."""
-    for mesh_shape, parts, length in product(meshes(2, (1, 2, 3)), (2, 3), range(12)):
-        fsdp = Sharded(fsdp_dim, mesh_shape[1] if fsdp_dim == 1 else 1)
-        placements = (fsdp, Sharded(1, parts))
-        check_layout(Layout((5, length), mesh_shape, placements), [(1, 1, parts), (0, fsdp_dim, 1)])
-
-
-def test_shard_to_the_left_of_a_lone_strided_shard() -> None:
-    for mesh_shape, length in product(meshes(2), range(13)):
-        placements = (Sharded(0), Sharded(0, 2))
-        check_layout(Layout((length,), mesh_shape, placements), [(0, 0, 1), (1, 0, 2)])
-
-
-# ---- intervals and boxes ----
-
-intervals_of = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), max_size=5)
-
-
-def spelled(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    return [index for start, size in intervals for index in range(start, start + size)]
-
-
-@settings(deadline=None)
-@given(intervals_of, st.integers(0, 40), st.integers(0, 40))
-def test_slice_intervals_is_a_slice(intervals: list[tuple[int, int]], begin: int, end: int) -> None:
-    assert spelled(slice_intervals(intervals, begin, end)) == spelled(intervals)[begin:end]
-
-
-@settings(deadline=None)
-@given(intervals_of, st.integers(1, 9))
-def test_chunk_intervals_is_torch_chunk(intervals: list[tuple[int, int]], parts: int) -> None:
-    pieces = torch_chunk(torch.tensor(spelled(intervals), dtype=torch.int64), parts, 0)
-    assert [spelled(chunk_intervals(intervals, parts, i)) for i in range(parts)] == [piece.tolist() for piece in pieces]
-
-
-@st.composite
-def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-
-    def box() -> Box:
-        start = [draw(st.integers(0, n)) for n in shape]
-        return tuple(start), tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
-
-    return shape, box(), box()
-
-
-@settings(deadline=None)
-@given(two_boxes())
-def test_intersect_is_the_shared_elements(case: tuple[tuple[int, ...], Box, Box]) -> None:
-    shape, a, b = case
-    masks = []
-    for box in (a, b):
-        mask = torch.zeros(shape, dtype=torch.bool)
-        mask[box_slices(*box)] = True
-        masks.append(mask)
-    both = masks[0] & masks[1]
-    shared = intersect(a, b)
-    assert shared == intersect(b, a)
-    if shared is None:
-        assert not both.any()
-    else:
-        mask = torch.zeros(shape, dtype=torch.bool)
-        mask[box_slices(*shared)] = True
-        assert torch.equal(mask, both)
-        assert all(size > 0 for size in shared[1])
+def test_strided_layouts() -> None:
+    for layout, cuts in strided_layouts():
+        check_layout(layout, cuts)

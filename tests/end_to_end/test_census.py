@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import transformers
 
-from campaigns.census.classes import ALWAYS, LIST, auto_classes, listed, sample
-from campaigns.census.pool import Worker, verdict_of
+from campaigns.census.classes import LIST, auto_classes, listed, sample
+from campaigns.census.pool import census
 from epload.mapping.transformers import SUPPORTED
 
-COUNT = 16
+COUNT = 14
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    made = Worker()
-    yield made
-    made.close()
-
-
-def installed() -> list[str]:
-    """The sample, or what an older version of transformers than the newest supported has of it."""
+def test_a_sample_loads_as_the_library_does() -> None:
+    """Judges those of the sample that the installed transformers has; the newest supported one has all."""
     newest = transformers.__version__.startswith(f"{SUPPORTED[1]}.")
-    return [name for name in sample(COUNT) if newest or name in auto_classes()]
+    verdicts = census([name for name in sample(COUNT) if newest or name in auto_classes()], 1, None, False)
+    assert len(verdicts) >= COUNT // 2
+    wrong = {name: verdict["findings"] for name, verdict in verdicts.items() if verdict["kind"] != "right"}
+    assert not wrong, "\n".join(f"{name}: {text}" for name, texts in wrong.items() for text in texts)
 
 
-@pytest.mark.parametrize("name", installed())
-def test_loads_as_the_library_does(worker: Worker, name: str) -> None:
-    verdict = verdict_of(worker, name, auto_classes().get(name, []))
-    assert verdict["kind"] == "right", "\n".join(verdict["findings"])
-
-
-def test_the_list_is_sorted_and_the_sample_is_of_it() -> None:
-    names = listed()
-    assert names == sorted(set(names))
-    assert LIST.read_text() == "".join(f"{name}\n" for name in names)
-    assert len(sample(COUNT)) == COUNT
-    assert set(sample(COUNT)) <= set(names)
-    assert set(ALWAYS) <= set(names)
+def test_the_list_is_sorted() -> None:
+    assert LIST.read_text() == "".join(f"{name}\n" for name in sorted(set(listed())))
+    assert set(sample(COUNT)) <= set(listed())

@@ -1,5 +1,5 @@
 """Meshes that do not list their ranks in ascending order. torch's process groups sort their ranks, so that a rank's index in a
-group is not its coordinate in the mesh. torch's own ``full_tensor()`` and logits say which shard each rank has."""
+group is not its coordinate in the mesh. torch's own ``full_tensor()`` and logits say which shard text rank has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -18,15 +19,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import epload
-from epload.model.flat_state import FlatState
 from support import ranks
+from support.checks import all_fine, local_of
+from support.failures import error_of
 from support.jobs import Job, Meeting, run
 
 WIDTH, HIDDEN = 7, 12  # FSDP's shards of the first dim are uneven, those of tensor parallelism even
 X = torch.arange(2.0 * WIDTH).view(2, WIDTH) / 13
 
 
-class Net(nn.Module):
+class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, HIDDEN)
@@ -38,11 +40,11 @@ class Net(nn.Module):
         return y
 
 
-def reference(version: int = 0) -> Net:
+def reference(version: int = 0) -> Perceptron:
     """Has the same values on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(version)
-        model = Net()
+        model = Perceptron()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_()
@@ -53,96 +55,91 @@ def named(order: Any, *names: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=names)
 
 
-def fsdp(model: Net, mesh: DeviceMesh) -> None:
+def fsdp(model: Perceptron, mesh: DeviceMesh) -> None:
     for layer in (model.up, model.down):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def reversed_fsdp(model: Net) -> None:
-    fsdp(model, named([1, 0], "fsdp"))
-
-
-def hsdp(model: Net) -> None:
-    fsdp(model, named([[3, 2], [1, 0]], "replicate", "shard"))
-
-
-def submesh(model: Net) -> None:
-    fsdp(model, named([[2, 3], [0, 1]], "fsdp", "other")["fsdp"])
-
-
-def flattened(model: Net) -> None:
-    fsdp(model, named([[3, 1], [2, 0]], "dp", "cp")["dp", "cp"]._flatten("dp_cp"))
-
-
-def tp(model: Net, mesh: DeviceMesh) -> None:
+def tp(model: Perceptron, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def fsdp_over_tp(model: Net) -> None:
+def reversed_fsdp(model: Perceptron) -> None:
+    fsdp(model, named([1, 0], "fsdp"))
+
+
+def hsdp(model: Perceptron) -> None:
+    fsdp(model, named([[3, 2], [1, 0]], "replicate", "shard"))
+
+
+def submesh(model: Perceptron) -> None:
+    fsdp(model, named([[2, 3], [0, 1]], "fsdp", "other")["fsdp"])
+
+
+def flattened(model: Perceptron) -> None:
+    fsdp(model, named([[3, 1], [2, 0]], "dp", "cp")["dp", "cp"]._flatten("dp_cp"))
+
+
+def fsdp_over_tp(model: Perceptron, order: Any = ((2, 3), (0, 1))) -> None:
     """Only FSDP's axis is in another order."""
-    mesh = named([[2, 3], [0, 1]], "fsdp", "tp")
+    mesh = named(order, "fsdp", "tp")
     tp(model, mesh["tp"])
     fsdp(model, mesh["fsdp"])
 
 
-Parallelize = Callable[[Net], None]
-CASES: list[tuple[int, Parallelize]] = [
-    (2, reversed_fsdp), (4, hsdp), (4, submesh), (4, flattened), (4, fsdp_over_tp),
-]  # fmt: skip
+Parallelize = Callable[[Perceptron], None]
 
 
-def meta_model(parallelize: Parallelize) -> Net:
-    with torch.device("meta"):
-        model = Net()
-    parallelize(model)
-    return model
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def wrong(model: Net, version: int = 0) -> list[str]:
+def wrong(model: Perceptron, version: int = 0) -> list[str]:
     """Differences from what torch itself says that the model holds and computes."""
     expected = reference(version)
-    logits = model(X)
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    problems = [] if torch.allclose(logits, expected(X), atol=1e-5) else ["logits"]
+    problems = [] if torch.allclose(full(model(X)), expected(X), atol=1e-5) else ["logits"]
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
     state = model.state_dict()
-    for name, value in expected.state_dict().items():
-        tensor = state[name]
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not torch.equal(full, value):
-            problems.append(name)
-    return problems
+    return problems + [n for n, value in expected.state_dict().items() if not torch.equal(full(state[n]), value)]
 
 
-def load_and_save(rank: int, parallelize: Parallelize, readers: str, folder: str) -> list[str]:
-    # What is loaded ...
-    model = meta_model(parallelize)
-    epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify=True)
-    problems = wrong(model)
-    # ... what is saved of a model that torch has sharded itself ...
-    sharded = reference(1)
-    parallelize(sharded)
-    epload.save(sharded, f"{folder}/saved")
-    saved = load_file(f"{folder}/saved/model.safetensors")
-    problems += [f"saved {n}" for n, value in reference(1).state_dict().items() if not torch.equal(saved[n], value)]
-    # ... and what a state dict is filled with.
-    state = {"model": reference(2)}
-    parallelize(state["model"])
-    tensors = dict(state["model"].state_dict())
-    epload.load_state({"model": tensors}, {"model": dict(reference(0).state_dict())}, progress=False)
-    problems += [f"state: {each}" for each in wrong(state["model"])]
+def load_and_save(rank: int, cases: list[Parallelize], folder: str) -> list[str]:
+    problems = []
+    for number, parallelize in enumerate(cases):
+        # What is loaded ...
+        with torch.device("meta"):
+            model = Perceptron()
+        parallelize(model)
+        readers = ("every", "one")[number % 2]
+        epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify=True)
+        differing = wrong(model)
+        # ... what is saved of a model that torch has sharded itself ...
+        sharded = reference(1)
+        parallelize(sharded)
+        epload.save(sharded, f"{folder}/{number}")
+        saved = load_file(f"{folder}/{number}/model.safetensors")
+        differing += [
+            f"saved {n}" for n, value in reference(1).state_dict().items() if not torch.equal(saved[n], value)
+        ]
+        # ... and what a state dict is filled with.
+        state = reference(2)
+        parallelize(state)
+        source = {"model": dict(reference(0).state_dict())}
+        epload.load_state({"model": dict(state.state_dict())}, source, progress=False)
+        differing += [f"state: {text}" for text in wrong(state)]
+        problems += [f"{number}: {text}" for text in differing]
     return problems
 
 
 @pytest.mark.parametrize(
-    ("world", "parallelize", "readers"), [(*case, ("every", "one")[i % 2]) for i, case in enumerate(CASES)]
+    ("world", "cases"), [(2, [reversed_fsdp, reversed_fsdp]), (4, [hsdp, submesh, flattened, fsdp_over_tp])]
 )
-def test_loads_and_saves_go_by_the_groups(world: int, parallelize: Parallelize, readers: str, tmp_path: Path) -> None:
+def test_loads_and_saves_go_by_the_groups(world: int, cases: list[Parallelize], tmp_path: Path) -> None:
     save_file(reference().state_dict(), tmp_path / "model.safetensors")
-    assert ranks.run(world, load_and_save, parallelize, readers, str(tmp_path)) == [[]] * world
+    all_fine(ranks.run(world, load_and_save, cases, str(tmp_path)))
 
 
 def resume(rank: int, folder: str) -> list[str]:
@@ -154,26 +151,22 @@ def resume(rank: int, folder: str) -> list[str]:
     optimizer.step()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
-    full = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-        for name, tensor in FlatState(state)._buffers.items()
-        if tensor is not None
-    }
+    flat = {n: t for n, t in dcp._nested_dict.flatten_state_dict(state)[0].items() if isinstance(t, Tensor)}
+    expected = {name: full(tensor) for name, tensor in flat.items()}
     epload.save(state, f"{folder}/state")
     saved = load_file(f"{folder}/state/model.safetensors")
-    assert saved.keys() == full.keys()
-    problems = [f"saved {name}" for name, value in full.items() if not torch.equal(saved[name], value)]
-    tensors = [tensor for tensor in FlatState(state)._buffers.values() if isinstance(tensor, DTensor)]
-    before = [tensor.to_local().clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.to_local().zero_()
+    assert saved.keys() == expected.keys()
+    problems = [f"saved {name}" for name, value in expected.items() if not torch.equal(saved[name], value)]
+    before = {name: local_of(tensor).clone() for name, tensor in flat.items()}
+    for tensor in flat.values():
+        local_of(tensor).detach().zero_()
     epload.load_state(state, f"{folder}/state", progress=False)
-    problems += ["loaded" for old, new in zip(before, tensors, strict=True) if not torch.equal(old, new.to_local())]
-    return problems if len(tensors) >= 18 else [f"{len(tensors)} tensors"]
+    problems += [f"loaded {name}" for name, value in before.items() if not torch.equal(local_of(flat[name]), value)]
+    return problems if sum(isinstance(t, DTensor) for t in flat.values()) >= 18 else [f"{len(flat)} tensors"]
 
 
 def test_optimizer_states(tmp_path: Path) -> None:
-    assert ranks.run(2, resume, str(tmp_path)) == [[], []]
+    all_fine(ranks.run(2, resume, str(tmp_path)))
 
 
 # ---- syncs ----
@@ -192,8 +185,7 @@ def send(rank: int, meeting: Meeting) -> list[str]:
 
 def receive(rank: int, meeting: Meeting) -> list[str]:
     model = reference(9)
-    submesh_of_two = named([1, 0], "fsdp")
-    fsdp(model, submesh_of_two)
+    reversed_fsdp(model)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
         receiver.receive_weights()
         receiver.commit()
@@ -209,92 +201,59 @@ def test_syncs() -> None:
 # ---- where torch itself has two orders ----
 
 
-def reversed_tp(model: Net) -> None:
+def reversed_tp(model: Perceptron) -> None:
     tp(model, named([1, 0], "tp"))
 
 
-def fsdp_over_reversed_tp(model: Net) -> None:
-    mesh = named([[1, 0], [3, 2]], "fsdp", "tp")
-    tp(model, mesh["tp"])
-    fsdp(model, mesh["fsdp"])
+def fsdp_over_reversed_tp(model: Perceptron) -> None:
+    fsdp_over_tp(model, [[1, 0], [3, 2]])
 
 
-def reversed_tp_on_one_node(model: Net) -> None:
-    mesh = named([[0, 1], [3, 2]], "fsdp", "tp")
-    tp(model, mesh["tp"])
+def reversed_tp_on_one_node(model: Perceptron) -> None:
+    tp(model, named([[0, 1], [3, 2]], "fsdp", "tp")["tp"])
 
 
-def refusals(rank: int, parallelize: Parallelize, folder: str) -> list[str]:
-    model = reference(1)
-    parallelize(model)
-    before = [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in model.parameters()]
+def refusals(rank: int, cases: list[Parallelize], folder: str) -> list[str]:
     texts = []
-    for action in (
-        lambda: epload.load(model, dict(reference().state_dict()), progress=False, timeout=30),
-        lambda: epload.save(model, f"{folder}/saved", timeout=30),
-    ):
-        try:
-            action()
-            texts.append("no error")
-        except epload.ModelMismatch as error:
-            texts.append(str(error))
-    after = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    assert all(map(torch.equal, before, after))
+    for parallelize in cases:
+        model = reference(1)
+        parallelize(model)
+        before = [local_of(p).clone() for p in model.parameters()]
+        source = dict(reference().state_dict())
+        texts.append(error_of(lambda: epload.load(model, source, progress=False, timeout=30)))  # noqa: B023
+        texts.append(error_of(lambda: epload.save(model, f"{folder}/saved", timeout=30)))  # noqa: B023
+        assert all(map(torch.equal, before, map(local_of, model.parameters())))
     assert not Path(folder, "saved").exists()
     return texts
 
 
 @pytest.mark.parametrize(
-    ("world", "parallelize"), [(2, reversed_tp), (4, fsdp_over_reversed_tp), (4, reversed_tp_on_one_node)]
+    ("world", "cases"), [(2, [reversed_tp]), (4, [fsdp_over_reversed_tp, reversed_tp_on_one_node])]
 )
-def test_tensor_parallelism_on_such_a_mesh_is_refused(world: int, parallelize: Parallelize, tmp_path: Path) -> None:
-    texts = ranks.run(world, refusals, parallelize, str(tmp_path))
+def test_tensor_parallelism_on_such_a_mesh_is_refused(world: int, cases: list[Parallelize], tmp_path: Path) -> None:
+    texts = ranks.run(world, refusals, cases, str(tmp_path))
     assert texts == [texts[0]] * world
     for text in texts[0]:
-        assert "up.weight is sharded over axis" in text
-        assert "ascending order" in text
+        for part in ("ModelMismatch", "up.weight is sharded over axis", "ascending order"):
+            assert part in text
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.zeros(2, 3))
+def others(rank: int) -> list[str]:
+    """An outer shard, and an entry of a state dict that fits neither order, as torch cuts the padding by coordinate."""
+    experts = nn.ParameterDict({"experts": nn.Parameter(torch.zeros(2, 3))})
+    options = epload.LoadOptions(outer_shards=[epload.OuterShard("experts", named([1, 0], "ep"))])
+    whole = {"experts": torch.arange(12.0).view(4, 3)}
+    state = {"weight": distribute_tensor(torch.arange(5.0), named([1, 0], "tp"), [Shard(0)], src_data_rank=None)}
+    return [
+        error_of(lambda: epload.load(experts, whole, progress=False, timeout=30, options=options)),
+        error_of(lambda: epload.load_state(state, {"weight": torch.arange(5.0)}, progress=False, timeout=30)),
+    ]
 
 
-def outer_shard(rank: int) -> str:
-    model = Expert()
-    shard = epload.OuterShard("experts", named([1, 0], "ep"))
-    try:
-        epload.load(
-            model,
-            {"experts": torch.arange(12.0).view(4, 3)},
-            progress=False,
-            timeout=30,
-            options=epload.LoadOptions(outer_shards=[shard]),
-        )
-    except ValueError as error:
-        return str(error)
-    return f"loaded {model.experts.tolist()}"
-
-
-def test_an_outer_shard_on_such_a_mesh_is_refused() -> None:
-    texts = ranks.run(2, outer_shard)
-    assert texts == [texts[0]] * 2
-    assert "ascending order" in texts[0]
-
-
-def uneven_entry(rank: int) -> str:
-    """torch cuts the padding by coordinate, so that neither order describes the shards."""
-    mesh = named([1, 0], "tp")
-    state = {"weight": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], src_data_rank=None)}
-    try:
-        epload.load_state(state, {"weight": torch.arange(5.0)}, progress=False, timeout=30)
-    except epload.ModelMismatch as error:
-        return str(error)
-    return f"loaded {state['weight'].to_local().tolist()}"
-
-
-def test_an_entry_of_a_state_dict_that_fits_neither_order_is_refused() -> None:
-    texts = ranks.run(2, uneven_entry)
-    assert texts == [texts[0]] * 2
-    assert "weight is sharded over axis 0 (tp)" in texts[0]
+def test_shards_that_fit_neither_order_are_refused() -> None:
+    texts = ranks.run(2, others)
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("ValueError")
+    assert "ascending order" in texts[0][0]
+    assert texts[0][1].startswith("ModelMismatch")
+    assert "weight is sharded over axis 0 (tp)" in texts[0][1]

@@ -1,31 +1,30 @@
-"""A job that reloads at every step for weeks: loads leave nothing behind, neither those that fill a model nor those refused."""
+"""A job that reloads at every step for weeks: loads take bounded memory and leave nothing behind, also those that are refused."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from epload import HierarchicalLoader, LoadError, Topology
-from support import fakedev, ranks
+from support import ranks
+from support.accelerator import run_on
 from support.checks import all_fine
+from support.memory import anonymous_and_shared
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
-WARM, LOADS = 10, 20
-WAYS: dict[str, list[dict[str, Any]]] = {
-    "auto": [{}],
-    "one, proven": [{"readers": "one", "verify": True}],
-    "partitioned, striped, checked": [{"readers": "partitioned", "algorithm": "striped", "verify": True}],
-    "two timeouts": [{"timeout": 60}, {"timeout": 90}],
-}
+WARM, LOADS = 8, 12
 
 
 def threads() -> int:
@@ -34,7 +33,7 @@ def threads() -> int:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
+    """Counts the resources of this process."""
     assert dist.group.WORLD is not None
     gc.collect()
     sys._clear_type_cache()  # it keeps names of attributes, more and more until it is full
@@ -48,14 +47,12 @@ def resources() -> dict[str, int]:
     }
 
 
-def repeated(
-    rank: int, way: str, folder: Path, refused: bool = False, anew: bool = False, where: str = "cpu"
-) -> list[str]:
+def repeated(rank: int, device: str, ways: list[dict[str, Any]], refused: bool, anew: bool, folder: Path) -> list[str]:
     topology = Topology.from_nodes(NODES)
-    model = meta_net(where=where)
+    model = meta_net(where=device)
 
     def made() -> list[HierarchicalLoader]:
-        return [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in WAYS[way]]
+        return [HierarchicalLoader(topology, bucket_bytes=BUCKET, **options) for options in ways]
 
     loaders = made()
     loaders[0].load(model, folder / "0.safetensors")
@@ -68,9 +65,9 @@ def repeated(
                     with pytest.raises(LoadError, match="missing"):
                         loader.load(model, folder / "short.safetensors")
         dist.barrier()  # keys are counted while nobody writes
-        found = resources()
+        counts = resources()
         dist.barrier()
-        return found
+        return counts
 
     before, after = loads(WARM), loads(LOADS)
     # The last two vary: allocators and interpreters keep some of what was freed.
@@ -79,38 +76,72 @@ def repeated(
         for what, number in before.items()
         if after[what] - number >= (LOADS if what in ("blocks of Python's memory", "mappings") else 1)
     ]
-    return problems + wrong(model, state_for(1), where=where)
-
-
-def write(folder: Path) -> None:
-    for number in (0, 1):
-        save_file(state_for(number), folder / f"{number}.safetensors")
-    short = state_for(0)
-    short.popitem()
-    save_file(short, folder / "short.safetensors")
+    return problems + wrong(model, state_for(1), where=device)
 
 
 @pytest.mark.parametrize(
-    ("way", "refused", "anew"),
+    ("place", "ways", "refused", "anew"),
     [
-        ("partitioned, striped, checked", False, False),
-        ("two timeouts", True, False),
-        ("one, proven", False, True),
-        ("auto", True, True),
+        ("cpu", [{"timeout": 60}, {"readers": "partitioned", "algorithm": "striped", "timeout": 90}], True, False),
+        ("cpu", [{"readers": "one", "verify": True}, {}], False, True),
+        ("nccl", [{}], True, False),
+        ("hccl", [{"readers": "partitioned", "algorithm": "striped", "verify": True}], False, False),
     ],
 )
-def test_loads_leave_nothing_behind(way: str, refused: bool, anew: bool, tmp_path: Path) -> None:
+def test_loads_leave_nothing_behind(
+    place: str, ways: list[dict[str, Any]], refused: bool, anew: bool, tmp_path: Path
+) -> None:
     """``refused``: each load is followed by one that is refused. ``anew``: each is of a new loader, as ``epload.load``'s are."""
-    write(tmp_path)
-    all_fine(ranks.run(4, repeated, way, tmp_path, refused, anew))
+    for number in (0, 1):
+        save_file(state_for(number), tmp_path / f"{number}.safetensors")
+    short = state_for(0)
+    short.popitem()
+    save_file(short, tmp_path / "short.safetensors")
+    all_fine(run_on(place, 4, repeated, ways, refused, anew, tmp_path))
 
 
-@pytest.mark.usefixtures("fake_device")
-@pytest.mark.parametrize(
-    ("way", "semantics"),
-    [("auto", "nccl"), ("partitioned, striped, checked", "hccl")],
-)
-def test_loads_into_a_model_on_a_device_leave_nothing_behind(way: str, semantics: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    setup = partial(fakedev.setup, semantics)
-    all_fine(ranks.run(4, repeated, way, tmp_path, False, False, f"{fakedev.NAME}:0", setup=setup))
+LARGE_BUCKET = 8 << 20
+LAYERS, WIDTH = 96, 768  # 226 MB of float32
+
+
+def watch(seen: list[int], done: threading.Event) -> None:
+    while not done.wait(0.001):
+        seen.append(anonymous_and_shared())
+
+
+def load_and_watch(rank: int, path: str) -> list[str]:
+    """Compares the most memory above the start with this rank's shards and two buckets."""
+    problems = []
+    for readers in ("one", "per_node"):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        for layer in model:
+            fully_shard(layer)
+        loader = HierarchicalLoader(
+            Topology.from_nodes(NODES), readers=readers, bucket_bytes=LARGE_BUCKET, progress=False
+        )
+        start = anonymous_and_shared()
+        seen, done = [start], threading.Event()
+        watcher = threading.Thread(target=watch, args=(seen, done))
+        watcher.start()
+        try:
+            report = loader.load(model, path)
+        finally:
+            done.set()
+            watcher.join()
+        shards = sum(p.to_local().nbytes for p in model.parameters())
+        assert shards == LAYERS * WIDTH * WIDTH  # a quarter of 4 bytes an element
+        if report.peak_staging > 2 * LARGE_BUCKET or max(seen) - start > shards + 2 * LARGE_BUCKET + (100 << 20):
+            problems.append(f"{readers}: took {max(seen) - start} bytes, {report.peak_staging} of buffers")
+        loader.close()
+        del model
+        gc.collect()
+    return problems
+
+
+def test_transformers_43749_45649_ms_swift_9980_pytorch_149640_peak_memory_is_shards_and_two_buckets(
+    tmp_path: Path,
+) -> None:
+    state = {f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}
+    save_file(state, tmp_path / "model.safetensors")
+    all_fine(ranks.run(4, load_and_watch, str(tmp_path)))

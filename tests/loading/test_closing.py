@@ -25,31 +25,22 @@ def closed(rank: int) -> list[str]:
     problems = []
     topology = Topology.from_nodes([[0, 1]])
     with HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET) as loader:
-        for salt in (1, 2):
-            model = meta_net()
-            loader.load(model, only_readers(state_for(salt)))
-            problems += wrong(model, state_for(salt))
+        loader.load(meta_net(), only_readers(state_for(1)))
         if not shared_buffers():
             problems.append("no memory is shared, so that nothing can be freed")
     if shared_buffers():
         problems.append(f"{shared_buffers()} shared buffers are left after the loader was closed")
     loader.close()
-
     half_closed = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=20)
     if rank == 1:
         half_closed.close()
     model = meta_net()
-    for each in (loader, half_closed):
-        try:
-            each.load(model, only_readers(state_for(3)))
-            problems.append("a closed loader has loaded")
-        except ValueError as error:
-            if "got one that was closed; make a new one" not in str(error):
-                problems.append(str(error))
+    for unusable in (loader, half_closed):
+        with pytest.raises(ValueError, match="got one that was closed; make a new one"):
+            unusable.load(model, only_readers(state_for(3)))
     if not all(parameter.is_meta for parameter in model.parameters()):
         problems.append("a closed loader has changed the model")
-    other = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET)
-    other.load(model, only_readers(state_for(4)))
+    HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET).load(model, only_readers(state_for(4)))
     return problems + wrong(model, state_for(4))
 
 
@@ -62,14 +53,10 @@ def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
     state = {"a": torch.arange(3.0), "b": torch.arange(4.0), "d": torch.zeros(1)}
     rare = LoadOptions(algorithm="two_level", bucket_bytes=4096)
     options = {"readers": "one", "verify": True, "progress": False, "options": rare}
-    with pytest.raises(epload.ModelMismatch, match=r"\bb\b"):
-        epload.load(model, state, strict=False, **options)  # type: ignore[arg-type]
     report = epload.load(model, state, strict=False, ignore_mismatched_shapes=True, **options)  # type: ignore[arg-type]
     assert torch.equal(model["a"].detach(), state["a"])
     assert (report.missing_keys, report.unexpected_keys, report.mismatched_keys) == (["c"], ["d"], ["b"])
     assert (report.readers, report.algorithm, report.verify) == ("one", "", True), "one rank sends nothing"
-    with pytest.raises(ValueError, match="algorithm"):
-        epload.load(model, state, options=LoadOptions(algorithm="none"))
     with pytest.raises(TypeError, match="deadline"):
         epload.load(model, state, deadline=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="options"):

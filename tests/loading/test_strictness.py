@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload import LocalModules, Mapping, ModelMismatch
+from epload import LocalModules, Mapping
 from epload.mapping import Concatenate, Convert, Rename, Stack
 from support import ranks
 from support.checks import all_fine, as_bytes, full_values, local_of
+from support.failures import error_of
 from support.fp8 import Tree
 from support.models import Block, mesh
 from support.small_model import NODES, only_readers
@@ -47,21 +48,19 @@ def parts(model: nn.Module) -> State:
     return {name: local_of(tensor) for name, tensor in model.state_dict().items()}
 
 
-def refused(like: State, good: State, bad: State, mapping: Mapping | str = "auto", **options: Any) -> Iterator[str]:
-    """The error's text, from a model on meta and from one that holds ``good``; then whatever the refused load changed."""
+def refused(like: State, good: State, bad: State, mapping: Mapping | str = "auto", **options: Any) -> list[str]:
+    """Returns the error's text and what the refused load has changed, of a model on meta and of one that holds ``good``."""
+    texts = []
     for loaded in (False, True):
         model, run = sharded(like), loader()
         if loaded:
             run.load(model, only_readers(good))
         before = {name: tensor.clone() for name, tensor in parts(model).items()}
-        try:
-            run.load(model, only_readers(bad), mapping=mapping, **options)
-            yield "loaded"
-        except ModelMismatch as error:
-            yield str(error)
+        texts.append(error_of(lambda: run.load(model, only_readers(bad), mapping=mapping, **options)))  # noqa: B023
         for name, tensor in parts(model).items():
             if tensor.is_meta is loaded or (loaded and not torch.equal(as_bytes(tensor), as_bytes(before[name]))):
-                yield f"{name} was changed"
+                texts.append(f"{name} was changed")
+    return texts
 
 
 # ---- mistakes ----
@@ -97,28 +96,25 @@ MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def _mistakes(rank: int) -> list[list[str]]:
-    problems = []
-    for like, bad, mapping, _ in MISTAKES.values():
-        for strict in (True, False):
-            problems.append(list(refused(like, values(like), bad, mapping, strict=strict)))
-    return problems
-
-
-def test_mistakes_are_named_and_move_nothing() -> None:
-    by_rank = ranks.run(4, _mistakes)
-    assert all(messages == by_rank[0] for messages in by_rank)
-    cases = [case for case in MISTAKES for _ in (True, False)]
-    for case, messages in zip(cases, by_rank[0], strict=True):
-        assert len(messages) == 2, f"{case}: {messages}"  # on meta and loaded, and nothing was changed
-        assert messages[0] == messages[1], case
-        assert [text for text in MISTAKES[case][3] if text not in messages[0]] == [], f"{case}: {messages[0]}"
-
-
 # ---- missing, unexpected, mismatched ----
 
 LIKE = target(a=(5, 3), b=(4,), c=(2, 2), e__gate_up=(4, 6, 3))
 SHORT = {name: t[:2] if name.endswith("gate") else t for name, t in ALL.items() if name != "norm"}
+KEYS = (
+    "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
+    "strict=False ignores missing and unexpected keys",
+)  # fmt: skip
+SHAPES = (
+    "2 mismatched shapes: b has shape [3] in the checkpoint but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
+    "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
+    "ignore_mismatched_shapes=True skips parameters of mismatched shape",
+)
+OPTIONS = {
+    (True, False): ((*KEYS, *SHAPES), ()),
+    (False, False): (SHAPES, KEYS),
+    (True, True): (KEYS, SHAPES),
+}
+"""Values of strict and ignore_mismatched_shapes, with the texts that are in the error and those that are not."""
 
 
 def odd() -> State:
@@ -126,30 +122,31 @@ def odd() -> State:
     return {"a": values(LIKE)["a"], "b": torch.zeros(3), "d": torch.zeros(1), **SHORT}
 
 
-def _error(rank: int) -> list[list[str]]:
-    return [
-        list(refused(LIKE, values(LIKE), odd(), MAPPING, strict=strict, ignore_mismatched_shapes=ignore))
-        for strict, ignore in ((True, False), (False, False), (True, True))
-    ]
+def _refusals(rank: int) -> dict[Any, list[str]]:
+    texts: dict[Any, list[str]] = {}
+    for (case, (like, bad, mapping, _)), strict in product(MISTAKES.items(), (True, False)):
+        texts[case, strict] = refused(like, values(like), bad, mapping, strict=strict)
+    for strict, ignore in OPTIONS:
+        texts[strict, ignore] = refused(
+            LIKE, values(LIKE), odd(), MAPPING, strict=strict, ignore_mismatched_shapes=ignore
+        )
+    return texts
 
 
-def test_an_error_has_all_keys_that_do_not_fit() -> None:
-    by_rank = ranks.run(4, _error)
-    assert all(messages == by_rank[0] for messages in by_rank)
-    keys = (
-        "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
-        "strict=False ignores missing and unexpected keys",
-    )  # fmt: skip
-    shapes = (
-        "2 mismatched shapes: b has shape [3] in the checkpoint but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
-        "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
-        "ignore_mismatched_shapes=True skips parameters of mismatched shape",
-    )
-    for messages, texts, absent in zip(by_rank[0], ((*keys, *shapes), shapes, keys), ((), keys, shapes), strict=True):
-        assert len(messages) == 2, messages
-        for text in messages:
-            assert [t for t in texts if t not in text] == [], text
-            assert [t for t in absent if t in text] == [], text
+def test_what_does_not_fit_is_named_and_moves_nothing() -> None:
+    by_rank = ranks.run(4, _refusals)
+    assert all(texts == by_rank[0] for texts in by_rank)
+    for case, texts in by_rank[0].items():
+        expected, absent = OPTIONS.get(case) or (MISTAKES[case[0]][3], ())
+        assert len(texts) == 2, f"{case}: {texts}"  # on meta and loaded, and nothing was changed
+        assert texts[0] == texts[1], case
+        assert texts[0].startswith("ModelMismatch"), case
+        assert [part for part in expected if part not in texts[0]] == [], f"{case}: {texts[0]}"
+        assert [part for part in absent if part in texts[0]] == [], f"{case}: {texts[0]}"
+
+
+def keys_of(report: epload.LoadReport) -> tuple[list[str], list[str], list[str]]:
+    return report.missing_keys, report.unexpected_keys, list(report.mismatched_keys)
 
 
 def _lenient(rank: int) -> list[str]:
@@ -165,48 +162,31 @@ def _lenient(rank: int) -> list[str]:
     for init in (None, hook):
         model, run = sharded(LIKE), loader()
         run.load(model, only_readers(good))
+        before = {name: tensor.clone() for name, tensor in parts(model).items()}
         calls.clear()
         lenient = {"strict": False, "ignore_mismatched_shapes": True}
         report = run.load(model, only_readers(odd()), mapping=MAPPING, **lenient, init_missing=init)
-        keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
-        if keys != (["c"], ["d"], ["b", "e.gate_up"]) or not re.search(
+        if keys_of(report) != (["c"], ["d"], ["b", "e.gate_up"]) or not re.search(
             r"\n  mismatched +2 tensors: b, e\.gate_up\n", str(report)
         ):
             problems.append(str(report))
         left = [] if init is None else [("", "b"), ("", "c"), ("e", "gate_up")]
         if sorted(calls) != left or sorted(report.initialized) != [".".join(p for p in c if p) for c in left]:
             problems.append(f"{calls} {report.initialized}")
-        expected = sharded(LIKE)
-        run.load(expected, only_readers(good))
         for name, got in parts(model).items():
-            wanted = parts(expected)[name]
-            wanted = torch.full_like(wanted, -1) if init is not None and name != "a" else wanted
-            if not torch.equal(as_bytes(got), as_bytes(wanted)):
-                problems.append(f"{name} is {got} where {wanted} was expected")
-    for option in ("strict", "ignore_mismatched_shapes"):
-        try:
-            loader().load(sharded(LIKE), only_readers(good), **{option: "shapes"})  # type: ignore[arg-type]
-            problems.append(f"took {option}='shapes'")
-        except TypeError as error:
-            if f"expected {option} to be a bool, got 'shapes'" not in str(error):
-                problems.append(str(error))
-    return problems
-
-
-def _only_shapes(rank: int) -> list[str]:
-    """In a strict load mismatched shapes alone are listed and skipped, if they are to be ignored."""
-    good, model, run = values(LIKE), sharded(LIKE), loader()
-    run.load(model, only_readers(good))
-    before = {name: tensor.clone() for name, tensor in parts(model).items()}
+            expected = torch.full_like(got, -1) if init is not None and name != "a" else before[name]
+            if not torch.equal(as_bytes(got), as_bytes(expected)):
+                problems.append(f"{name} is {got} where {expected} was expected")
+    # In a strict load mismatched shapes alone are listed and skipped, if they are to be ignored.
     changed = {name: value + 1 for name, value in good.items()} | {"b": torch.zeros(3)}
+    run.load(model, only_readers(good))
     report = run.load(model, only_readers(changed), ignore_mismatched_shapes=True)
-    keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
-    problems = [] if keys == ([], [], ["b"]) else [str(report)]
-    return problems + [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
-
-
-def test_a_strict_load_can_ignore_mismatched_shapes() -> None:
-    all_fine(ranks.run(4, _only_shapes))
+    problems += [] if keys_of(report) == ([], [], ["b"]) else [str(report)]
+    problems += [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
+    for option in ("strict", "ignore_mismatched_shapes"):
+        with pytest.raises(TypeError, match=f"expected {option} to be a bool, got 'shapes'"):
+            run.load(model, only_readers(good), **{option: "shapes"})  # type: ignore[arg-type]
+    return problems
 
 
 def test_what_does_not_fit_is_listed_and_left_to_a_hook() -> None:
@@ -214,15 +194,13 @@ def test_what_does_not_fit_is_listed_and_left_to_a_hook() -> None:
 
 
 def _local(rank: int) -> list[str]:
-    """What each rank has of its own is listed on all."""
-    make: Callable[[], nn.Module] = partial(Block, {f"x{rank}": (3,), f"y{rank}": (2,)})
-    model = make()
+    """Loads modules that each rank has of its own."""
+    model = Block({f"x{rank}": (3,), f"y{rank}": (2,)})
     file = {"x0": torch.zeros(4), "x1": torch.ones(3), "x2": torch.zeros(1), "x3": torch.ones(3), "y0": torch.ones(2)}
     file |= {"y1": torch.ones(2), "y3": torch.ones(2), "z": torch.ones(1)}
     lenient = {"strict": False, "ignore_mismatched_shapes": True}
     report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], **lenient)
-    keys = (report.missing_keys, report.unexpected_keys, report.mismatched_keys)
-    problems = [] if keys == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
+    problems = [] if keys_of(report) == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
     for name in (f"x{rank}", f"y{rank}"):
         if name not in ("y2", "x0", "x2") and not torch.equal(getattr(model, name), file[name]):
             problems.append(f"{name} is wrong")

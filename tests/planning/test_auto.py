@@ -17,16 +17,11 @@ def sharded(nodes: int, ranks: int, replicas: int = 1) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kept", "objects", "expected"),
     [
-        (sharded(8, 8), False, "every"),
         (sharded(8, 8), True, "every"),
         (sharded(1, 8, replicas=8), False, "every"),  # the node has each byte in its page cache
         (sharded(1, 8, replicas=8), True, "partitioned"),  # nothing is cached
-        (sharded(1, 1), True, "every"),
-        (sharded(4, 8, replicas=4), False, "every"),
         (sharded(4, 8, replicas=32), False, "every"),  # each node reads each byte once
         (sharded(5, 8, replicas=5), False, "partitioned"),
-        (sharded(8, 8, replicas=64), False, "partitioned"),
-        (sharded(8, 8, replicas=2), True, "partitioned"),
         ([[32 * GB, 32 * GB], [16 * GB]], True, "every"),  # 1.25 times
         ([[32 * GB, 32 * GB], [17 * GB]], True, "partitioned"),
         ([[0, 64 * GB], [0, 0]], True, "every"),
@@ -36,16 +31,6 @@ def test_storage_is_not_read_too_often(kept: list[list[int]], objects: bool, exp
     readers, reason = choose_readers(64 * GB, kept, all_read=True, objects=objects, src=0)
     assert readers == expected, reason
     assert reason.startswith(f"auto -> {expected}: ")
-
-
-def test_the_reason_says_how_often() -> None:
-    eight = sharded(8, 8, replicas=8)
-    assert choose_readers(64 * GB, sharded(2, 4), all_read=True, objects=False, src=0) == (
-        "every", "auto -> every: storage is read 1.0 times",
-    )  # fmt: skip
-    assert choose_readers(64 * GB, eight, all_read=True, objects=False, src=0)[1] == (
-        "auto -> partitioned: with every rank reading its own shards, storage would be read 8.0 times"
-    )
 
 
 @pytest.mark.parametrize("objects", [False, True])
@@ -58,6 +43,5 @@ def test_small_shards_are_read_by_every_rank(objects: bool) -> None:
 
 
 def test_one_reads_what_others_may_not_see() -> None:
-    assert choose_readers(64 * GB, sharded(2, 2), all_read=False, objects=False, src=3) == (
-        "one", "auto -> one: only rank 3 is known to have the checkpoint",
-    )  # fmt: skip
+    readers, reason = choose_readers(64 * GB, sharded(2, 2), all_read=False, objects=False, src=3)
+    assert (readers, reason) == ("one", "auto -> one: only rank 3 is known to have the checkpoint")

@@ -22,7 +22,7 @@ from epload.core.placement import (
     owned_regions,
     row_major_strides,
 )
-from epload.core.views import Assembly, View, reshape, transpose
+from epload.core.views import Assembly, Shape, View, reshape, transpose
 from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
@@ -60,7 +60,7 @@ def holdings_of(
 
 
 def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:
-    """By index arithmetic alone."""
+    """Returns a local tensor, by index arithmetic alone."""
     for dim, length in enumerate(layout.shape):
         intervals = owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
         index = torch.tensor([i for start, size in intervals for i in range(start, start + size)], dtype=torch.int64)
@@ -85,12 +85,12 @@ def random_layouts(chance: random.Random, shapes: tuple[Shape, ...], mesh: Shape
 
 
 def random_nodes(chance: random.Random, ranks: range) -> tuple[tuple[int, ...], ...]:
-    left, found = list(ranks), []
+    left, nodes = list(ranks), []
     while left:
         count = chance.randint(1, len(left))
-        found.append(tuple(left[:count]))
+        nodes.append(tuple(left[:count]))
         left = left[count:]
-    return tuple(found)
+    return tuple(nodes)
 
 
 def in_allocations(chance: random.Random, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Strided], Tensor]:
@@ -173,11 +173,11 @@ def check_case(seed: int) -> None:
         for rank in node:
             at = receivers[rank - first]
             expected = [local_of(tensor.to(kept), layout, at) for tensor, layout in zip(of_ours, ours, strict=True)]
-            found = [torch.full_like(tensor, -7) for tensor in expected]
+            filled = [torch.full_like(tensor, -7) for tensor in expected]
             for number, bucket in enumerate(plans[rank].buckets):
                 ops.unpack(
                     on_the_way[plans[rank].identity(number)],
-                    [found[target] for target in bucket.targets],
+                    [filled[target] for target in bucket.targets],
                     bucket.copies.rows,
                 )
             pulls = plans[rank].pulls
@@ -189,8 +189,8 @@ def check_case(seed: int) -> None:
                 allocation, begin = places[2][local].unbind(1)
                 copies.offset.add_(begin)
                 for number in range(2):
-                    ops.unpack(allocations[number], found, copies.rows[allocation == number])
-            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                    ops.unpack(allocations[number], filled, copies.rows[allocation == number])
+            for i, (a, b) in enumerate(zip(filled, expected, strict=True)):
                 assert torch.equal(a, b), f"rank {rank}, tensor {i}"
     assert any(plan.lent for plan in plans[:first]) == any(plan.pulls is not None for plan in plans[first:])
 
@@ -205,7 +205,7 @@ def test_every_rank_gets_its_elements(seeds: range) -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    """What several ranks have is sent once, in equal parts."""
+    """Tensors that several ranks have are sent once, in equal parts."""
     tensors = Tensors(("large", "small"), ((64, 4096), (3,)), (torch.float32,) * 2)
     holdings = full_holdings(tensors.shapes, tensors.dtypes)
     members = Members(((0, 1), (2, 3)), ((4,),))

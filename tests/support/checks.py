@@ -1,4 +1,4 @@
-"""What tests compare: local shards bit for bit, and the findings of all ranks."""
+"""Comparisons of tests: local shards bit for bit, and the findings of all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bits(name: str, shape: Shape, dtype: torch.dtype, salt: int = 0) -> Tensor:
 
 
 def full_values(model: nn.Module, salt: int = 0) -> dict[str, Tensor]:
-    """By name, tied names alike."""
+    """Returns values by name; tied names have the same."""
     first: dict[int, str] = {}
     return {
         name: bits(first.setdefault(id(tensor), name), tuple(tensor.shape), tensor.dtype, salt)
@@ -49,7 +49,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def differences(expected: nn.Module, loaded: nn.Module) -> Iterator[str]:
-    """Where two models of one rank are not alike: names, ties, placements, local shapes, dtypes, bits."""
+    """Yields the differences of two models of one rank: names, ties, placements, local shapes, dtypes, bits."""
     ours, theirs = expected.state_dict(keep_vars=True), loaded.state_dict(keep_vars=True)
     if list(ours) != list(theirs):
         yield f"expected names {list(ours)}, got {list(theirs)}"

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -50,13 +49,11 @@ def check(outcomes: Sequence[Outcome], expected: dict[str, tuple[str, list[str]]
     assert set(outcomes[0][0]) == set(expected)
 
 
-class Failing(Checkpoint):
-    """A state dict of which one bucket cannot be read."""
+class Filling(Checkpoint):
+    """A state dict that fills whole buckets, and can do nothing else."""
 
-    def __init__(self, state: dict[str, Tensor], error: Exception, bucket: int = 3) -> None:
+    def __init__(self, state: dict[str, Tensor]) -> None:
         self._inner = Checkpoint.from_state_dict(state)
-        self._error = error
-        self._bucket = bucket
         self.calls = 0
 
     @property
@@ -65,9 +62,35 @@ class Failing(Checkpoint):
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         self.calls += 1
-        if self.calls == self._bucket + 1:
-            raise self._error
         self._inner.fill(bucket, pieces)
+
+
+class Failing(Filling):
+    """A state dict of which one bucket cannot be read."""
+
+    def __init__(self, state: dict[str, Tensor], error: Exception, bucket: int = 3) -> None:
+        super().__init__(state)
+        self._error, self._bucket = error, bucket
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        if self.calls == self._bucket:
+            self.calls += 1
+            raise self._error
+        super().fill(bucket, pieces)
+
+
+class Slow(Filling):
+    """A state dict that takes its time."""
+
+    def __init__(self, state: dict[str, Tensor], seconds: float) -> None:
+        super().__init__(state)
+        self._seconds = seconds
+        self.first = 0.0
+        """Seconds that the first bucket takes, if more."""
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        time.sleep(self._seconds if self.calls else max(self._seconds, self.first))
+        super().fill(bucket, pieces)
 
 
 @contextmanager
@@ -106,39 +129,11 @@ def check_raised(results: Sequence[Raised | None], *parts: str, seconds: float) 
     assert max(took for *_, took in lived) < seconds, lived
 
 
-class Slow(Checkpoint):
-    """A state dict that takes its time."""
-
-    def __init__(self, state: dict[str, torch.Tensor], seconds: float) -> None:
-        self._inner = Checkpoint.from_state_dict(state)
-        self._seconds = seconds
-        self.first = 0.0
-        """Seconds that the first bucket takes, if more."""
-        self.calls = 0
-
-    @property
-    def manifest(self) -> Any:
-        return self._inner.manifest
-
-    def fill(self, bucket: torch.Tensor, pieces: list[Piece]) -> None:  # type: ignore[override]
-        self.calls += 1
-        time.sleep(self._seconds if self.calls > 1 else max(self._seconds, self.first))
-        self._inner.fill(bucket, pieces)
-
-
 def raised(call: Callable[[], object]) -> tuple[str, str]:
     """Returns the class and the text of what a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "raised nothing"
+    return outcome(call) or ("", "raised nothing")
 
 
 def error_of(action: Callable[[], Any]) -> str:
-    """The class and the text of the error that an action raises; empty if it raises none."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    """Returns the class and the text of the error that an action raises; empty if it raises none."""
+    return ": ".join(outcome(action) or ())

@@ -13,13 +13,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from support.pretrained import SIZES, config
+
 IDS = torch.arange(1, 8)[None]
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @dataclass(frozen=True)
@@ -40,45 +36,15 @@ class Family:
         return getattr(transformers, self.auto)
 
 
-def _config(name: str, **options: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, name)(**SMALL | options)
+def _known(kind: str, **options: Any) -> Callable[[], Any]:
+    return lambda: config(kind, **options)
 
-
-def _llava() -> Any:
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
-        projection_dim=16,
-    )  # fmt: skip
-    return transformers.LlavaConfig(
-        vision_config=vision, text_config=transformers.LlamaConfig(**SMALL), image_token_index=63, image_seq_length=4
-    )
-
-
-def _gemma3() -> Any:
-    text = {**SMALL, "sliding_window": 4, "query_pre_attn_scalar": 8}
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-        "patch_size": 4,
-    }  # fmt: skip
-    return transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63
-    )
-
-
-_PIXELS = torch.linspace(-1, 1, 3 * 8 * 8).view(1, 3, 8, 8)
-_IMAGE_IDS = torch.tensor([[1, 63, 63, 63, 63, 5, 6]])
 
 FAMILIES = {
-    "llama": Family(_config("LlamaConfig")),
-    "qwen3_moe": Family(_config("Qwen3MoeConfig", **MOE)),
-    "deepseek_v3": Family(
-        _config(
-            "DeepseekV3Config", num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
-            n_group=2, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-            first_k_dense_replace=1,
-        ),
-        own_groups=("mlp.gate",),
-    ),
+    "llama": Family(_known("llama", tie_word_embeddings=False)),
+    "llama_tied": Family(_known("llama")),
+    "qwen3_moe": Family(_known("qwen3_moe")),
+    "deepseek_v3": Family(_known("deepseek_v3"), own_groups=("mlp.gate",)),
     "t5": Family(
         lambda: transformers.T5Config(
             vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0
@@ -88,32 +54,20 @@ FAMILIES = {
         {"input_ids": IDS, "labels": IDS},
         (".wo",),
     ),
-    "qwen3_fp8": Family(_config("Qwen3Config"), block=16),
-    "qwen2_tied": Family(_config("Qwen2Config", tie_word_embeddings=True)),
+    "qwen3_fp8": Family(lambda: transformers.Qwen3Config(**SIZES), block=16),
     "gpt2": Family(
         lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64), dtype="float32"
     ),
-    "mixtral": Family(_config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": Family(_known("mixtral")),
     "ernie4_5_moe": Family(
-        _config("Ernie4_5_MoeConfig", moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0),
+        lambda: transformers.Ernie4_5_MoeConfig(
+            **SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
+        ),
         own_groups=("mlp.gate",),
     ),
     "gpt_oss": Family(
-        _config("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=4), dtype="float16",
+        _known("gpt_oss", sliding_window=4), dtype="float16",
         own_groups=("input_layernorm", "post_attention_layernorm", "model.norm"),
-    ),
-    "bart": Family(
-        lambda: transformers.BartConfig(
-            vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
-        ),
-        "AutoModelForSeq2SeqLM",
-        inputs={"input_ids": IDS, "labels": IDS},
-    ),
-    "llava": Family(_llava, "AutoModelForImageTextToText", inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS}),
-    "gemma3": Family(
-        _gemma3, "AutoModelForImageTextToText",
-        inputs={"input_ids": _IMAGE_IDS, "pixel_values": _PIXELS, "token_type_ids": (_IMAGE_IDS == 63).long()},
     ),
 }  # fmt: skip
 EVERY_TIME = ("qwen3_moe", "deepseek_v3", "t5", "qwen3_fp8")
@@ -131,13 +85,13 @@ def save(name: str, folder: Path) -> None:
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
     model.save_pretrained(folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"dtype": family.dtype}
+    described = json.loads(path.read_text()) | {"dtype": family.dtype}
     if family.block:
         _quantize(folder / "model.safetensors", family.block)
-        config["quantization_config"] = {
+        described["quantization_config"] = {
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [family.block] * 2,
         }  # fmt: skip
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(described))
 
 
 def _persistent_buffers(model: nn.Module) -> list[Tensor]:

@@ -1,9 +1,8 @@
-"""Saving's mirror, for tests: the full state dict that sharded models hold, and the checkpoint it came from. Plain torch."""
+"""The full state dict that sharded models hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload.core.placement import owned_regions
-from epload.mapping import Mapping
-from epload.mapping.place import place
 from epload.model.targets import collect
 
 
@@ -43,26 +40,6 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
                 count[there] = True
     assert all(bool(count.all()) for count in filled.values())
     return {name: made[targets.names[i]] for name, i in targets.index.items()}
-
-
-def checkpoint_of(model: nn.Module, mapping: Mapping, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint, of names and shapes ``like`` one that could be loaded, that holds what the model holds."""
-    state = full_state(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    placed = place(mapping, list(like), [tuple(tensor.shape) for tensor in like.values()], shapes)
-    made = {}
-    for name, places in zip(like, placed, strict=True):
-        if not places:
-            continue
-        assert sum(prod(view.size) for _, view in places) == like[name].numel(), (
-            f"{name} is not all in the model, or twice"
-        )
-        made[name] = torch.empty(like[name].shape, dtype=state[places[0][0]].dtype)
-        for target, view in places:
-            made[name].as_strided(view.size, view.strides, view.offset).copy_(
-                state[target][_box(view.start, view.size)]
-            )
-    return made
 
 
 def _local(tensor: Tensor) -> Tensor:

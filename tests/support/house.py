@@ -7,7 +7,6 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +66,8 @@ def class_names() -> dict[str, list[str]]:
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the line and the text of each docstring, those under attributes included."""
     for node in ast.walk(parse(path)):
-        for inner in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if (
-                isinstance(inner, ast.Expr)
-                and isinstance(inner.value, ast.Constant)
-                and isinstance(inner.value.value, str)
-            ):
-                yield inner.lineno, inner.value.value
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def fragments(*folders: Path) -> list[str]:
@@ -111,24 +105,20 @@ def lines(paths: list[Path], suffixes: tuple[str, ...]) -> int:
 
 def table() -> dict[str, tuple[int, int]]:
     """Returns each measure with its limit, by what it measures."""
-    names = class_names()
     fan_out = {name: len(imports(name)) for name in modules() if name != "epload"}
+    names = [len(places) for places in class_names().values()]
+    nodes = sum(1 for path in PACKAGE.rglob("*.py") for _ in ast.walk(parse(path)))
+    words = sum(len(path.read_text().split()) for path in files("docs") if path.suffix == ".md")
     return {
         "lines in python/ and csrc/": (lines(files("python", "csrc"), SOURCES), 29_000),
-        "syntax nodes of python/epload": (
-            sum(sum(1 for _ in ast.walk(parse(p))) for p in PACKAGE.rglob("*.py")),
-            150_000,
-        ),
-        "classes": (sum(map(len, names.values())), 210),
-        "class names used twice": (sum(len(places) > 1 for places in names.values()), 0),
+        "syntax nodes of python/epload": (nodes, 150_000),
+        "classes": (sum(names), 210),
+        "class names used twice": (sum(count > 1 for count in names), 0),
         "floors of the import graph": (floors(), 10),
         "largest fan-out of a module": (max(fan_out.values()), 20),
         "lines of tests": (lines(files("tests"), (".py",)), 27_000),
         "docstrings that begin with a fragment": (len(fragments(PACKAGE)), 0),
-        "words in docs/": (
-            sum(len(path.read_text().split()) for path in files("docs") if path.suffix == ".md"),
-            22_000,
-        ),
+        "words in docs/": (words, 22_000),
     }
 
 
@@ -136,16 +126,13 @@ def main() -> None:
     print(f"{'':40}{'now':>10}{'limit':>10}")
     for what, (now, limit) in table().items():
         print(f"{what:40}{now:>10,}{limit:>10,}")
-    twice = {name: places for name, places in class_names().items() if len(places) > 1}
+    twice = [f"{name} ({', '.join(places)})" for name, places in sorted(class_names().items()) if len(places) > 1]
     wide = Counter({name: len(imports(name)) for name in modules() if name != "epload"})
-    print(
-        "\nclass names used twice:",
-        ", ".join(f"{name} ({', '.join(places)})" for name, places in sorted(twice.items())),
-    )
-    print("largest fan-out:", ", ".join(f"{name} {count}" for name, count in wide.most_common(8)))
     packages = Counter({p.name: lines(list(p.rglob("*.py")), (".py",)) for p in PACKAGE.iterdir() if p.is_dir()})
+    print("\nclass names used twice:", ", ".join(twice))
+    print("largest fan-out:", ", ".join(f"{name} {count}" for name, count in wide.most_common(8)))
     print("lines:", ", ".join(f"{name} {count:,}" for name, count in packages.most_common()))
-    print("\n".join(chain(["fragments:"], fragments(PACKAGE)[:40])))
+    print("\n".join(["fragments:", *fragments(PACKAGE)[:40]]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Job(NamedTuple):
     args: tuple[Any, ...] = ()
     dying: tuple[int, ...] = ()
     setup: Callable[[], str] | None = None
-    """As for ``ranks.run``."""
+    """Function that ``ranks.run`` calls first."""
 
 
 class Meeting:

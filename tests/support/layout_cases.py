@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class Case:
 
     name: str
     model: Callable[[], nn.Module]
-    """Not yet parallelized, on the default device."""
+    """Makes the model on the default device, not yet parallelized."""
     parallelize: Callable[[nn.Module], None]
     absent: tuple[str, ...] = ()
     """Names of the model that the checkpoint does not have, since another name of the same parameter is in it."""
@@ -69,116 +69,73 @@ MIXED_PARAMETERS: Spec = {
 }
 
 
-def runs_with_fsdp_on_dim_1(experts: int, fsdp_size: int, ep_size: int) -> bool:
-    """On a dim other than 0, torch wants even sizes, and cannot initialize FSDP on a rank that has no expert at all."""
-    each = -(-experts // ep_size)
-    return 4 % fsdp_size == 0 == 6 % fsdp_size and each * (ep_size - 1) < experts
+def of_one_axis(world: int) -> Iterator[Case]:
+    """Yields cases of models that are cut once or not at all; the first one has every dtype."""
+    stack = partial(Stack, UNEVEN, {"w": (5,)}, {"seen": ((), torch.int64)})
+    plain = partial(Block, {**MIXED_PARAMETERS, "zero_d": ()}, MIXED_BUFFERS)
+    sharded = partial(fsdp, axes=[("fsdp", world)])
+    yield Case("fsdp, mixed dtypes", partial(Stack, [MIXED_PARAMETERS], {"w": (2, 2)}, MIXED_BUFFERS), sharded)
+    yield Case("fsdp, uneven", stack, sharded)
+    yield Case("fsdp, offloaded", stack, partial(offloaded_fsdp, size=world))
+    on_dim_1 = partial(Block, {"w": (3, 2 * world), "v": (2, world, 3)})
+    yield Case("fsdp on dim 1", on_dim_1, partial(fsdp_on_dim_1, size=world))
+    some_plain = partial(Block, {"w": (5, 2), "scalar": (), "kept": (3, 2)})
+    yield Case("fsdp, some parameters plain", some_plain, partial(fsdp_with_ignored, size=world))
+    yield Case("fsdp, tied", Tied, sharded)
+    yield Case("fsdp, tied, one name stored", Tied, sharded, ("head.weight",))
+    yield Case("plain, tied, other name stored", Tied, nothing, ("embed.weight",))
+    yield Case("plain", plain, nothing)
+    yield Case("plain, transposed", Transposed, nothing)
+    yield Case("sharded buffers", plain, partial(sharded_buffers, size=world))
+    yield Case("plain, partly materialized", partial(Block, {"a": (4, 3), "b": (5,)}), partly_materialized)
+    yield Case("tp, even", partial(Mlp, 2 * world, 3 * world, 4 * world), partial(pure_tp, size=world))
+    yield Case("tp, uneven", partial(Mlp, 7, 5, 6), partial(pure_tp, size=world))
+    replicated = partial(Block, {"w": (5, 2), "zero_d": (), "none": (0,), "b": ((3,), BF16)})
+    yield Case("replicated dtensors", replicated, partial(placed, axes=[("all", world)], placements=[Replicate()]))
+    for dim, parts, size in ((0, 2, 7), (1, 3, 7), (1, 2, 12)):
+        spec: Spec = {"w": (size, 5) if dim == 0 else (5, size), "v": (parts * world, parts * world, 2)}
+        strided = partial(placed, axes=[("tp", world)], placements=[_StridedShard(dim, split_factor=parts)])
+        yield Case(f"lone strided, dim {dim} of {size} in {parts} parts", partial(Block, spec), strided)
+
+
+def of_two_axes(left: int, right: int) -> Iterator[Case]:
+    sizes, shape = (left, right), f"{left} x {right}"
+    square = min(sizes) > 1  # else one axis has nothing to cut, and one size of each kind will do
+    stack = partial(Stack, UNEVEN, {"w": (5,)}, {"seen": ((), torch.int64)})
+    yield Case(f"hsdp {shape}", stack, partial(fsdp, axes=[("replicate", left), ("shard", right)]))
+    for widths in ((7, 5, 3), (8, 4, 12))[: 1 + square]:
+        parallelize = partial(tp_then_fsdp, axes=[("dp", left), ("tp", right)])
+        yield Case(f"fsdp x tp {shape}, {widths}", partial(Mlp, *widths), parallelize)
+    for experts, dim in product((7, 4, 5) if square else (7,), (0, 1)):
+        # On a dim other than 0, torch wants even sizes, and cannot initialize FSDP on a rank that has no expert at all.
+        even = 4 % left == 0 == 6 % left and -(-experts // right) * (right - 1) < experts
+        if dim == 0 or even:
+            model = partial(Experts, experts, {"w": (5, 3), "b": (7,)})
+            yield Case(
+                f"ep x fsdp {shape}, {experts} experts, dim {dim}", model, partial(ep_then_fsdp, sizes=sizes, dim=dim)
+            )
+    for dim, size in product((0, 1), (8, 11) if square else (11,)):
+        fused = partial(Block, {"w": (size, 5) if dim == 0 else (5, size), "v": (size, size)})
+        yield Case(
+            f"fsdp x fused tp {shape}, dim {dim} of {size}", fused, partial(fused_tp_then_fsdp, sizes=sizes, dim=dim)
+        )
+    for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(-1), Replicate()]):
+        parallelize = partial(placed, axes=[("left", left), ("right", right)], placements=placements)
+        model = partial(Block, {"w": (7, 5), "v": (3, 2, 2)})
+        yield Case(f"shards {list(map(str, placements))} on {shape}", model, parallelize)
+
+
+def of_three_axes(*sizes: int) -> Iterator[Case]:
+    shape = " x ".join(map(str, sizes))
+    axes = list(zip(("replicate", "shard", "tp"), sizes, strict=True))
+    yield Case(f"hsdp x tp {shape}", partial(Mlp, 7, 6, 5), partial(tp_then_fsdp, axes=axes))
+    for placement in (Shard(0), Shard(1), _StridedShard(1, split_factor=2), _StridedShard(0, split_factor=2)):
+        model = partial(Block, {"w": (7, 5, 3), "v": (5, 8)})
+        parallelize = partial(ep_and_tp_then_fsdp, sizes=sizes, tp_placement=placement)
+        yield Case(f"fsdp x ep x tp {shape}, {placement}", model, parallelize)
 
 
 def cases(world: int) -> list[Case]:
-    """The first one has every dtype."""
-    everything = partial(Stack, [MIXED_PARAMETERS], {"w": (2, 2)}, MIXED_BUFFERS)
-    stack = partial(Stack, UNEVEN, {"w": (5,)}, {"seen": ((), torch.int64)})
-    plain = partial(Block, {**MIXED_PARAMETERS, "zero_d": ()}, MIXED_BUFFERS)
-    found = [
-        Case("fsdp, mixed dtypes", everything, partial(fsdp, axes=[("fsdp", world)])),
-        Case("fsdp, uneven", stack, partial(fsdp, axes=[("fsdp", world)])),
-        Case("fsdp, offloaded", stack, partial(offloaded_fsdp, size=world)),
-        Case(
-            "fsdp on dim 1",
-            partial(Block, {"w": (3, 2 * world), "v": (2, world, 3)}),
-            partial(fsdp_on_dim_1, size=world),
-        ),
-        Case(
-            "fsdp, some parameters plain",
-            partial(Block, {"w": (5, 2), "scalar": (), "kept": (3, 2)}),
-            partial(fsdp_with_ignored, size=world),
-        ),
-        Case("fsdp, tied", Tied, partial(fsdp, axes=[("fsdp", world)])),
-        Case("fsdp, tied, one name stored", Tied, partial(fsdp, axes=[("fsdp", world)]), ("head.weight",)),
-        Case("plain, tied, other name stored", Tied, nothing, ("embed.weight",)),
-        Case("plain", plain, nothing),
-        Case("plain, transposed", Transposed, nothing),
-        Case("sharded buffers", plain, partial(sharded_buffers, size=world)),
-        Case("plain, partly materialized", partial(Block, {"a": (4, 3), "b": (5,)}), partly_materialized),
-        Case("tp, even", partial(Mlp, 2 * world, 3 * world, 4 * world), partial(pure_tp, size=world)),
-        Case("tp, uneven", partial(Mlp, 7, 5, 6), partial(pure_tp, size=world)),
-        Case(
-            "replicated dtensors",
-            partial(Block, {"w": (5, 2), "zero_d": (), "none": (0,), "b": ((3,), BF16)}),
-            partial(placed, axes=[("all", world)], placements=[Replicate()]),
-        ),
-    ]
-    for dim, parts, size in ((0, 2, 7), (0, 3, 12), (1, 3, 7), (1, 2, 12)):
-        spec: Spec = {"w": (size, 5) if dim == 0 else (5, size), "v": (parts * world, parts * world, 2)}
-        found.append(
-            Case(
-                f"lone strided, dim {dim} of {size} in {parts} parts",
-                partial(Block, spec),
-                partial(placed, axes=[("tp", world)], placements=[_StridedShard(dim, split_factor=parts)]),
-            )
-        )
-    for left in [n for n in range(1, world + 1) if world % n == 0]:
-        sizes = (left, world // left)
-        shape = f"{sizes[0]} x {sizes[1]}"
-        square = min(sizes) > 1  # else one axis has nothing to cut, and one size of each kind will do
-        found += [
-            Case(f"hsdp {shape}", stack, partial(fsdp, axes=[("replicate", sizes[0]), ("shard", sizes[1])])),
-            *(
-                Case(
-                    f"fsdp x tp {shape}, {vocabulary} {hidden} {width}",
-                    partial(Mlp, vocabulary, hidden, width),
-                    partial(tp_then_fsdp, axes=[("dp", sizes[0]), ("tp", sizes[1])]),
-                )
-                for vocabulary, hidden, width in ((7, 5, 3), (5, 6, 7), (8, 4, 12))[: 3 if square else 1]
-            ),
-            *(
-                Case(
-                    f"ep x fsdp {shape}, {experts} experts, dim {dim}",
-                    partial(Experts, experts, {"w": (5, 3), "b": (7,)}),
-                    partial(ep_then_fsdp, sizes=sizes, dim=dim),
-                )
-                for experts, dim in product((7, 4, 5, 6) if square else (7,), (0, 1))
-                if dim == 0 or runs_with_fsdp_on_dim_1(experts, *sizes)
-            ),
-            *(
-                Case(
-                    f"fsdp x fused tp {shape}, dim {dim} of {size}",
-                    partial(Block, {"w": (size, 5) if dim == 0 else (5, size), "v": (size, size)}),
-                    partial(fused_tp_then_fsdp, sizes=sizes, dim=dim),
-                )
-                for dim, size in product((0, 1), (8, 11) if square else (11,))
-            ),
-            *(
-                Case(
-                    f"shards {list(map(str, placements))} on {shape}",
-                    partial(Block, {"w": (7, 5), "v": (3, 2, 2)}),
-                    partial(placed, axes=[("left", sizes[0]), ("right", sizes[1])], placements=placements),
-                )
-                for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(-1), Replicate()])
-            ),
-        ]
-    if world == 4:
-        for three in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
-            shape = " x ".join(map(str, three))
-            found += [
-                Case(
-                    f"hsdp x tp {shape}",
-                    partial(Mlp, 7, 6, 5),
-                    partial(tp_then_fsdp, axes=[("replicate", three[0]), ("shard", three[1]), ("tp", three[2])]),
-                ),
-                *(
-                    Case(
-                        f"fsdp x ep x tp {shape}, {placement}",
-                        partial(Block, {"w": (7, 5, 3), "v": (5, 8)}),
-                        partial(ep_and_tp_then_fsdp, sizes=three, tp_placement=placement),
-                    )
-                    for placement in (
-                        Shard(0),
-                        Shard(1),
-                        _StridedShard(1, split_factor=2),
-                        _StridedShard(0, split_factor=2),
-                    )
-                ),
-            ]
-    return found
+    two = [of_two_axes(left, world // left) for left in range(1, world + 1) if world % left == 0]
+    three = [of_three_axes(*sizes) for sizes in ((1, 2, 2), (2, 1, 2), (2, 2, 1)) if world == 4]
+    return [*of_one_axis(world), *chain(*two, *three)]

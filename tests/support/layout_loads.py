@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from epload.planning import schedule
-from epload.transfer import direct_read
 from support.checks import differences, full_values
 from support.layout_cases import Case, cases
-from support.models import device, use_device
+from support.models import device, on_meta, use_device
+from support.readers import small_waves
 
 NODES: dict[int, tuple[list[list[int]], ...]] = {
     1: ([[0]],),
@@ -36,57 +36,39 @@ MODES = (
     ("auto", "auto"),
 )
 BUCKET_BYTES = (200, 1000, 1 << 20)
-PARTS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 3), (4, 1, 3), (4, 2, 3), (7, 0, 1)]
+PARTS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 2), (4, 1, 2), (7, 0, 1)]
 """Number of ranks, and which part of how many parts of the cases one test loads."""
 
 
 def meta_model(case: Case) -> nn.Module:
-    with torch.device("meta"):
-        return case.model()
+    return on_meta(case.model)  # type: ignore[no-any-return]
 
 
 def stored_values(case: Case, salt: int = 0) -> dict[str, Tensor]:
     return {name: t for name, t in full_values(meta_model(case), salt).items() if name not in case.absent}
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to run a load."""
 
+    number: int
     nodes: list[list[int]]
     src: int
-    readers: str
-    algorithm: str
-    bucket_bytes: int
-    stored: str
-    """``"file"`` or ``"dict"``."""
-    twice: bool
-    """Whether other values are loaded first, through the same loader into the same model."""
-
-
-def ways(world: int) -> list[Way]:
-    found: list[Way] = []
-    for nodes, src, (readers, algorithm) in product(NODES[world], sorted({0, world // 2, world - 1}), MODES):
-        number = len(found)
-        bucket_bytes = BUCKET_BYTES[number % len(BUCKET_BYTES)]
-        stored = ("file", "dict")[number % 2]
-        found.append(Way(nodes, src, readers, algorithm, bucket_bytes, stored, number % 5 == 0))
-    return found
+    mode: tuple[str, str]
 
 
 def ways_of_case(number: int, world: int) -> list[Way]:
     """Returns the way in which a case is loaded; the first case, which has every dtype, is loaded in every mode."""
-    all_ways = ways(world)
-    if number == 0:
-        return all_ways[-len(MODES) :]
-    return [all_ways[7 * number % len(all_ways)]]  # 7 divides no number of ways, so that no way is left out
+    ways = [Way(i, *way) for i, way in enumerate(product(NODES[world], sorted({0, world // 2, world - 1}), MODES))]
+    # 7 divides no number of ways, so that no way is left out.
+    return ways[-len(MODES) :] if number == 0 else [ways[7 * number % len(ways)]]
 
 
-def check_cases(rank: int, world: int, part: int, parts: int, folder: str, on: str = "cpu") -> list[str]:
+def check_cases(rank: int, on: str, part: int, parts: int, folder: str) -> list[str]:
     """Returns what is wrong, a line a tensor."""
     use_device(on)
-    schedule.MIN_PART_BYTES = 100  # in this rank's process, so that readers share waves of small buckets too
-    direct_read.READ_BYTES = 100  # and read them wave by wave
+    small_waves()
+    world = dist.get_world_size()
     failures: list[str] = []
     topologies = {str(nodes): epload.Topology.from_nodes(nodes) for nodes in NODES[world]}
     for number, case in list(enumerate(cases(world)))[part::parts]:
@@ -115,31 +97,24 @@ def oracle(case: Case) -> nn.Module:
 
 @cache
 def stream() -> torch.Stream | None:
-    """On a device it also says where plain tensors on meta go."""
+    """Returns the stream of loads, which on a device also says where plain tensors on meta go."""
     return None if device().type == "cpu" else torch.Stream(device())
 
 
 def load(case: Case, way: Way, topology: epload.Topology, rank: int, path: Path) -> nn.Module:
+    """Loads a model from a file or a dict; at times after other values, through the same loader."""
     model = meta_model(case)
     case.parallelize(model)
+    (readers, algorithm), bucket_bytes = way.mode, BUCKET_BYTES[way.number % len(BUCKET_BYTES)]
     loader = epload.HierarchicalLoader(
-        topology,
-        src=way.src,
-        readers=way.readers,
-        algorithm=way.algorithm,
-        bucket_bytes=way.bucket_bytes,
-        timeout=60,
-        stream=stream(),
+        topology, src=way.src, readers=readers, algorithm=algorithm, bucket_bytes=bucket_bytes, timeout=60, stream=stream(),
         progress=False,
-    )
-    all_read = way.readers in ("partitioned", "every")
-    reads = rank in (topology.leaders(way.src) if way.readers == "per_node" else (way.src,)) or all_read
-    if way.twice:
+    )  # fmt: skip
+    leads = rank in (topology.leaders(way.src) if readers == "per_node" else (way.src,))
+    reads = leads or readers in ("partitioned", "every")
+    if way.number % 5 == 0:
         loader.load(model, stored_values(case, salt=77) if reads else None)
-    if way.stored == "file":
-        report = loader.load(model, path)
-    else:
-        report = loader.load(model, stored_values(case) if reads else None)
+    report = loader.load(model, path if way.number % 2 == 0 else stored_values(case) if reads else None)
     assert not report.missing_keys, report.missing_keys
     assert not report.unexpected_keys, report.unexpected_keys
     return model
@@ -151,9 +126,9 @@ def checkpoint_path(folder: str, number: int) -> Path:
 
 def stored(folder: Path, world: int) -> str:
     """The folder, with a file for each case."""
-    found = cases(world)
-    assert len({case.name for case in found}) == len(found)
-    for number, case in enumerate(found):
+    all_cases = cases(world)
+    assert len({case.name for case in all_cases}) == len(all_cases)
+    for number, case in enumerate(all_cases):
         save_file(stored_values(case), checkpoint_path(str(folder), number))
     return str(folder)
 

@@ -69,7 +69,7 @@ class Tied(nn.Module):
 
 
 class Mlp(nn.Module):
-    """What tensor parallelism is for; sizes from the case, so that they may be uneven."""
+    """A model for tensor parallelism; sizes from the case, so that they may be uneven."""
 
     def __init__(self, vocabulary: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -103,6 +103,7 @@ def use_device(name: str) -> None:
 
 @cache
 def mesh(*axes: tuple[str, int]) -> DeviceMesh:
+    """Returns a mesh of the models' device, which is to be set before."""
     return init_device_mesh(_device.type, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,39 +27,49 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 4, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", SIZES | MOE | {"num_experts": EXPERTS, "mlp_only_layers": [0]}),
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        SIZES | MOE | {
+            "num_key_value_heads": 4, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": ("GptOssConfig", SIZES | {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {"text_config": SIZES | MOE | {"num_experts": EXPERTS, "rope_scaling": ROPE}, "vision_config": VISION},
+    ),
+    "llama": ("LlamaConfig", SIZES | {"tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", SIZES | {"pad_token_id": 0, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
+    "bert": ("BertConfig", {k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}),
+}  # fmt: skip
+
+
+def config(kind: str, **options: Any) -> Any:
+    import transformers
+
+    name, usual = CONFIGS[kind]
+    return getattr(transformers, name)(**deepcopy(usual) | options)
+
+
 def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """On the default device, in eval mode."""
+    """Makes a model on the default device, in eval mode."""
     import transformers as hf
 
-    moe = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    auto: Any = hf.AutoModelForCausalLM
-    if kind == "qwen3_moe":
-        config: Any = hf.Qwen3MoeConfig(**SIZES, **moe, num_experts=EXPERTS, mlp_only_layers=[0])
-    elif kind == "mixtral":
-        config = hf.MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2)
-    elif kind == "deepseek_v3":
-        config = hf.DeepseekV3Config(
-            **SIZES | {"num_key_value_heads": 4}, **moe, n_routed_experts=EXPERTS, n_shared_experts=1, n_group=2, topk_group=1,
-            first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        )  # fmt: skip
-    elif kind == "gpt_oss":
-        config = hf.GptOssConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2)
-    elif kind == "qwen3_vl_moe":
-        auto = hf.AutoModelForImageTextToText
-        text = (
-            SIZES | moe | {"num_experts": EXPERTS, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
-        )
-        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-                  "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}  # fmt: skip
-        config = hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    elif kind == "llama":
-        config = hf.LlamaConfig(**SIZES, tie_word_embeddings=True)
-    elif kind == "gemma3":
-        config = hf.Gemma3TextConfig(**SIZES | {"pad_token_id": 0}, query_pre_attn_scalar=8, tie_word_embeddings=True)
-    else:
-        auto = hf.AutoModelForMaskedLM
-        config = hf.BertConfig(**{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")})
-    return auto.from_config(config, dtype=dtype).eval()
+    auto = {"qwen3_vl_moe": hf.AutoModelForImageTextToText, "bert": hf.AutoModelForMaskedLM}.get(
+        kind, hf.AutoModelForCausalLM
+    )
+    return auto.from_config(config(kind), dtype=dtype).eval()
 
 
 def fsdp(model: Any, **axes: int) -> Any:
@@ -67,7 +78,7 @@ def fsdp(model: Any, **axes: int) -> Any:
 
 
 def fsdp_on(model: Any, on: DeviceMesh) -> Any:
-    """Layers and submodels are sharded by themselves, as users do."""
+    """Shards layers and submodels by themselves, as users do."""
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in ("layers", "layer", "blocks"):
             for layer in module:
@@ -101,7 +112,7 @@ TP_PLAN: dict[str, ParallelStyle] = {
     "bert.encoder.layer.*.intermediate.dense": ColwiseParallel(),
     "bert.encoder.layer.*.output.dense": RowwiseParallel(),
 }
-"""For the models that the library has no plan for, of which some names are there."""
+"""A plan for the models that the library has none for, of which some names are there."""
 
 
 def by_torch(model: Any, tp: int, dp: int) -> Any:
@@ -116,38 +127,26 @@ def by_torch(model: Any, tp: int, dp: int) -> Any:
 class Way:
     parallelize: Callable[[Any], Any]
     tolerance: float
-    """Of the logits: sums are taken in another order than on one process."""
+    """Allowed difference of logits: sums are taken in another order than on one process."""
 
 
-DENSE: dict[int, dict[str, Way]] = {
-    4: {
-        "fsdp": Way(partial(fsdp, shard=4), 0),
-        "hsdp": Way(partial(fsdp, replicate=2, shard=2), 0),
-    },
-    6: {
-        "fsdp": Way(partial(fsdp, shard=6), 0),
-        "hsdp": Way(partial(fsdp, replicate=2, shard=3), 0),
-    },
+Ways = dict[int, dict[str, Way]]
+"""The ways to parallelize by their names, for each number of ranks."""
+WORLDS = (4, 6)
+DENSE: Ways = {
+    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)}
+    for n in WORLDS
 }
-TP: dict[int, dict[str, Way]] = {
-    4: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=2), 1e-5)},
-    6: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=3), 1e-5)},
+TP: Ways = {n: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=n // 2), 1e-5)} for n in WORLDS}
+TORCH_TP: Ways = {n: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=n // 2), 1e-5)} for n in WORLDS}
+EP: Ways = {
+    n: {
+        "ep": Way(partial(by_the_library, ep_size=n, fsdp_size=n), 1e-5),
+        "ep x fsdp": Way(partial(by_the_library, ep_size=n // 2, fsdp_size=n), 1e-5),
+    }
+    for n in WORLDS
 }
-TORCH_TP: dict[int, dict[str, Way]] = {
-    4: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=2), 1e-5)},
-    6: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=3), 1e-5)},
-}
-EP: dict[int, dict[str, Way]] = {
-    4: {
-        "ep": Way(partial(by_the_library, ep_size=4, fsdp_size=4), 1e-5),
-        "ep x fsdp": Way(partial(by_the_library, ep_size=2, fsdp_size=4), 1e-5),
-    },
-    6: {
-        "ep": Way(partial(by_the_library, ep_size=6, fsdp_size=6), 1e-5),
-        "ep x fsdp": Way(partial(by_the_library, ep_size=3, fsdp_size=6), 1e-5),
-    },
-}
-MATRIX: dict[str, tuple[dict[int, dict[str, Way]], ...]] = {
+MATRIX: dict[str, tuple[Ways, ...]] = {
     "qwen3_moe": (DENSE, TP, EP),
     "mixtral": (DENSE, TP, EP),
     "deepseek_v3": (DENSE, TP, EP),

@@ -64,7 +64,7 @@ def state_for(number: int = 0, dtype: torch.dtype = torch.float32) -> State:
 
 
 def local_of(full: Tensor, like: Tensor) -> Tensor:
-    """What this rank owns of ``full``, which is laid out as ``like``."""
+    """Returns the part of ``full``, which is laid out as ``like``, that this rank owns."""
     if isinstance(like, DTensor):
         for axis, placement in enumerate(like.placements):
             if isinstance(placement, Shard):

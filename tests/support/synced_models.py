@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from epload.core.placement import Layout, Replicated, Sharded, box_slices, owned_regions
+from support import checks
+from support.small_model import local_of
 
 SHAPES = {
     "embed": (37, 16), "norm": (16,), "experts": (5, 12, 16), "head": (16, 41), "scale": (), "empty": (0, 4), "big": (600, 131),
@@ -43,28 +42,9 @@ def build(layout: str, world: int, dtype: torch.dtype = torch.float32, where: st
     dim = LAYOUTS.index(layout) - LAYOUTS.index("tp0")
     for name, parameter in list(model.named_parameters()):
         placement = Shard(dim) if parameter.dim() > dim else Replicate()
-        local = local_part(parameter.detach(), mesh, [placement])
-        sharded = DTensor.from_local(
-            local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         setattr(model, name, nn.Parameter(sharded))
     return model
-
-
-def local_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """What this rank keeps of a full tensor."""
-    kinds = tuple(Sharded(p.dim) if isinstance(p, Shard) else Replicated() for p in placements)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    parts = owned_regions(Layout(tuple(full.shape), tuple(mesh.shape), kinds), coordinate)
-    if parts:
-        ((start, size, _),) = parts
-        return full[box_slices(start, size)].clone()
-    sizes = list(full.shape)
-    for kind in kinds:
-        if isinstance(kind, Sharded):
-            sizes[kind.dim] = 0
-    return full.new_empty(sizes)
 
 
 def write(model: nn.Module, version: int) -> None:
@@ -72,18 +52,12 @@ def write(model: nn.Module, version: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = values(name, version).to(parameter.dtype)
-            if isinstance(parameter, DTensor):
-                local = local_part(full, parameter.device_mesh, parameter.placements)
-                parameter.to_local().copy_(local)
-            else:
-                parameter.copy_(full)
+            checks.local_of(parameter).copy_(local_of(full, parameter))
 
 
 def check(model: nn.Module, version: int, source: torch.dtype = torch.float32) -> None:
     """``source``: dtype of the sender's model."""
     for name, parameter in model.named_parameters():
         expected = values(name, version).to(source).to(parameter.dtype)
-        found = parameter.detach()
-        if isinstance(found, DTensor):
-            expected, found = local_part(expected, found.device_mesh, found.placements), found.to_local()
-        assert torch.equal(found.cpu(), expected), name
+        found = checks.local_of(parameter.detach())
+        assert torch.equal(found.cpu(), local_of(expected, parameter)), name

@@ -1,4 +1,4 @@
-"""Which classes there are: all that an Auto class of the installed transformers can make."""
+"""The classes: all that an Auto class of the installed transformers can make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALWAYS = (
     "Qwen2_5_VLForConditionalGeneration", "FunnelForMaskedLM", "GroundingDinoModel", "EncodecModel",
     "DeepseekV3ForCausalLM", "MarianMTModel", "CLIPModel", "Mamba2ForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration",
 )  # fmt: skip
-"""In every sample: composite models, and those with initializers of their own."""
+"""Composite models, and those with initializers of their own, which are in every sample."""
 
 
 def listed() -> list[str]:
@@ -21,16 +21,16 @@ def listed() -> list[str]:
 
 
 def sample(count: int) -> list[str]:
-    """So many of the list, spread evenly over it, with :data:`ALWAYS` among them."""
+    """Returns so many of the list, spread evenly over it, with :data:`ALWAYS` among them."""
     names = listed()
     chosen = [name for name in ALWAYS if name in names]
     others = [name for name in names if name not in chosen]
-    wanted = max(0, count - len(chosen))
-    return sorted([*chosen, *(others[i * len(others) // wanted] for i in range(wanted))])
+    number = max(0, count - len(chosen))
+    return sorted([*chosen, *(others[i * len(others) // number] for i in range(number))])
 
 
 def auto_classes() -> dict[str, list[tuple[str, str]]]:
-    """For each class the tables that name it: pairs of a table's name and a model type."""
+    """Returns the tables that name each class: pairs of a table's name and a model type."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""Worker processes that judge one class after another, within limits of time and memory."""
+"""A worker process that judges one class after another, within limits of time and memory; and as many as a census has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import resource
 import time
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from campaigns.census.classes import auto_classes
 
 _context = multiprocessing.get_context("spawn")
 SECONDS = 180.0
-"""That one class may take."""
+"""Seconds that one class may take."""
 GIGABYTES = 8.0
 """Memory that a worker may allocate; a larger model does not build."""
 RECYCLED = 120
@@ -42,113 +44,77 @@ def work(link: Connection) -> None:
     logging.disable(logging.WARNING)
     try:
         while True:
-            link.send(judge(*link.recv()).to_json())
+            link.send(asdict(judge(*link.recv())))
     except EOFError:  # there is nothing more to judge
         return
 
 
 class Worker:
-    """A process that judges one class after another."""
+    """A process that judges one class after another, and is replaced when it has ended or has judged many."""
 
     def __init__(self) -> None:
-        self.link, theirs = _context.Pipe()
-        self._process = _context.Process(target=work, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.task = ""
-        self.began = 0.0
-        self.count = 0
-        self._dead = False
+        self._link: Connection | None = None
+        self._count = 0
 
-    def give(self, name: str, places: list[tuple[str, str]]) -> None:
-        self.task, self.began = name, time.monotonic()
-        self.count += 1
-        self.link.send((name, places))
+    def verdict(self, name: str, places: list[tuple[str, str]]) -> dict[str, Any]:
+        """Judges a class; once more in a new process if it fails for want of memory that classes before it have taken."""
+        fresh = self._link is None
+        verdict = self._verdict(name, places)
+        starved = any("can't allocate memory" in text or "process died" in text for text in verdict["findings"])
+        if starved or self._count >= RECYCLED:
+            self.close()
+        return verdict if fresh or not starved else self._verdict(name, places)
 
-    def take(self) -> dict[str, Any]:
-        """The verdict on its class, once the link is ready."""
-        name, self.task = self.task, ""
+    def _verdict(self, name: str, places: list[tuple[str, str]]) -> dict[str, Any]:
+        if self._link is None:
+            self._link, theirs = _context.Pipe()
+            self._process = _context.Process(target=work, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+            self._count = 0
+        self._count += 1
+        text = f"took more than {SECONDS:.0f} s"
         try:
-            return dict(self.link.recv())
-        except (EOFError, ConnectionResetError):
-            self._dead = True  # also while the system has yet to notice
-            return {"name": name, "kind": "raising", "findings": ["the process died"], "notes": []}
-
-    def excess(self) -> str:
-        """Whether its class takes too much, and of what."""
-        if time.monotonic() - self.began > SECONDS:
-            return f"took more than {SECONDS:.0f} s"
-        return ""
-
-    def exhausted(self, verdict: dict[str, Any]) -> bool:
-        """Whether a class failed, or ended its process, for want of memory that classes before it have taken."""
-        return self.count > 1 and (self._dead or any("can't allocate memory" in text for text in verdict["findings"]))
-
-    def spent(self) -> bool:
-        return self.count >= RECYCLED or self._dead or not self._process.is_alive()
+            self._link.send((name, places))
+            if self._link.poll(SECONDS):
+                return dict(self._link.recv())
+        except (EOFError, OSError):
+            text = "the process died"
+        self.close()
+        return {"name": name, "kind": "raising", "findings": [text], "notes": []}
 
     def close(self) -> None:
-        self.link.close()
-        self._process.kill()
-        self._process.join()
-
-
-def verdict_of(worker: Worker, name: str, places: list[tuple[str, str]]) -> dict[str, Any]:
-    """The verdict on one class, from a worker that has nothing to do."""
-    worker.give(name, places)
-    while not worker.link.poll(1):
-        if too_much := worker.excess():
-            return {"name": name, "kind": "raising", "findings": [too_much], "notes": []}
-    return worker.take()
+        if self._link is not None:
+            self._link.close()
+            self._process.kill()
+            self._process.join()
+        self._link = None
 
 
 def census(names: list[str], workers: int, results: Path | None, verbose: bool) -> dict[str, dict[str, Any]]:
-    """The verdicts on classes by name. ``results`` are kept in a file, and those in it are not judged again."""
-    known = auto_classes()
-    done: dict[str, dict[str, Any]] = (
-        json.loads(results.read_text()) if results is not None and results.exists() else {}
-    )
-    waiting = [name for name in reversed(names) if name not in done]
-    pool: list[Worker] = []
-    began, count = time.monotonic(), 0
-    while waiting or any(worker.task for worker in pool):
-        for worker in [w for w in pool if not w.task and w.spent()]:
-            worker.close()
-            pool.remove(worker)
-        while waiting and len(pool) < workers:
-            pool.append(Worker())
-        for worker in pool:
-            if not worker.task and waiting:
-                name = waiting.pop()
-                worker.give(name, known.get(name, []))
-        busy = {worker.link: worker for worker in pool if worker.task}
-        ready = wait(list(busy), timeout=1)
-        verdicts = []
-        for worker in [busy[link] for link in ready if isinstance(link, Connection)]:
-            verdict = worker.take()
-            if worker.exhausted(verdict):
-                waiting.append(verdict["name"])
-                worker.count = RECYCLED
-            else:
-                verdicts.append(verdict)
-        for worker in [w for w in busy.values() if w.task]:
-            if too_much := worker.excess():
-                verdicts.append({"name": worker.task, "kind": "raising", "findings": [too_much], "notes": []})
-                worker.close()
-                pool.remove(worker)
-        for verdict in verdicts:
-            done[verdict["name"]] = verdict
-            count += 1
+    """Returns the verdicts on classes by name. Those in ``results``, a file that is kept, are not judged again."""
+    tables = auto_classes()
+    verdicts: dict[str, dict[str, Any]] = json.loads(results.read_text()) if results and results.exists() else {}
+    began = time.monotonic()
+    idle = [Worker() for _ in range(workers)]
+
+    def judge(name: str) -> dict[str, Any]:
+        worker = idle.pop()
+        verdict = worker.verdict(name, tables.get(name, []))
+        idle.append(worker)
+        return verdict
+
+    with ThreadPoolExecutor(workers) as pool:
+        for number, verdict in enumerate(pool.map(judge, [name for name in names if name not in verdicts]), 1):
+            verdicts[verdict["name"]] = verdict
             if verbose or verdict["kind"] in ("wrong", "raising"):
                 findings = "; ".join(verdict["findings"])[:400]
-                print(
-                    f"{time.monotonic() - began:7.1f} s {count:5} {verdict['name']}: {verdict['kind']} {findings}",
-                    flush=True,
-                )
-        if verdicts and results is not None:
-            part = results.with_suffix(".part")
-            part.write_text(json.dumps(done, indent=0))
-            part.replace(results)
-    for worker in pool:
+                at = f"{time.monotonic() - began:7.1f} s {number:5}"
+                print(f"{at} {verdict['name']}: {verdict['kind']} {findings}", flush=True)
+            if results is not None:
+                part = results.with_suffix(".part")
+                part.write_text(json.dumps(verdicts, indent=0))
+                part.replace(results)
+    for worker in idle:
         worker.close()
-    return {name: done[name] for name in names}
+    return {name: verdicts[name] for name in names}

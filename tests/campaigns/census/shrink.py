@@ -18,13 +18,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 @dataclass(frozen=True)
 class Rung:
-    """How strongly to shrink."""
+    """One way to shrink."""
 
     divisor: int
-    """Of widths."""
+    """Divides widths."""
     cut_layers: bool
     lists: bool = True
-    """Whether lists, such as the type of each layer, are shortened; else the class computes its own."""
+    """True if lists, such as the type of each layer, are shortened; else the class computes its own."""
 
 
 LADDER = (
@@ -99,7 +99,7 @@ def changes(config: PreTrainedConfig, rung: Rung) -> dict[str, Any]:
 
 
 def _given(config: PreTrainedConfig) -> dict[str, Any]:
-    """How a configuration within another differs from its class's own."""
+    """Returns how a configuration within another differs from its class's own."""
     plain = {name: value for name, value in config.__dict__.items() if not name.startswith("_")}
     needed = NEEDED.get(type(config).__name__, {})
     try:
@@ -113,7 +113,7 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _layers(plain: dict[str, Any], rung: Rung) -> tuple[list[int], int]:
-    """Which layers are kept, and how many there were: two, and one of each kind."""
+    """Returns which layers are kept, and how many there were: two, and one of each kind."""
     counts = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     length = next((plain[name] for name in counts if isinstance(plain.get(name), int)), 0)
     if not rung.cut_layers:
@@ -246,7 +246,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"] * 6},
     "ReformerConfig": {"is_decoder": True},
 }
-"""What the configuration of a class has to be given, since its own values do not make a model."""
+"""Options that the configuration of a class has to be given, since its own values do not make a model."""
 
 SPECIAL: dict[str, Callable[[type[Any], Rung], Any]] = {
     "EncoderDecoderConfig": _encoder_decoder("bert", "bert"),
