@@ -31,8 +31,6 @@ from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary,
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
 
-Shape = tuple[int, ...]
-
 
 class Tensors(NamedTuple):
     names: tuple[str, ...]

@@ -8,16 +8,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from epload.errors import LoadError, message_of
 from epload.planning.waves import Wave
 from epload.transfer.context import TransferContext
-from epload.transfer.movers import Link
+from epload.transfer.movers import Channel
 
 
 class PointToPoint:
     """Does the steps of the flow, one after the other. See :class:`~epload.transfer.movers.Mover`."""
 
-    def __init__(self, context: TransferContext, link: Link) -> None:
+    def __init__(self, context: TransferContext, channel: Channel) -> None:
         self._context = context
-        self._ring = link.ring
-        route = next(iter(link.routes.values()))
+        self._ring = channel.ring
+        route = next(iter(channel.routes.values()))
         self._groups = [
             _resolve_process_group(name) if name else None for name in (route.inter_group, route.intra_group)
         ]

@@ -18,7 +18,7 @@ from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, Transfer, through_memory
 from epload.transfer.framing import Framing
 from epload.transfer.local import Local
-from epload.transfer.movers import MOVERS, Link
+from epload.transfer.movers import MOVERS, Channel
 from epload.transfer.sources import checkpoint_source
 
 
@@ -53,7 +53,7 @@ def make_engine(
         assert staging is not None
         phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
         ring = DeviceRing(staging, flow, report, phase, in_order=True, moves=moves)
-        mover = MOVERS["device"](context, Link(ring, route.routes)) if moves else None
+        mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
         return Engine(context, make_waves(plan), ring, mover, local)
     memory = resources.memory
     assert memory is not None

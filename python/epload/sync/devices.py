@@ -26,7 +26,7 @@ def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
 
 
 class DeviceAccess(NamedTuple):
-    """How other ranks reach the device of one rank."""
+    """Tells how other ranks reach the device of one rank."""
 
     backend: str = ""
     """Connects it to ranks of the other job; empty if versions have to pass through host memory."""

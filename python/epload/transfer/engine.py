@@ -26,7 +26,7 @@ from epload.transfer.context import TransferContext
 from epload.transfer.direct_read import DirectRead
 from epload.transfer.framing import list_numbers
 from epload.transfer.host_ring import HostRing
-from epload.transfer.movers import MOVERS, SLOWEST, Link, Mover, Ring
+from epload.transfer.movers import MOVERS, SLOWEST, Channel, Mover, Ring
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
@@ -205,7 +205,7 @@ def through_memory(
 
     Args:
         memory: of the node, with buffers for the largest wave.
-        routes: see :class:`Link`.
+        routes: see :class:`Channel`.
         chunk_bytes: of a message.
         waves_before: number of waves of this operation that went through the memory before.
     """
@@ -213,7 +213,7 @@ def through_memory(
     # The network's limit is over first, and its error says more.
     ring = HostRing(memory, context.flow, 1.25 * timeout + timedelta(seconds=2), context.activity, waves_before)
     relays = context.flow.rank in context.flow.relays
-    mover = MOVERS["host"](context, Link(ring, routes, chunk_bytes, timeout.total_seconds())) if relays else None
+    mover = MOVERS["host"](context, Channel(ring, routes, chunk_bytes, timeout.total_seconds())) if relays else None
     return Engine(context, waves, ring, mover, sink)
 
 

@@ -26,8 +26,8 @@ SLOWEST = 10e6
 Ring = HostRing | DeviceRing
 
 
-class Link(NamedTuple):
-    """What a mover moves buckets between, and over what."""
+class Channel(NamedTuple):
+    """Describes what a mover moves buckets between, and over what."""
 
     ring: Ring
     """Buffers of this rank, or of its node."""
@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 class Mover(Protocol):
-    """Made for one transfer, of a context and a link. Used by one thread."""
+    """Made for one transfer, of a context and a channel. Used by one thread."""
 
     def move(self, wave: Wave) -> None:
         """Sends and receives this rank's part of a wave. Raises LoadError if a message did not arrive."""
@@ -50,12 +50,12 @@ class Mover(Protocol):
 class Relay:
     """Passes a wave on through host memory, chunk by chunk: in a ring of nodes, then a chain inside a node that shares none."""
 
-    def __init__(self, context: TransferContext, link: Link) -> None:
-        assert isinstance(link.ring, HostRing)
+    def __init__(self, context: TransferContext, channel: Channel) -> None:
+        assert isinstance(channel.ring, HostRing)
         self._context = context
-        self._link = link
-        self._ring = link.ring
-        self._route = next(iter(link.routes.values()))
+        self._channel = channel
+        self._ring = channel.ring
+        self._route = next(iter(channel.routes.values()))
         self._phase = "inter_node" if context.flow.crosses and self._route.inter_group else "intra_node"
 
     def move(self, wave: Wave) -> None:
@@ -70,7 +70,7 @@ class Relay:
             try:
                 rows = torch.tensor(steps, dtype=torch.int64)
                 report.transport_steps += ops.relay(
-                    self._ring.bucket(wave), rows, *groups, self._link.chunk_bytes, board, self._link.seconds
+                    self._ring.bucket(wave), rows, *groups, self._channel.chunk_bytes, board, self._channel.seconds
                 )
             except RuntimeError as error:
                 raise explain(self._context, error, numbers[0]) from error
@@ -80,13 +80,13 @@ class Relay:
 class Collective:
     """Broadcasts each bucket from the rank that reads it, on a device's stream."""
 
-    def __init__(self, context: TransferContext, link: Link) -> None:
-        assert isinstance(link.ring, DeviceRing)
+    def __init__(self, context: TransferContext, channel: Channel) -> None:
+        assert isinstance(channel.ring, DeviceRing)
         assert isinstance(context.flow, Flow)
         self._context = context
         self._flow = context.flow
-        self._ring = link.ring
-        self._routes = link.routes
+        self._ring = channel.ring
+        self._routes = channel.routes
         self._phase = "inter_node" if context.flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
@@ -105,7 +105,7 @@ class Collective:
             report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
 
 
-MOVERS: dict[str, Callable[[TransferContext, Link], Mover]] = {"host": Relay, "device": Collective}
+MOVERS: dict[str, Callable[[TransferContext, Channel], Mover]] = {"host": Relay, "device": Collective}
 """The mover of each kind of memory."""
 
 
