@@ -23,7 +23,7 @@ from epload.core.pieces import Kinds
 from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Share, local_views
+from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, Share, local_views
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import Members
 from summary import Row
@@ -90,11 +90,10 @@ def served(weight: Weight, nodes: int, rank: int, experts: int) -> Layout | None
 
 def holdings(layouts: list[Layout | None], rank: int) -> Holdings:
     """Of a rank of a one-dimensional mesh."""
-    builder = HoldingsBuilder(len(layouts))
-    for i, layout in enumerate(layouts):
-        if layout is not None:
-            builder.add(i, (i,), layout, _share, layout, rank)
-    return builder.build()
+    numbers = {layout: i for i, layout in enumerate(dict.fromkeys(layout for layout in layouts if layout is not None))}
+    class_of = [numbers[layout] if layout is not None else NO_PART for layout in layouts]
+    shares = tuple(_share(layout, rank) for layout in numbers)
+    return Holdings(torch.tensor(class_of), shares, [(i,) for i in range(len(layouts))])
 
 
 def _share(layout: Layout, rank: int) -> Share:

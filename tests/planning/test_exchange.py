@@ -27,7 +27,7 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, HoldingsBuilder, HoldingsSummary, Share, full_holdings, local_views
+from epload.planning.holdings import Holdings, HoldingsSummary, Share, full_holdings, local_views
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
 
@@ -48,13 +48,12 @@ def holdings_of(
     layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype, flipped: Collection[int] = ()
 ) -> Holdings:
     """``flipped``: tensors whose local ones have their dims in reverse, as the layouts say."""
-    builder = HoldingsBuilder(len(tensors.names))
+    shares = []
     for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
         step = -1 if i in flipped else 1
         view = View((0,) * len(shape), shape[::step], 0, row_major_strides(shape)[::step])
-        share = Share(shape, tuple(local_views(view, owned_regions(layout, coordinate))), dtype)
-        builder.add(i, (i,), (layout, step), lambda share=share: share)
-    return builder.build()
+        shares.append(Share(shape, tuple(local_views(view, owned_regions(layout, coordinate))), dtype))
+    return Holdings(torch.arange(len(shares)), tuple(shares), [(i,) for i in range(len(shares))])
 
 
 def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:

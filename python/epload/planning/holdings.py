@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from epload.core.columns import column, expand, numbered, numbered_rows, padded
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Kinds
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
-from epload.core.views import Shape, View
+from epload.core.views import Assembly, Shape, View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
-P = ParamSpec("P")
 NO_PART = -1
 """The class of a tensor of which a rank has nothing."""
 LocalView = tuple[int, View]
@@ -206,45 +205,6 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-class HoldingsBuilder:
-    """Collects what one rank has, tensor by tensor."""
-
-    def __init__(self, tensors: int) -> None:
-        self._class_of = [NO_PART] * tensors
-        self._targets: list[tuple[int, ...]] = [()] * tensors
-        self._numbers: dict[object, int] = {}
-        self._classes: list[Share] = []
-
-    def add(
-        self,
-        tensor: int,
-        targets: tuple[int, ...],
-        key: object,
-        make_share: Callable[P, Share],
-        *args: P.args,
-        **kw: P.kwargs,
-    ) -> None:
-        """Adds a tensor.
-
-        Args:
-            tensor: its number.
-            targets: the local tensors that the share's views count.
-            key: equal for tensors with equal shares.
-            make_share: called with the remaining arguments for the first tensor with an equal key.
-        """
-        number = self._numbers.get(key)
-        if number is None:
-            share = make_share(*args, **kw)
-            number = self._numbers[key] = len(self._classes) if share.views else NO_PART
-            if share.views:
-                self._classes.append(share)
-        if number != NO_PART:
-            self._class_of[tensor], self._targets[tensor] = number, targets
-
-    def build(self) -> Holdings:
-        return Holdings(column(self._class_of), tuple(self._classes), self._targets)
-
-
 def holdings_of_targets(
     shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
 ) -> Holdings:
@@ -257,41 +217,33 @@ def holdings_of_targets(
     """
     owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
     index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
-
-    def make_share(i: int, numbers: Sequence[int], views: Sequence[View]) -> Share:
-        distinct = {dtype_of[number] for number in numbers}
-        mixed = len(distinct) > 1
-        of_place = enumerate(zip(numbers, views, strict=True))
-        local = (local_views(view, owned[layout_of[number]], at) for at, (number, view) in of_place)
-        return Share(shapes[i], tuple(chain.from_iterable(local)), dtypes[i] if mixed else distinct.pop(), mixed)
-
-    builder = HoldingsBuilder(len(shapes))
+    classes: dict[object, tuple[int, Share]] = {}
+    class_of, local = [NO_PART] * len(shapes), [tuple[int, ...]()] * len(shapes)
     for i, places in enumerate(placed):
-        if places:
-            numbers = tuple([index[name] for name, _ in places])
-            views = [view for _, view in places]
-            # Equal views of different tensors are mostly one object.
-            key = (
-                shapes[i],
-                dtypes[i],
-                *[(id(view), layout_of[n], dtype_of[n]) for n, view in zip(numbers, views, strict=True)],
-            )
-            builder.add(i, numbers, key, make_share, i, numbers, views)
-    return builder.build()
+        numbers = tuple([index[name] for name, _ in places])
+        # Equal views of different tensors are mostly one object.
+        key = (
+            shapes[i],
+            dtypes[i],
+            *[(id(view), layout_of[index[name]], dtype_of[index[name]]) for name, view in places],
+        )
+        if key not in classes:
+            distinct = {dtype_of[number] for number in numbers}
+            dtype = distinct.pop() if len(distinct) == 1 else dtypes[i]
+            views = (local_views(view, owned[layout_of[index[name]]], at) for at, (name, view) in enumerate(places))
+            share = Share(shapes[i], tuple(chain.from_iterable(views)), dtype, len(distinct) > 0)
+            classes[key] = (len(classes), share) if share.views else (NO_PART, share)
+        class_of[i], local[i] = classes[key][0], numbers
+    return Holdings(column(class_of), tuple(share for _, share in classes.values()), local)
 
 
 def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Holdings:
     """Returns the holdings of a rank that wants all tensors in full; local tensor i is tensor i."""
-    builder = HoldingsBuilder(len(shapes))
-    for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        builder.add(i, (i,), (shape, dtype), full_share, shape, dtype)
-    return builder.build()
-
-
-def full_share(shape: Shape, dtype: torch.dtype) -> Share:
-    """Returns what a rank has of a tensor whose local tensor is all of it."""
-    view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
-    return Share(shape, () if 0 in shape else ((0, view),), dtype)
+    kinds = dict.fromkeys(zip(shapes, dtypes, strict=True))
+    numbers = {(shape, dtype): i if 0 not in shape else NO_PART for i, (shape, dtype) in enumerate(kinds)}
+    shares = [Share(shape, ((0, Assembly.of(0, shape).parts[0][1]),), dtype) for shape, dtype in kinds]
+    class_of = [numbers[kind] for kind in zip(shapes, dtypes, strict=True)]
+    return Holdings(column(class_of), tuple(shares), [(i,) for i in range(len(shapes))])
 
 
 def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: int, nbytes: int) -> list[Copy]:
