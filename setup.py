@@ -195,25 +195,24 @@ try:
 except ValueError as error:
     print(error)
 """
-THROWN = "checksum: expected a contiguous tensor, got strides [1, 3]"
 
 
 def check_exceptions(library: Path, torch_dir: Path) -> None:
     """Ends the build unless an exception gets from the library to Python, with its whole text: it does not if the library has a
     C++ runtime of its own."""
-    variables = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
-    words = [sys.executable, "-c", THROW, str(library)]
-    tried = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
-    if "no torch" in tried.stderr:
-        return  # e.g. a build for another machine
-    if tried.returncode == 1:
-        raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {tried.stderr.strip()[-500:]}")
-    if tried.returncode != 0 or THROWN not in tried.stdout:
-        raise SystemExit(
-            f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "
-            "errors would end the process; build with a compiler that has a shared libstdc++.so.6, such as CXX=/usr/bin/g++ "
-            f"(tried: exit status {tried.returncode}, {(tried.stdout + tried.stderr).strip()[-200:]!r})"
-        )
+    environment = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
+    command = [sys.executable, "-c", THROW, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    thrown = "checksum: expected a contiguous tensor, got strides [1, 3]" in done.stdout
+    if "no torch" in done.stderr or (done.returncode == 0 and thrown):  # without torch, e.g. a build for another machine
+        return
+    if done.returncode == 1:
+        raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {done.stderr.strip()[-500:]}")
+    raise SystemExit(
+        f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "
+        "errors would end the process; build with a compiler that has a shared libstdc++.so.6, such as CXX=/usr/bin/g++ "
+        f"(exit status {done.returncode}, {(done.stdout + done.stderr).strip()[-200:]!r})"
+    )
 
 
 def pybind11_dir() -> str:
