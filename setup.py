@@ -44,7 +44,7 @@ def require_torch() -> Path:
 
 
 def require_tools() -> None:
-    """What builds the libraries. pip brings it, unless it was told not to."""
+    """Ends the build if what it needs is missing. pip brings it, unless it was told not to."""
     missing = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
     missing += [] if importlib.util.find_spec("pybind11") else ["pybind11"]
     if missing:
@@ -54,35 +54,40 @@ def require_tools() -> None:
         )
 
 
-def torch_version(torch_dir: Path) -> str:
-    match = re.search(r"^__version__ = '([^']+)'", (torch_dir / "version.py").read_text(), re.M)
+def version_of(package: Path) -> str:
+    match = re.search(r"^__version__ = '([^']+)'", (package / "version.py").read_text(), re.M)
     if match is None:
-        raise SystemExit(f"epload: no version in {torch_dir / 'version.py'}")
-    version = match.group(1)
-    major, minor = (int(part) for part in version.split(".")[:2])
+        raise SystemExit(f"epload: no version in {package / 'version.py'}")
+    return match.group(1)
+
+
+def minor_of(version: str) -> str:
+    """E.g. "2.13"."""
+    return ".".join(version.split(".")[:2])
+
+
+def torch_version(torch_dir: Path) -> str:
+    version = version_of(torch_dir)
+    major, minor = map(int, minor_of(version).split("."))
     if major != 2 or not FIRST_MINOR <= minor <= LAST_MINOR:
         raise SystemExit(f"epload builds with torch{SUPPORTED_TORCH}, found {version} in {torch_dir}")
     return version
 
 
-def torch_minor(torch_dir: Path) -> str:
-    """E.g. "2.13"."""
-    return ".".join(torch_version(torch_dir).split(".")[:2])
-
-
-def has_cuda(torch_dir: Path) -> bool:
-    """Whether it is a CUDA build of torch."""
-    return re.search(r"^cuda\b.*= *None$", (torch_dir / "version.py").read_text(), re.M) is None
+def wish(variable: str, *allowed: str) -> str:
+    """Returns the value of an environment variable; the first of those allowed if it is not set."""
+    value = os.environ.get(variable) or allowed[0]
+    if value not in allowed:
+        raise SystemExit(f"epload: expected {variable} to be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
+    return value
 
 
 def find_nvcc() -> Path | None:
-    """The CUDA compiler to build kernels with, as EPLOAD_CUDA says: 0 none, 1 it must be there, auto (or unset) if it is there
-    and torch has CUDA."""
-    wanted = os.environ.get("EPLOAD_CUDA") or "auto"
-    if wanted not in ("auto", "0", "1"):
-        raise SystemExit(f"epload: expected EPLOAD_CUDA to be auto, 0 or 1, got {wanted!r}")
-    torch_dir = find_torch()
-    if wanted == "0" or (wanted == "auto" and torch_dir and not has_cuda(torch_dir)):
+    """Returns the CUDA compiler, as EPLOAD_CUDA says: 0 none, 1 it must be there, auto (or unset) if it is there and torch has
+    CUDA."""
+    wanted, torch_dir = wish("EPLOAD_CUDA", "auto", "0", "1"), find_torch()
+    without_cuda = torch_dir and re.search(r"^cuda\b.*= *None$", (torch_dir / "version.py").read_text(), re.M)
+    if wanted == "0" or (wanted == "auto" and without_cuda):
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
@@ -96,33 +101,24 @@ def find_nvcc() -> Path | None:
 
 
 def find_torch_npu(torch: str) -> tuple[Path, str] | None:
-    """The installed torch_npu and its version, if EPLOAD_NPU asks for the Ascend part: 0 (or unset) no, 1 yes."""
-    wanted = os.environ.get("EPLOAD_NPU") or "0"
-    if wanted not in ("0", "1"):
-        raise SystemExit(f"epload: expected EPLOAD_NPU to be 0 or 1, got {wanted!r}")
-    if wanted == "0":
+    """Returns the installed torch_npu and its version, if EPLOAD_NPU asks for the Ascend part: 0 (or unset) no, 1 yes."""
+    if wish("EPLOAD_NPU", "0", "1") == "0":
         return None
-    found = find_torch("torch_npu")
-    if found is None:
-        raise SystemExit(
-            f"epload: EPLOAD_NPU=1 needs torch_npu, and none is installed for {sys.executable}. Install the one for torch "
-            f"{torch} (its wheel is enough, no CANN); EPLOAD_NPU=0 builds without the Ascend part"
+    package = find_torch("torch_npu")
+    version = version_of(package) if package else ""
+    header = package / "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp" if package else None
+    if header is None:
+        obstacle = f"and none is installed for {sys.executable}. Install the one for torch {torch} (its wheel is enough, no CANN)"
+    elif minor_of(version) != minor_of(torch):
+        obstacle = f"and {version} in {package} is not for torch {torch}. Install the matching one"
+    elif not header.is_file() or "tryGetHcclComm" not in header.read_text(errors="replace"):
+        obstacle = (
+            f"whose ProcessGroupHCCL has tryGetHcclComm, and {version} in {package} has none. Install 2.11.0.post3, "
+            "2.12.0.post3, 2.13.0, 2.14.0 or a later one"
         )
-    match = re.search(r"^__version__ = '([^']+)'", (found / "version.py").read_text(), re.M)
-    version = match.group(1) if match else "an unknown version"
-    if version.split(".")[:2] != torch.split(".")[:2]:
-        raise SystemExit(
-            f"epload: EPLOAD_NPU=1 needs a torch_npu for torch {torch}, found {version} in {found}. Install the matching "
-            "one; EPLOAD_NPU=0 builds without the Ascend part"
-        )
-    header = found / "include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
-    if not header.is_file() or "tryGetHcclComm" not in header.read_text(errors="replace"):
-        raise SystemExit(
-            f"epload: EPLOAD_NPU=1 needs a torch_npu whose ProcessGroupHCCL has tryGetHcclComm, and {version} in {found} has "
-            "none. Install 2.11.0.post3, 2.12.0.post3, 2.13.0, 2.14.0 or a later one; EPLOAD_NPU=0 builds without the Ascend "
-            "part"
-        )
-    return found, version
+    else:
+        return header.parents[4], version
+    raise SystemExit(f"epload: EPLOAD_NPU=1 needs torch_npu, {obstacle}; EPLOAD_NPU=0 builds without the Ascend part")
 
 
 class CMakeBuild(build_ext):
@@ -136,7 +132,9 @@ class CMakeBuild(build_ext):
             (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
         if npu is None:
             (output / NPU_LIBRARY).unlink(missing_ok=True)
-        configuration = f"{sysconfig.get_config_var('SOABI')}-torch{torch_minor(torch_dir)}{'-npu' if npu else ''}"
+        configuration = (
+            f"{sysconfig.get_config_var('SOABI')}-torch{minor_of(torch_version(torch_dir))}{'-npu' if npu else ''}"
+        )
         build = ROOT / "build" / f"cmake-{configuration}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
@@ -197,25 +195,24 @@ try:
 except ValueError as error:
     print(error)
 """
-THROWN = "checksum: expected a contiguous tensor, got strides [1, 3]"
 
 
 def check_exceptions(library: Path, torch_dir: Path) -> None:
     """Ends the build unless an exception gets from the library to Python, with its whole text: it does not if the library has a
     C++ runtime of its own."""
-    variables = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
-    words = [sys.executable, "-c", THROW, str(library)]
-    tried = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
-    if "no torch" in tried.stderr:
-        return  # e.g. a build for another machine
-    if tried.returncode == 1:
-        raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {tried.stderr.strip()[-500:]}")
-    if tried.returncode != 0 or THROWN not in tried.stdout:
-        raise SystemExit(
-            f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "
-            "errors would end the process; build with a compiler that has a shared libstdc++.so.6, such as CXX=/usr/bin/g++ "
-            f"(tried: exit status {tried.returncode}, {(tried.stdout + tried.stderr).strip()[-200:]!r})"
-        )
+    environment = {**os.environ, "PYTHONPATH": str(torch_dir.parent)}
+    command = [sys.executable, "-c", THROW, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    thrown = "checksum: expected a contiguous tensor, got strides [1, 3]" in done.stdout
+    if "no torch" in done.stderr or (done.returncode == 0 and thrown):  # without torch, e.g. a build for another machine
+        return
+    if done.returncode == 1:
+        raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {done.stderr.strip()[-500:]}")
+    raise SystemExit(
+        f"epload: the C++ compiler links its runtime into {library.name} (-static-libstdc++), beside that of torch, so that "
+        "errors would end the process; build with a compiler that has a shared libstdc++.so.6, such as CXX=/usr/bin/g++ "
+        f"(exit status {done.returncode}, {(done.stdout + done.stderr).strip()[-200:]!r})"
+    )
 
 
 def pybind11_dir() -> str:
@@ -227,13 +224,15 @@ def pybind11_dir() -> str:
 def requirements() -> list[str]:
     """A build is for one torch minor and says so; a source distribution is for all that are supported."""
     torch_dir = None if "sdist" in sys.argv else find_torch()
-    return [f"torch=={torch_minor(torch_dir)}.*" if torch_dir else f"torch{SUPPORTED_TORCH}", *REQUIREMENTS]
+    return [f"torch=={minor_of(torch_version(torch_dir))}.*" if torch_dir else f"torch{SUPPORTED_TORCH}", *REQUIREMENTS]
 
 
 def version() -> str:
     """With EPLOAD_LOCAL_VERSION=1 (`make wheels`) it names the torch minor: wheels for several can lie in one folder."""
     return (
-        f"{VERSION}+torch{torch_minor(require_torch())}" if os.environ.get("EPLOAD_LOCAL_VERSION") == "1" else VERSION
+        f"{VERSION}+torch{minor_of(torch_version(require_torch()))}"
+        if os.environ.get("EPLOAD_LOCAL_VERSION") == "1"
+        else VERSION
     )
 
 

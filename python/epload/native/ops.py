@@ -72,7 +72,7 @@ def unpack(bucket: Tensor, targets: Sequence[Tensor], copies: Tensor) -> None:
 
 
 def device_pipe(device: torch.device, threads: int, piece_bytes: int) -> Pipe:
-    """A pipe. Its memory is freed with the last reference to it, once nothing uses it.
+    """Returns a pipe, whose memory is freed with the last reference to it, once nothing uses it.
 
     Args:
         device: with its index.
@@ -244,12 +244,12 @@ def relay(
 
 
 def checksum(data: Tensor) -> int:
-    """A 64-bit checksum of a contiguous CPU tensor's bytes; never 0. See csrc/checksum.h."""
+    """Returns a 64-bit checksum of a contiguous CPU tensor's bytes; never 0. See csrc/digest.cpp."""
     return int(_ops.checksum.default(data)) & (1 << 64) - 1
 
 
 def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
-    """The checksum of each region's elements in row-major order, as they lie in CPU tensors; int64 [n].
+    """Returns the checksum of each region's elements in row-major order, as they lie in CPU tensors; int64 [n].
 
     Args:
         copies: as for :func:`unpack`; what it says of a bucket is ignored.
@@ -262,7 +262,7 @@ def digest_tensors(tensors: Sequence[Tensor], copies: Tensor) -> Tensor:
 
 
 def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
-    """The checksum that each region of a bucket will have in the tensor it is unpacked to; int64 [n].
+    """Returns the checksum that each region of a bucket will have in the tensor it is unpacked to; int64 [n].
 
     Args:
         copies: as for :func:`unpack`, but with the dtype code of that tensor in place of its index.
@@ -275,9 +275,7 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
 
 
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int) -> list[Tensor]:
-    """Uninitialized tensors with the shapes and strides of others, each with a storage of its own.
-
-    On CPU, the pages are touched at once.
+    """Returns uninitialized tensors with the shapes and strides of others. On CPU, all pages are touched at once.
 
     Args:
         tensors: dense; may be on meta.

@@ -103,9 +103,9 @@ class Framing:
         if failure is not None:
             text = str(failure).encode(errors="backslashreplace")[:nbytes]
             status, nbytes = STATUS_ABORT, len(text)
-            body[:nbytes].copy_(_bytes(text))
+            _write(text, body[:nbytes])
         checksum = ops.checksum(body.cpu()) if self.checked else 0
-        buffer[:HEADER_BYTES].copy_(_bytes(self._header(number, status, nbytes, checksum).pack()))
+        _write(self._header(number, status, nbytes, checksum).pack(), buffer[:HEADER_BYTES])
         return failure
 
     def check(self, number: int, header: Tensor, body: Tensor) -> RemoteFailure | None:
@@ -176,5 +176,10 @@ def _describe(header: BucketHeader) -> str:
     return f"bucket {header.index} of plan {header.fingerprint.hex()}{version}"
 
 
-def _bytes(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+def _write(raw: bytes, buffer: Tensor) -> None:
+    """Copies bytes to CPU, or to a device on its current stream, for which the host does not wait."""
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    if buffer.is_cpu:
+        buffer.copy_(data)
+    else:
+        buffer.copy_(data.pin_memory(), non_blocking=True)

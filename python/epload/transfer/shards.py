@@ -26,11 +26,6 @@ class PackPlan(Protocol):
     @property
     def buckets(self) -> Sequence[BucketCopies]: ...
 
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest bucket."""
-        ...
-
     def describe(self, numbers: Sequence[int]) -> str:
         """Describes the content of some consecutive buckets, for messages."""
         ...
