@@ -204,7 +204,8 @@ def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
             return [_unsupported(name, "is supported only as it loads, not in reverse")]
         if name == "Inkling2UnpadVocab":
             return [Operation("Truncate", (config.get_text_config().unpadded_vocab_size,))]
-        if name in _TRANSLATIONS and getattr(operation, "num_shards_attribute", None) is None:
+        divides_by_config = name == "Chunk" and operation.num_shards_attribute is not None
+        if name in _TRANSLATIONS and not divides_by_config:
             return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
     is_known = type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1])
     return [_unsupported(name, COMPUTES_VALUES if is_known else _unknown())]
