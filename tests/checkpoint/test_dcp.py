@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 import epload
@@ -272,6 +274,15 @@ def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "saved")
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "saved" / "executed").exists()
+
+
+def test_chunks_that_overlap(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        info = json.dumps({"w": {"saved_offsets": [rank - 1, 0]}})
+        path = tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors"
+        save_file({"w": tensor(rank, (2, 3))}, path, metadata={"DCP_SHARDING_INFO": info})
+    with pytest.raises(CheckpointError, match=r"w of shape \[3, 3\] has chunks at \[0, 0\] and \[1, 0\] that overlap"):
+        Checkpoint.open(tmp_path)
 
 
 def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
