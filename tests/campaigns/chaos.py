@@ -114,6 +114,7 @@ class Loads:
             with open(self._path, "r+b") as file:  # the same file: others have it open
                 file.write(content)
         dist.barrier()
+        del loader  # and its buffers
         return [before], during, [self._load(self._loader())]
 
     def _two_threads(self, loader: HierarchicalLoader, swapped: bool) -> list[Outcome]:

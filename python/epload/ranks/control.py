@@ -120,9 +120,9 @@ class Control(Place):
 
     def known(self) -> Failure | None:
         """Returns the first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
-        known = self.known_failure()
-        if known is not None or self.store is None or time.monotonic() - self._looked < _LOOK_SECONDS:
-            return known
+        failure = self.known_failure()
+        if failure is not None or self.store is None or time.monotonic() - self._looked < _LOOK_SECONDS:
+            return failure
         self._looked = time.monotonic()
         return self.look(self.store)  # a connection for each rank that reads would be many
 

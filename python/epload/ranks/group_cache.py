@@ -80,20 +80,20 @@ class GroupCache:
             alone = self._agreed != control.position[:2]
             if alone:  # a rank that failed to make its last ones may have a lower count
                 self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
-            first, made = self.count, list[Group]()
+            first, new_groups = self.count, list[Group]()
             self.count += len(families)
             try:
                 for number, family in enumerate(families, first):
                     ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
                     # Two families may have a group in common. A second one of the same ranks would end the first.
                     if ranks is not None and (timeout, ranks) not in self._groups:
-                        made.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
-                        self._groups[timeout, ranks] = made[-1]
+                        new_groups.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
+                        self._groups[timeout, ranks] = new_groups[-1]
                 if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
                     control.settle(what, None)
             except BaseException:
-                self._groups = {key: group for key, group in self._groups.items() if group not in made}
-                dispose(made)
+                self._groups = {key: group for key, group in self._groups.items() if group not in new_groups}
+                dispose(new_groups)
                 raise
         self._made.update((timeout, family) for family in families)
 

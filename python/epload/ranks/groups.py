@@ -86,8 +86,8 @@ Backends = Mapping[str, str]
 def backends_of(group: dist.ProcessGroup) -> Backends:
     """Returns the backends of a group of ``torch.distributed``."""
     config = dist.get_backend_config(group)
-    found = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
-    return {str(device): str(backend) for device, backend in found.items()}
+    of_device = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
+    return {str(device): str(backend) for device, backend in of_device.items()}
 
 
 class Group:
@@ -123,16 +123,16 @@ class Group:
         """
         self._store = GroupStore(store, timeout)
         group = dist.ProcessGroup(PrefixStore("group/", store), self.ranks.index(rank), len(self.ranks))
-        made: dict[str, tuple[Any, Any]] = {}
+        built_backends: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, backend in backends.items():
-            if backend not in made:
+            if backend not in built_backends:
                 with _no_error_handling() if device is not None and backend == "nccl" else nullcontext():
-                    made[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
-            kind, built = made[backend]
+                    built_backends[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
+            kind, built = built_backends[backend]
             group._register_backend(torch.device(kind_of_device), kind, built)
         # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
-        default = min(made, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
-        group._set_default_backend(made[default][0])
+        default = min(built_backends, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
+        group._set_default_backend(built_backends[default][0])
         group._set_group_name(self.name)
         if device is not None:
             _connect(group, device)

@@ -105,7 +105,7 @@ class Heartbeats:
         """Returns True if a rank is known to have come to the round at ``position``."""
         posters = {self._tree.node_of[rank][0], rank} if rank not in self._tree.node else ()
         beats = [self._near, *map(self._read, posters)]
-        return any(rank in each and each[rank].position >= position for each in beats)
+        return any(rank in heard and heard[rank].position >= position for heard in beats)
 
     def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, timed_out: bool) -> str:
         """Returns the last known state of each rank, for an error message; empty if no rank has posted a heartbeat.

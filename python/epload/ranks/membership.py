@@ -36,10 +36,10 @@ def local_network() -> str:
 
 def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:
     """The ranks that have each text, in the order of the ranks."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(of_rank.items()):
-        found.setdefault(text, []).append(rank)
-    return list(found.values())
+        ranks_of.setdefault(text, []).append(rank)
+    return list(ranks_of.values())
 
 
 def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, tuple[int, ...]]:

@@ -79,7 +79,7 @@ class Place:
         self.received: dict[str, dict[int, bytes]] = {}
         """Messages of rounds by tag and sender."""
         self.processes = Processes()
-        self.tree = Tree.of([[each] for each in ranks], rank)
+        self.tree = Tree.of([[member] for member in ranks], rank)
         self.links: dict[int, Link] = {}
         """Links to the other ranks of this rank's node, if it leads that; else to the leader."""
         self._failures: dict[str, Failure] = {}
@@ -184,11 +184,11 @@ class Place:
         """Takes in that an attempt has failed, as ``sender`` of this node says if given: wakes this rank and notifies its node.
         Thread-safe."""
         with self._lock:
-            known = self._failures.get(prefix)
-            if known is not None:
-                failure = replace(known, hard=known.hard or failure.hard)
+            first = self._failures.get(prefix)
+            if first is not None:
+                failure = replace(first, hard=first.hard or failure.hard)
             self._failures[prefix] = failure
-        if failure == known:
+        if failure == first:
             return
         text = prefix.encode() + b" " + failure.encode()
         for rank, link in self.links.items():
@@ -216,12 +216,12 @@ class Place:
         """A context in which ``fail()`` of each is called when a rank publishes a hard failure or the store is lost."""
         self._stoppable += waiting
         try:
-            if (known := self.known_failure()) is not None and known.hard:  # since before this
+            if (failure := self.known_failure()) is not None and failure.hard:  # since before this
                 self.stop()
             yield
         finally:
-            for each in waiting:
-                self._stoppable.remove(each)
+            for stoppable in waiting:
+                self._stoppable.remove(stoppable)
 
     @property
     def moves_data(self) -> bool:

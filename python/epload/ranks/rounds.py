@@ -202,7 +202,7 @@ class Rounds:
         nodes, now = len(place.tree.nodes), monotonic()
         pause = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes)
         max_poll = min(max(_MAX_POLL, _MAX_POLL_PER_NODE * nodes), sample)
-        until, next_sample, seen = now + limit, now + sample, None
+        until, next_sample, last_state = now + limit, now + sample, None
         while True:
             place.news.wait(pause)
             place.news.clear()
@@ -213,9 +213,9 @@ class Rounds:
             now = monotonic()
             if now >= next_sample:
                 state = place.heartbeats.state(missing(), place.position)
-                if seen not in (None, state):
+                if last_state not in (None, state):
                     until = now + limit
-                seen, next_sample = state, now + sample
+                last_state, next_sample = state, now + sample
             if now >= until:
                 waited_for = missing()
                 absent = self._absent(waited_for)
