@@ -1,4 +1,4 @@
-"""The benchmarks' promises about peers: a short file each; a failure is reported and stops nothing; wrong bytes never count."""
+"""The benchmarks' promises about peers: a failure is reported and stops nothing; wrong bytes never count."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def example() -> str:
     found = re.search(r"```python\n(.*?)```", (BENCHMARKS / "results.md").read_text(), re.S)
     assert found
     return found[1]
-
-
-@pytest.mark.parametrize("peer", sorted((BENCHMARKS / "peers").glob("[!_]*.py")), ids=lambda path: path.stem)
-def test_a_peer_is_a_short_file(peer: Path) -> None:
-    assert len(peer.read_text().splitlines()) < 40
 
 
 def test_what_fails_is_reported_and_stops_nothing(tmp_path: Path) -> None:

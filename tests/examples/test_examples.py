@@ -24,7 +24,6 @@ from support import ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("tiny", "ray_actors"))
-LINES = 60
 
 LOSS = r"loss (?P<first>\d+\.\d{4})"
 """Of the checkpoint's weights on fixed tokens, which is also computed here, without epload."""
@@ -136,8 +135,3 @@ def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[s
     assert [path for path in arguments if not (checkpoints / path).exists()] == []
     for pattern in ALSO.get(recipe.stem, ()):
         assert len(re.findall(pattern, output, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{output}"
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_recipes_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < LINES

@@ -157,7 +157,7 @@ def _fused(rank: int, folder: Path, options: dict[str, Any], renames: dict[str, 
     "options", [{}, {"verify": True}, {"readers": "partitioned"}, {"options": LoadOptions(bucket_bytes=4096)}], ids=str
 )
 def test_a_models_converter_makes_what_is_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
-    torch.save(store(tmp_path), tmp_path / "stored.tensors")
+    store(tmp_path)
     all_fine(ranks.run(3, _fused, tmp_path, options, {}))
 
 
@@ -165,7 +165,6 @@ def test_names_are_renamed_before_they_are_converted(tmp_path: Path) -> None:
     """Like the original: the first pattern that is found, and groups in what replaces it are left out."""
     stored = store(tmp_path)
     write(tmp_path, {f"wrapped.{name}": tensor for name, tensor in stored.items()})
-    torch.save(stored, tmp_path / "stored.tensors")
     all_fine(ranks.run(2, _fused, tmp_path, {}, {r"^wrapped\.": "^(?!layers)", "embed": "never"}))
 
 
@@ -229,8 +228,7 @@ def _tied(rank: int, folder: Path, both: bool) -> list[str]:
 @pytest.mark.parametrize("both", [True, False])
 def test_the_embeddings_are_tied_if_the_config_says_so(tmp_path: Path, both: bool) -> None:
     """``both``: the checkpoint has an output embedding too, of other values."""
-    stored = store(tmp_path, head_weight=not both)
-    torch.save(stored, tmp_path / "stored.tensors")
+    store(tmp_path, head_weight=not both)
     all_fine(ranks.run(3, _tied, tmp_path, both))
 
 
@@ -308,6 +306,5 @@ def _own_lora(rank: int, folder: Path) -> list[str]:
 
 
 def test_a_base_checkpoint_into_veomnis_own_lora(tmp_path: Path) -> None:
-    stored = store(tmp_path)
-    torch.save(stored, tmp_path / "stored.tensors")
+    store(tmp_path)
     all_fine(ranks.run(2, _own_lora, tmp_path))

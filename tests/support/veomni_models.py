@@ -167,6 +167,7 @@ def store(folder: Path, **left_out: bool) -> dict[str, Tensor]:
                 tensors[f"{at}.experts.{expert}.{kind}.weight"] = numbers(*shape, start=start)
     tensors = {name: tensor for name, tensor in tensors.items() if not left_out.get(name.replace(".", "_"))}
     write(folder, tensors)
+    torch.save(tensors, folder / "stored.tensors")
     return tensors
 
 

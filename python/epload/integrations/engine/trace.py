@@ -250,24 +250,32 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self.refuse(
                 f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
             )
-        place, views = located
-        sources, reason, constant = frozenset[int](), "", None
+        place, boxes = located[0], [(view.start, view.size) for view in located[1]]
         if not fakes:
             constant = _constant(func, value)
             if constant is None:
                 raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
-        else:
-            sources, reason = sources.union(*(fake.sources for fake in fakes)), f"is written by {name}"
-            if func.overloadpacket in (_aten.copy_, _aten.fill_) and isinstance(value, _FakeTensor):
-                reason = _cast(value, target.dtype)[0]
-                if not reason and value.origin is not None:
-                    origin = value.origin.expand(target.shape)
-                    located = self._targets.locate(target, origin) if _is_region(origin) else None
-                    if located is not None:
-                        self.writes += [Write(place, (v.start, v.size), sources, v) for v in located[1]]
-                        return
-                    reason = "an element is used several times, or in too many boxes"
-        self.writes += [Write(place, (v.start, v.size), sources, None, constant, reason) for v in views]
+            self.writes += [Write(place, box, value=constant) for box in boxes]
+            return
+        sources, reason = frozenset[int]().union(*(fake.sources for fake in fakes)), f"is written by {name}"
+        if func.overloadpacket in (_aten.copy_, _aten.fill_) and value is fakes[0]:
+            reason, _ = _cast(fakes[0], target.dtype)
+            if not reason and (views := self._views_of(target, fakes[0])):
+                self.writes += [Write(place, (view.start, view.size), sources, view) for view in views]
+                return
+        reason = reason or "an element is used several times, or in too many boxes"
+        self.writes += [Write(place, box, sources, reason=reason) for box in boxes]
+
+    def _views_of(self, target: Tensor, fake: _FakeTensor) -> list[View]:
+        """Returns the regions of a checkpoint tensor that a copy of it puts into a target; empty if there are no such regions."""
+        assert fake.origin is not None
+        origin, extent = fake.origin.expand(target.shape), 0
+        for stride, size in sorted((s, n) for n, s in zip(origin.shape, origin.stride(), strict=True) if n > 1):
+            if stride <= extent:  # a plan's views have strides that exceed the extent of all inner dims
+                return []
+            extent += (size - 1) * stride
+        located = self._targets.locate(target, origin)
+        return located[1] if located is not None else []
 
 
 class _Functions(TorchFunctionMode):
@@ -314,16 +322,6 @@ def _constant(func: Any, value: Any) -> float | None:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return value  # type: ignore[no-any-return]
-
-
-def _is_region(origin: Tensor) -> bool:
-    """Returns True if an origin can be a view of a plan, whose strides exceed the extent of all inner dims."""
-    extent = 0
-    for stride, size in sorted((s, n) for n, s in zip(origin.shape, origin.stride(), strict=True) if n > 1):
-        if stride <= extent:
-            return False
-        extent += (size - 1) * stride
-    return True
 
 
 @cache

@@ -40,7 +40,8 @@ class ConvertedCheckpoint(Checkpoint):
         rename: the converter's name for a tensor of the source.
     """
 
-    _inner: Checkpoint
+    _inner: Any = None
+    """The source, once it is open."""
 
     def __init__(self, source: Any, make: Callable[[], Any], rename: Callable[[str], str]) -> None:
         self._source = source
@@ -81,7 +82,9 @@ class ConvertedCheckpoint(Checkpoint):
         ]
         try:
             entries += [(origin, *_entry(name, tensor)) for origin, name, tensor in self._convert(meta=True)]
-        except CheckpointError:  # perhaps it looks at values
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, NotImplementedError) and "meta" not in str(error.__cause__).lower():
+                raise
             entries += [(origin, *_entry(name, tensor)) for origin, name, tensor in self._convert(meta=False)]
         origins: dict[str, str] = {}
         for origin, name, _, _ in entries:
@@ -104,15 +107,15 @@ class ConvertedCheckpoint(Checkpoint):
             self._inner.fill(bucket, direct)
 
     def changed(self) -> str:
-        return self._inner.changed() if self._manifest is not None else ""
+        return str(self._inner.changed()) if self._inner is not None else ""
 
     def reopen(self) -> None:
-        if self._manifest is not None:
+        if self._inner is not None:
             self._inner.reopen()
         self._results = None
 
     def close(self) -> None:
-        if self._manifest is not None:
+        if self._inner is not None:
             self._inner.close()
         self._results, self._tensor = None, torch.empty(0)
 
