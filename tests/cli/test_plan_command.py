@@ -121,3 +121,13 @@ def test_wrong_arguments(arguments: list[str], status: int, message: str, plain:
     assert (result.exit_code, result.stdout) == (status, "")
     assert message in result.stderr
     assert not dist.is_initialized()
+
+
+def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
+    found = plan(plain, "--model", PLAIN, "--mesh", "fsdp=4", "--nodes", "2")
+    modes = {mode["readers"]: mode for mode in found["modes"]}
+    assert modes["one"]["received"] == [0, modes["one"]["sent"][0]]
+    assert modes["one"]["received"][1] >= found["nbytes"] == modes["one"]["read"]
+    assert modes["per_node"]["read"] == 2 * found["nbytes"]
+    for readers in ("per_node", "every"):
+        assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]

@@ -22,6 +22,7 @@ from epload.observe.render import count, list_keys
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave_limit
+from epload.planning.traffic import traffic
 from epload.planning.waves import wave_bytes
 
 Nodes = Sequence[Sequence[int]]
@@ -41,7 +42,7 @@ Nodes = Sequence[Sequence[int]]
 def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, ranks: int, variant: str, as_json: bool) -> int:
     """Show what a load would do: no ranks or accelerators needed.
 
-    Key fit, bytes per rank, for each choice of readers buckets, staging memory, and bytes read; and what "auto"
+    Key fit, bytes per rank, for each choice of readers buckets, staging memory, and bytes read and over links; and what "auto"
     chooses. CHECKPOINT is as for inspect; only headers are read. The model is built on the meta device and parallelized by FSDP2
     over each layer (axes replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function
     that takes an argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
@@ -96,7 +97,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
         "nbytes": payload,
         "tensors": first.slots.tensor_count,
         "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
-        "modes": [_mode(readers, *make(targets, readers), read[readers]) for readers in READERS],
+        "modes": [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS],
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
         "reason": reason,
     }
@@ -109,14 +110,17 @@ def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, 
     return make_plan(manifest, targets, mapping, wave // per_wave), per_wave
 
 
-def _mode(readers: str, plan: LoadPlan, per_wave: int, read: int) -> dict[str, Any]:
+def _mode(readers: str, plan: LoadPlan, per_wave: int, nodes: Nodes, read: int) -> dict[str, Any]:
     """Describes one choice of readers. Sizes are in bytes."""
+    moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, nodes, readers)
     return {
         "readers": readers,
         "buckets": len(plan.buckets),
         "bucket_bytes": plan.largest,
         "staging": 0 if readers == "every" else 2 * wave_bytes(plan, per_wave),  # of a node
         "read": read,  # by all ranks together
+        "received": moved.received,  # by each node from other nodes
+        "sent": moved.sent,
     }
 
 
@@ -170,11 +174,11 @@ def _print(plan: dict[str, Any], job: str, some: bool) -> None:
     lines = [
         [
             mode["readers"] + " *" * (mode["readers"] == plan["choice"]), f"{mode['buckets']:,}",
-            *(size(mode[key]) for key in ("bucket_bytes", "staging", "read")),
+            *map(size, (mode["bucket_bytes"], mode["staging"], mode["read"], max(mode["received"]), max(mode["sent"]))),
         ]
         for mode in plan["modes"]
     ]  # fmt: skip
-    show(table(("readers", "buckets", "largest", "staging", "read"), lines, right=range(1, 5)))
+    show(table(("readers", "buckets", "largest", "staging", "read", "link in", "link out"), lines, right=range(1, 7)))
     show()
     show(plan["reason"])
     if fit["error"]:
