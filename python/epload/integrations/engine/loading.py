@@ -60,8 +60,10 @@ def load_engine(
         mapping = Placed(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
         options: dict[str, Any] = {"src": rank, "readers": "every", "verify": verify, "progress": progress}
         # Through the page cache, so that the disk reads once what several ranks of a machine read.
-        with HierarchicalLoader(alone, direct_io=False, **options) as loader:
-            report = loader.load(engine.model, opened, mapping=mapping)
+        report = LoadReport(source=manifest.source, readers="every")
+        if any(recording.regions):
+            with HierarchicalLoader(alone, direct_io=False, **options) as loader:
+                report = loader.load(engine.model, opened, mapping=mapping)
         numbers = {name: number for number, name in enumerate(manifest.names)}
         with torch.no_grad():
             target.load_rest((name, read_tensor(opened, numbers[name])) for name in recording.whole)
