@@ -192,9 +192,13 @@ REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
     "a shard missing": (
         ["model-1-of-2.safetensors"],
         "",
-        r"model-1-of-2\.safetensors \(expected 2 files with the numbers",
+        r"model-1-of-2\.safetensors \(expected 2 files with the numbers from 1 on; missing: 2\)",
     ),
-    "many missing": (["w-7-of-999999999.pt"], "", r"expected 999999999 files with the numbers from 0 or 1 on"),
+    "many missing": (
+        ["w-7-of-999999999.pt"],
+        "",
+        r"expected 999999999 files with the numbers from 1 on; missing: 1, 2, 3, 4, 5, 6\)",
+    ),
     "a shard too many": (["w-1-of-1.safetensors", "w-2-of-1.safetensors"], "", r"expected 1 files"),
     "a number twice": (["w-1-of-1.safetensors", "w-01-of-1.safetensors"], "", r"expected 1 files"),
     "two libraries": (

@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from epload.checkpoint import unsupported
@@ -177,7 +178,12 @@ def _group(names: Collection[str]) -> list[FileSet]:
         count = int(total) if total else len(files)
         is_complete = len(numbers) == count and (min(numbers), max(numbers)) in ((0, count - 1), (1, count))
         if total or (is_complete and is_unique and len(files) > 1):
-            fault = "" if is_complete and is_unique else f"expected {count} files with the numbers from 0 or 1 on"
+            fault = ""
+            if not is_complete or not is_unique:
+                first = 0 if 0 in numbers else 1
+                lacking = islice((n for n in range(first, first + count) if n not in numbers), _MAX_SHOWN)
+                fault = f"expected {count} files with the numbers from {first} on"
+                fault += f"; missing: {text}" if (text := ", ".join(map(str, lacking))) else ""
             sets.append(FileSet(begin.rstrip("-_.") + end, listed, fault))
         else:
             sets += [FileSet(name.rpartition(".")[0], [name]) for name in listed]
