@@ -12,14 +12,31 @@ constexpr int64_t kFixedColumns = 4;
 
 void check_tensor_side(int64_t row, const RegionCopy& copy, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
-      copy.dtype == tensor.scalar_type() || find_dtype(tensor.scalar_type()) != nullptr, "region_copy: row ", row,
-      " would convert between ", copy.dtype, " and ", tensor.scalar_type());
+      copy.dtype == tensor.scalar_type() || find_dtype(tensor.scalar_type()) != nullptr,
+      "region_copy: row ",
+      row,
+      " would convert between ",
+      copy.dtype,
+      " and ",
+      tensor.scalar_type());
   for (size_t d = 0; d < copy.size.size(); ++d) {
     const int64_t extent = tensor.size(static_cast<int64_t>(d));
     TORCH_CHECK_VALUE(
         copy.start[d] >= 0 && copy.size[d] >= 0 && copy.size[d] <= extent && copy.start[d] <= extent - copy.size[d],
-        "region_copy: row ", row, " covers [", copy.start[d], ", ", copy.start[d], " + ", copy.size[d], ") of dim ", d,
-        ", outside tensor ", copy.tensor, " of shape ", tensor.sizes());
+        "region_copy: row ",
+        row,
+        " covers [",
+        copy.start[d],
+        ", ",
+        copy.start[d],
+        " + ",
+        copy.size[d],
+        ") of dim ",
+        d,
+        ", outside tensor ",
+        copy.tensor,
+        " of shape ",
+        tensor.sizes());
   }
 }
 
@@ -28,8 +45,11 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   bool empty = false;
   for (size_t d = 0; d < copy.size.size(); ++d) {
     TORCH_CHECK_VALUE(
-        copy.size[d] >= 0 && copy.bucket_stride[d] >= 0, "region_copy: row ", row,
-        " has a negative size or stride in dim ", d);
+        copy.size[d] >= 0 && copy.bucket_stride[d] >= 0,
+        "region_copy: row ",
+        row,
+        " has a negative size or stride in dim ",
+        d);
     empty |= copy.size[d] == 0;
   }
   if (empty) {
@@ -60,21 +80,31 @@ std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10
   const int64_t max_dims = (columns - kFixedColumns) / 3;
   TORCH_CHECK_VALUE(
       columns >= kFixedColumns && (columns - kFixedColumns) % 3 == 0,
-      "region_copy: expected a copy table of 4 + 3 * D columns, got ", columns);
+      "region_copy: expected a copy table of 4 + 3 * D columns, got ",
+      columns);
   std::vector<RegionCopy> copies;
   copies.reserve(table.size(0));
   for (int64_t r = 0; r < table.size(0); ++r, row += columns) {
     TORCH_CHECK_VALUE(find_dtype(row[2]) != nullptr, "region_copy: row ", r, " has dtype code ", row[2]);
     const int64_t ndim = row[3];
     TORCH_CHECK_VALUE(
-        ndim >= 0 && ndim <= max_dims, "region_copy: row ", r, " has ", ndim, " dims and the table has room for ",
+        ndim >= 0 && ndim <= max_dims,
+        "region_copy: row ",
+        r,
+        " has ",
+        ndim,
+        " dims and the table has room for ",
         max_dims);
     const auto* start = row + kFixedColumns;
     const auto* size = start + max_dims;
     const auto* stride = size + max_dims;
     copies.push_back(
-        {row[0], offsets.empty() ? row[1] : offsets[r], static_cast<at::ScalarType>(row[2]), Dims(start, start + ndim),
-         Dims(size, size + ndim), Dims(stride, stride + ndim)});
+        {row[0],
+         offsets.empty() ? row[1] : offsets[r],
+         static_cast<at::ScalarType>(row[2]),
+         Dims(start, start + ndim),
+         Dims(size, size + ndim),
+         Dims(stride, stride + ndim)});
     check_bucket_side(r, copies.back(), nbytes);
   }
   return copies;
@@ -85,7 +115,9 @@ std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10
 void check_bucket(const at::Tensor& bucket) {
   TORCH_CHECK_VALUE(
       bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ", bucket.scalar_type(), " of shape ",
+      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
+      bucket.scalar_type(),
+      " of shape ",
       bucket.sizes());
   check_memory("region_copy's bucket", bucket, 0);
 }
@@ -94,8 +126,13 @@ std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList t
   check_bucket(bucket);
   for (size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK_VALUE(
-        tensors[i].device() == bucket.device(), "region_copy: the bucket is on ", bucket.device(), " but tensor ", i,
-        " is on ", tensors[i].device());
+        tensors[i].device() == bucket.device(),
+        "region_copy: the bucket is on ",
+        bucket.device(),
+        " but tensor ",
+        i,
+        " is on ",
+        tensors[i].device());
   }
   return decode_copies(bucket.numel(), tensors, table);
 }
@@ -113,19 +150,34 @@ std::vector<RegionCopy> decode_copies(
   for (size_t r = 0; r < copies.size(); ++r) {
     const auto& copy = copies[r];
     TORCH_CHECK_VALUE(
-        copy.tensor >= 0 && copy.tensor < static_cast<int64_t>(tensors.size()), "region_copy: row ", r,
-        " names tensor ", copy.tensor, " of ", tensors.size());
+        copy.tensor >= 0 && copy.tensor < static_cast<int64_t>(tensors.size()),
+        "region_copy: row ",
+        r,
+        " names tensor ",
+        copy.tensor,
+        " of ",
+        tensors.size());
     const auto& tensor = tensors[copy.tensor];
     TORCH_CHECK_VALUE(
-        static_cast<int64_t>(copy.size.size()) == tensor.dim(), "region_copy: row ", r, " has ", copy.size.size(),
-        " dims, tensor ", copy.tensor, " has ", tensor.dim());
+        static_cast<int64_t>(copy.size.size()) == tensor.dim(),
+        "region_copy: row ",
+        r,
+        " has ",
+        copy.size.size(),
+        " dims, tensor ",
+        copy.tensor,
+        " has ",
+        tensor.dim());
     check_tensor_side(static_cast<int64_t>(r), copy, tensor);
   }
   return copies;
 }
 
 FileOrigins::FileOrigins(
-    const char* op, const at::Tensor& files_of, const at::Tensor& offsets_of, const at::Tensor& origins,
+    const char* op,
+    const at::Tensor& files_of,
+    const at::Tensor& offsets_of,
+    const at::Tensor& origins,
     const at::Tensor& copies) {
   const auto file_of = column(op, "files", files_of);
   const auto offset_of = column(op, "offsets", offsets_of);
@@ -133,8 +185,15 @@ FileOrigins::FileOrigins(
   TORCH_CHECK_VALUE(
       origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
           file_of.size() == offset_of.size(),
-      op, ": expected origins of shape [n, 2] for n rows, and as many files as offsets, got origins of shape ",
-      origins.sizes(), " for rows of shape ", copies.sizes(), ", ", file_of.size(), " files and ", offset_of.size(),
+      op,
+      ": expected origins of shape [n, 2] for n rows, and as many files as offsets, got origins of shape ",
+      origins.sizes(),
+      " for rows of shape ",
+      copies.sizes(),
+      ", ",
+      file_of.size(),
+      " files and ",
+      offset_of.size(),
       " offsets");
   files.reserve(origins.size(0));
   offsets.reserve(origins.size(0));
@@ -144,7 +203,15 @@ FileOrigins::FileOrigins(
     TORCH_CHECK_VALUE(
         tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
             !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
-        op, ": row ", r, " starts at byte ", origin[1], " of tensor ", tensor, " of ", offset_of.size());
+        op,
+        ": row ",
+        r,
+        " starts at byte ",
+        origin[1],
+        " of tensor ",
+        tensor,
+        " of ",
+        offset_of.size());
     files.push_back(file_of[tensor]);
     offsets.push_back(offset);
   }

@@ -47,7 +47,10 @@ struct FileOrigins {
   // byte it starts, `origins` of each row of `copies` to which of these tensors it belongs and at which byte of it the
   // row starts. Throws ValueError, naming `op`, if they do not fit together.
   FileOrigins(
-      const char* op, const at::Tensor& files_of, const at::Tensor& offsets_of, const at::Tensor& origins,
+      const char* op,
+      const at::Tensor& files_of,
+      const at::Tensor& offsets_of,
+      const at::Tensor& origins,
       const at::Tensor& copies);
 };
 

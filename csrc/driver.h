@@ -28,7 +28,9 @@ struct SharedAllocation {
 struct Driver {
   // See region_copy.h.
   void (*region_copy)(
-      const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies,
+      const at::Tensor& bucket,
+      at::TensorList tensors,
+      const std::vector<RegionCopy>& copies,
       Direction direction) = nullptr;
 
   // Pins memory that is there already; false if it cannot, with no trace of it.

@@ -41,7 +41,10 @@ std::vector<int64_t> values_of(const py::bytes& column) {
 // Slots as columns: tensor, tensor_offset, bucket, bucket_offset, nbytes; and the bytes of each bucket. `extents` are
 // those of kinds of tensors of which the column `kind_of` says which each has.
 std::pair<std::vector<py::bytearray>, std::vector<int64_t>> plan_buckets(
-    const std::vector<std::array<int64_t, 3>>& extents, int64_t capacity, int64_t alignment, int64_t header,
+    const std::vector<std::array<int64_t, 3>>& extents,
+    int64_t capacity,
+    int64_t alignment,
+    int64_t header,
     const py::bytes& kind_of) {
   std::vector<epload::TensorExtent> tensors;
   for (const auto kind : values_of(kind_of)) {
@@ -79,8 +82,14 @@ using Step = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 // `buckets`: node that reads it, begin, end.
 std::vector<Step> wave_steps(
-    const epload::Nodes& nodes, int64_t src, int64_t rank, const std::string& algorithm, bool shared, bool crosses,
-    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& buckets, int64_t alignment) {
+    const epload::Nodes& nodes,
+    int64_t src,
+    int64_t rank,
+    const std::string& algorithm,
+    bool shared,
+    bool crosses,
+    const std::vector<std::tuple<int64_t, int64_t, int64_t>>& buckets,
+    int64_t alignment) {
   std::vector<epload::WaveBucket> wave;
   for (const auto& [node, begin, end] : buckets) {
     wave.push_back({node, begin, end});

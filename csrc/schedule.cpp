@@ -169,7 +169,11 @@ std::vector<RelayStep> relay_steps(const Position& at, int64_t nbytes, int64_t a
 }
 
 std::vector<RelayStep> wave_steps(
-    const Nodes& nodes, int64_t src, int64_t rank, const WaveOptions& options, const std::vector<WaveBucket>& buckets,
+    const Nodes& nodes,
+    int64_t src,
+    int64_t rank,
+    const WaveOptions& options,
+    const std::vector<WaveBucket>& buckets,
     int64_t alignment) {
   const int64_t own = node_of(nodes, rank);
   const auto ring = ring_through(nodes, src, rank, options.algorithm);

@@ -102,7 +102,11 @@ struct WaveOptions {
 // are busy and neighbors agree on the order. Without shared buffers the same order goes on from the leader along a
 // chain of its node's ranks.
 std::vector<RelayStep> wave_steps(
-    const Nodes& nodes, int64_t src, int64_t rank, const WaveOptions& options, const std::vector<WaveBucket>& buckets,
+    const Nodes& nodes,
+    int64_t src,
+    int64_t rank,
+    const WaveOptions& options,
+    const std::vector<WaveBucket>& buckets,
     int64_t alignment);
 
 } // namespace epload

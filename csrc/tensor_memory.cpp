@@ -19,30 +19,57 @@ bool storage_holds(const at::Tensor& tensor) {
 
 void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
   TORCH_CHECK_VALUE(
-      tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(), op,
-      ": expected dense strided tensors, tensor ", index, " is ",
+      tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested(),
+      op,
+      ": expected dense strided tensors, tensor ",
+      index,
+      " is ",
       tensor.is_quantized() ? "quantized"
       : tensor.is_nested()  ? "nested"
                             : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialize it first (to_empty)");
   TORCH_CHECK_VALUE(
-      !tensor.is_conj() && !tensor.is_neg(), op, ": tensor ", index,
+      !tensor.is_conj() && !tensor.is_neg(),
+      op,
+      ": tensor ",
+      index,
       " is a lazy conjugate or negation; pass resolve_conj() / resolve_neg() of it");
   TORCH_CHECK_VALUE(
-      storage_holds(tensor), op, ": tensor ", index, " of shape ", tensor.sizes(), " has a storage of ",
-      tensor.storage().nbytes(), " bytes, too few (was it freed by FSDP?)");
+      storage_holds(tensor),
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " has a storage of ",
+      tensor.storage().nbytes(),
+      " bytes, too few (was it freed by FSDP?)");
   TORCH_CHECK_VALUE(
-      tensor.numel() == 0 || tensor.storage().data_ptr().get() != nullptr, op, ": tensor ", index, " of shape ",
-      tensor.sizes(), " holds no data (does it wrap another tensor? then pass that one)");
+      tensor.numel() == 0 || tensor.storage().data_ptr().get() != nullptr,
+      op,
+      ": tensor ",
+      index,
+      " of shape ",
+      tensor.sizes(),
+      " holds no data (does it wrap another tensor? then pass that one)");
 }
 
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
   TORCH_CHECK_VALUE(
       table.is_cpu() && table.layout() == at::kStrided && !table.is_nested() && table.scalar_type() == at::kLong &&
           table.dim() == dims && table.is_contiguous(),
-      op, ": expected ", name, " as a contiguous ", dims, "-D int64 CPU tensor, got ", table.scalar_type(),
-      " of shape ", table.sizes(), " on ", table.device());
+      op,
+      ": expected ",
+      name,
+      " as a contiguous ",
+      dims,
+      "-D int64 CPU tensor, got ",
+      table.scalar_type(),
+      " of shape ",
+      table.sizes(),
+      " on ",
+      table.device());
   check_memory(op, table, 0);
   return table.const_data_ptr<int64_t>();
 }

@@ -25,8 +25,12 @@ Word* words_of(const at::Tensor& board) {
   TORCH_CHECK_VALUE(
       board.is_cpu() && board.scalar_type() == at::kInt && board.dim() == 1 && board.is_contiguous() &&
           board.numel() >= kBoardFixedWords,
-      "board: expected a contiguous 1-D int32 CPU tensor of at least ", kBoardFixedWords, " words, got ",
-      board.scalar_type(), " of shape ", board.sizes());
+      "board: expected a contiguous 1-D int32 CPU tensor of at least ",
+      kBoardFixedWords,
+      " words, got ",
+      board.scalar_type(),
+      " of shape ",
+      board.sizes());
   check_memory("board", board, 0);
   auto* const words = board.data_ptr<int32_t>();
   TORCH_CHECK_VALUE(
@@ -36,8 +40,11 @@ Word* words_of(const at::Tensor& board) {
 
 Word& counter(const at::Tensor& board, Word* words, int64_t slot) {
   TORCH_CHECK_VALUE(
-      slot >= 0 && slot < board.numel() - kBoardFixedWords, "board: expected a slot below ",
-      board.numel() - kBoardFixedWords, ", got ", slot);
+      slot >= 0 && slot < board.numel() - kBoardFixedWords,
+      "board: expected a slot below ",
+      board.numel() - kBoardFixedWords,
+      ", got ",
+      slot);
   return words[kBoardFixedWords + slot];
 }
 

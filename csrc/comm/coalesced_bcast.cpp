@@ -25,8 +25,12 @@ namespace {
 class Route {
  public:
   Route(
-      c10::DeviceType device, int64_t src, const std::string& inter_group, const std::string& intra_group,
-      Algorithm algorithm, int64_t leader)
+      c10::DeviceType device,
+      int64_t src,
+      const std::string& inter_group,
+      const std::string& intra_group,
+      Algorithm algorithm,
+      int64_t leader)
       : inter_(inter_group, device), intra_(intra_group, device) {
     if (!inter_.present() && !intra_.present()) {
       TORCH_CHECK_VALUE(src >= 0, "coalesced_bcast: expected src as a global rank, got ", src);
@@ -73,23 +77,39 @@ class Route {
   void check_leaders(const std::string& inter_group, const std::string& intra_group, int64_t given_leader) {
     auto& [inter, node, self, src, leader, algorithm] = position_;
     TORCH_CHECK_VALUE(
-        !inter_.present() || inter_.contains(src), "coalesced_bcast: src ", src, " is not in inter_group '",
-        inter_group, "' of ranks ", inter);
+        !inter_.present() || inter_.contains(src),
+        "coalesced_bcast: src ",
+        src,
+        " is not in inter_group '",
+        inter_group,
+        "' of ranks ",
+        inter);
     if (!intra_.present()) {
       return;
     }
     const bool own_node = intra_.contains(src);
     leader = given_leader >= 0 ? given_leader : leader_of(node, src);
     TORCH_CHECK_VALUE(
-        intra_.contains(leader), "coalesced_bcast: leader ", leader, " is not in intra_group '", intra_group,
-        "' of ranks ", node);
+        intra_.contains(leader),
+        "coalesced_bcast: leader ",
+        leader,
+        " is not in intra_group '",
+        intra_group,
+        "' of ranks ",
+        node);
     TORCH_CHECK_VALUE(
-        !own_node || leader == src, "coalesced_bcast: src ", src, " is on this node, so it leads it; got leader ",
+        !own_node || leader == src,
+        "coalesced_bcast: src ",
+        src,
+        " is on this node, so it leads it; got leader ",
         leader);
     TORCH_CHECK_VALUE(
-        own_node || inter_.present() == (leader == self), "coalesced_bcast: rank ", self,
+        own_node || inter_.present() == (leader == self),
+        "coalesced_bcast: rank ",
+        self,
         inter_.present() ? " has an inter_group but leader " : " leads its node but has no inter_group; leader ",
-        leader, " leads its node; pass leader= the rank of this node that is in the leaders' group");
+        leader,
+        " leads its node; pass leader= the rank of this node that is in the leaders' group");
   }
 
   void check_striped(int64_t given_leader) {
@@ -104,7 +124,9 @@ class Route {
         inter_.contains(position_.leader) && (position_.leader == position_.self) == position_.on_source_node(),
         "coalesced_bcast: algorithm 'striped' takes as leader the rank of the source's node that is on this rank's "
         "rail ",
-        inter_.ranks(), ", got ", given_leader);
+        inter_.ranks(),
+        ", got ",
+        given_leader);
   }
 
   Group inter_, intra_;
@@ -117,8 +139,13 @@ c10::Device check_tensors(at::TensorList tensors) {
     const auto& t = tensors[i];
     check_memory("coalesced_bcast", t, i);
     TORCH_CHECK_VALUE(
-        t.device() == device, "coalesced_bcast: expected all tensors on one device, tensor 0 is on ", device,
-        " and tensor ", i, " on ", t.device());
+        t.device() == device,
+        "coalesced_bcast: expected all tensors on one device, tensor 0 is on ",
+        device,
+        " and tensor ",
+        i,
+        " on ",
+        t.device());
   }
   return device;
 }
@@ -203,12 +230,21 @@ void broadcast_buckets(at::TensorList tensors, const BucketPlan& plan, const Rou
 // `intra_group`, and `leader` the one of the source's node.
 // Throws ValueError before anything has moved.
 void coalesced_bcast(
-    at::TensorList tensors, int64_t src, const std::string& inter_group, const std::string& intra_group,
-    int64_t bucket_bytes, const std::string& algorithm_name, std::optional<c10::Stream> stream, int64_t leader) {
+    at::TensorList tensors,
+    int64_t src,
+    const std::string& inter_group,
+    const std::string& intra_group,
+    int64_t bucket_bytes,
+    const std::string& algorithm_name,
+    std::optional<c10::Stream> stream,
+    int64_t leader) {
   const auto algorithm = algorithm_of(algorithm_name);
   TORCH_CHECK_VALUE(
       bucket_bytes >= kOpAlignment && bucket_bytes <= (int64_t{1} << 60),
-      "coalesced_bcast: expected bucket_bytes from ", kOpAlignment, " to 2**60, got ", bucket_bytes);
+      "coalesced_bcast: expected bucket_bytes from ",
+      kOpAlignment,
+      " to 2**60, got ",
+      bucket_bytes);
   if (tensors.empty()) {
     return;
   }

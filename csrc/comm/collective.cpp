@@ -27,15 +27,22 @@ Group::Group(const std::string& name, c10::DeviceType device) {
     group_ = c10d::resolve_process_group(name);
   } catch (const c10::Error& e) {
     TORCH_CHECK_VALUE(
-        false, "coalesced_bcast: expected the name of a process group of this rank, got '", name, "' (",
-        e.what_without_backtrace(), ")");
+        false,
+        "coalesced_bcast: expected the name of a process group of this rank, got '",
+        name,
+        "' (",
+        e.what_without_backtrace(),
+        ")");
   }
   c10::intrusive_ptr<c10d::Backend> backend;
   try {
     backend = group_->getBackend(device);
   } catch (const std::exception& e) {
     TORCH_CHECK_VALUE(
-        false, "coalesced_bcast: group '", name, "' has no backend for ",
+        false,
+        "coalesced_bcast: group '",
+        name,
+        "' has no backend for ",
         c10::DeviceTypeName(device, /*lower_case=*/true),
         " tensors; make it with one, e.g. init_process_group('cpu:gloo,cuda:nccl')");
   }
@@ -50,7 +57,9 @@ Group::Group(const std::string& name, c10::DeviceType device) {
     }
   } catch (const c10::Error&) {
     TORCH_CHECK_VALUE(
-        false, "coalesced_bcast: the backend of group '", name,
+        false,
+        "coalesced_bcast: the backend of group '",
+        name,
         "' does not say which global ranks it holds (Backend::getBackendOptions)");
   }
   gloo_ = device == c10::kCPU && backend->getBackendName() == "gloo";

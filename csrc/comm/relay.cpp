@@ -30,27 +30,51 @@ struct Chunk {
 };
 
 void check(
-    const at::Tensor& bucket, const std::vector<RelayStep>& steps, const Group& inter, const Group& intra,
+    const at::Tensor& bucket,
+    const std::vector<RelayStep>& steps,
+    const Group& inter,
+    const Group& intra,
     int64_t chunk_bytes) {
   TORCH_CHECK_VALUE(
       bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "relay: expected the bucket as a contiguous 1-D uint8 CPU tensor, got ", bucket.scalar_type(), " of shape ",
-      bucket.sizes(), " on ", bucket.device());
+      "relay: expected the bucket as a contiguous 1-D uint8 CPU tensor, got ",
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes(),
+      " on ",
+      bucket.device());
   check_memory("relay", bucket, 0);
   TORCH_CHECK_VALUE(chunk_bytes > 0, "relay: expected chunk_bytes of at least 1, got ", chunk_bytes);
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto& s = steps[i];
     TORCH_CHECK_VALUE(
-        0 <= s.begin && s.begin <= s.end && s.end <= bucket.numel(), "relay: step ", i, " covers bytes [", s.begin,
-        ", ", s.end, ") of a bucket of ", bucket.numel());
+        0 <= s.begin && s.begin <= s.end && s.end <= bucket.numel(),
+        "relay: step ",
+        i,
+        " covers bytes [",
+        s.begin,
+        ", ",
+        s.end,
+        ") of a bucket of ",
+        bucket.numel());
     TORCH_CHECK_VALUE(
-        s.from_inter < 0 || s.from_intra < 0, "relay: step ", i, " comes from two ranks, ", s.from_inter, " and ",
+        s.from_inter < 0 || s.from_intra < 0,
+        "relay: step ",
+        i,
+        " comes from two ranks, ",
+        s.from_inter,
+        " and ",
         s.from_intra);
     for (const auto& [peer, group] :
          {std::pair{s.from_inter, &inter}, {s.from_intra, &intra}, {s.to_inter, &inter}, {s.to_intra, &intra}}) {
       TORCH_CHECK_VALUE(
-          peer < 0 || group->contains(peer), "relay: step ", i, " names rank ", peer,
-          ", but the ranks of its group are ", group->ranks());
+          peer < 0 || group->contains(peer),
+          "relay: step ",
+          i,
+          " names rank ",
+          peer,
+          ", but the ranks of its group are ",
+          group->ranks());
       TORCH_CHECK_VALUE(
           peer < 0 || peer != group->self(), "relay: step ", i, " names rank ", peer, ", which is this rank itself");
     }
@@ -179,8 +203,13 @@ class Inbox {
 } // namespace
 
 int64_t relay(
-    const at::Tensor& bucket, const std::vector<RelayStep>& steps, const Group& inter, const Group& intra,
-    int64_t chunk_bytes, const std::optional<at::Tensor>& board, double seconds) {
+    const at::Tensor& bucket,
+    const std::vector<RelayStep>& steps,
+    const Group& inter,
+    const Group& intra,
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board,
+    double seconds) {
   check(bucket, steps, inter, intra, chunk_bytes);
   TORCH_CHECK_VALUE(seconds >= 0 && seconds < 1e9, "relay: expected a limit of 0 to 1e9 seconds, got ", seconds);
   chunk_bytes = std::min(chunk_bytes, std::max<int64_t>(bucket.numel(), 1)); // so that no sum below overflows
@@ -216,8 +245,13 @@ int64_t relay(
 namespace {
 
 int64_t relay_op(
-    const at::Tensor& bucket, const at::Tensor& steps, const std::string& inter_group, const std::string& intra_group,
-    int64_t chunk_bytes, const std::optional<at::Tensor>& board, double seconds) {
+    const at::Tensor& bucket,
+    const at::Tensor& steps,
+    const std::string& inter_group,
+    const std::string& intra_group,
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board,
+    double seconds) {
   const auto* row = numbers_of("relay", "the steps", steps, 2);
   TORCH_CHECK_VALUE(steps.size(1) == 6, "relay: expected steps of 6 numbers, got ", steps.size(1));
   const at::NoGradGuard no_grad;

@@ -22,7 +22,12 @@ namespace epload {
 // `seconds` above 0, a message may take no longer; else no longer than its group's timeout. When this throws, no
 // message writes to the bucket any more, and the groups must not be used again.
 int64_t relay(
-    const at::Tensor& bucket, const std::vector<RelayStep>& steps, const Group& inter, const Group& intra,
-    int64_t chunk_bytes, const std::optional<at::Tensor>& board = std::nullopt, double seconds = 0);
+    const at::Tensor& bucket,
+    const std::vector<RelayStep>& steps,
+    const Group& inter,
+    const Group& intra,
+    int64_t chunk_bytes,
+    const std::optional<at::Tensor>& board = std::nullopt,
+    double seconds = 0);
 
 } // namespace epload

@@ -18,11 +18,15 @@ class ExplicitStream {
   // Throws ValueError if `stream` is given and is not one of `device`.
   static void check(c10::Device device, const std::optional<c10::Stream>& stream) {
     TORCH_CHECK_VALUE(
-        !stream.has_value() || !device.is_cpu(), "epload: expected stream=None for tensors on cpu, got a stream of ",
+        !stream.has_value() || !device.is_cpu(),
+        "epload: expected stream=None for tensors on cpu, got a stream of ",
         stream->device());
     TORCH_CHECK_VALUE(
-        !stream.has_value() || stream->device() == device, "epload: expected a stream of ", device,
-        ", where the tensors are, got a stream of ", stream->device());
+        !stream.has_value() || stream->device() == device,
+        "epload: expected a stream of ",
+        device,
+        ", where the tensors are, got a stream of ",
+        stream->device());
   }
 
   // `stream` has passed check().

@@ -56,7 +56,10 @@ std::vector<at::Tensor> allocate_like(at::TensorList like, at::ScalarType dtype,
   tensors.reserve(like.size());
   for (size_t i = 0; i < like.size(); ++i) {
     TORCH_CHECK_VALUE(
-        like[i].layout() == at::kStrided, "allocate_like: expected dense tensors, tensor ", i, " is ",
+        like[i].layout() == at::kStrided,
+        "allocate_like: expected dense tensors, tensor ",
+        i,
+        " is ",
         like[i].layout());
     const auto options = at::TensorOptions().dtype(dtype).device(device);
     tensors.push_back(at::empty_strided(like[i].sizes(), like[i].strides(), options));

@@ -69,8 +69,10 @@ OpenFiles::OpenFiles(const char* op, c10::IntArrayRef descriptors, bool direct)
     : descriptors_(descriptors.begin(), descriptors.end()), direct_(direct) {
   for (const auto descriptor : descriptors) {
     TORCH_CHECK_VALUE(
-        descriptor >= -1 && descriptor <= std::numeric_limits<int>::max(), op,
-        ": expected descriptors of open files, or -1, got ", descriptor);
+        descriptor >= -1 && descriptor <= std::numeric_limits<int>::max(),
+        op,
+        ": expected descriptors of open files, or -1, got ",
+        descriptor);
   }
 }
 

@@ -56,8 +56,14 @@ void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, in
 
 // `count` rows of dim `dim`, or all of a run without dims. Runs are in bytes.
 void copy_rows(
-    const Strided& s, size_t dim, int64_t count, char* to, const char* from, const Dims& to_stride,
-    const Dims& from_stride, bool stream) {
+    const Strided& s,
+    size_t dim,
+    int64_t count,
+    char* to,
+    const char* from,
+    const Dims& to_stride,
+    const Dims& from_stride,
+    bool stream) {
   if (dim == s.size.size()) {
     stream&& s.run >= kStreamRun ? stream_copy(to, from, s.run) : static_cast<void>(std::memcpy(to, from, s.run));
     return;

@@ -211,7 +211,8 @@ EPLOAD_HD void copy_units(const Chunk& chunk, const Record* dims, uint32_t lane)
   for_lane<4>(chunk, lane, [&](uint32_t unit, uint32_t there) { // more in flight cost registers, and so warps
     const Places<4> at(chunk, dims, chunk.first + unit);
     move<kWidth, 4>(
-        there, [&](uint32_t k) { return chunk.source + at.source[k]; },
+        there,
+        [&](uint32_t k) { return chunk.source + at.source[k]; },
         [&](uint32_t k) { return chunk.target + at.target[k]; });
   });
 }

@@ -39,7 +39,9 @@ struct Library {
 
 Library open_library() {
   const SiblingLibrary sibling(
-      "libepload_cuda.so", "epload_cuda_interface", kEploadCudaInterface,
+      "libepload_cuda.so",
+      "epload_cuda_interface",
+      kEploadCudaInterface,
       "; rebuild epload with EPLOAD_CUDA=1, or with EPLOAD_CUDA=0 to do without it");
   Library library;
   if (sibling.present()) {
@@ -75,7 +77,10 @@ const std::string& obstacle(c10::Device device) {
     }
     if (!reason.empty()) {
       TORCH_WARN(
-          "epload: its CUDA kernels do not run on ", device, ": ", reason,
+          "epload: its CUDA kernels do not run on ",
+          device,
+          ": ",
+          reason,
           ". Regions are copied with one call of torch's each, which is correct but slow");
     }
     found = known.emplace(device.index(), std::move(reason)).first;

@@ -147,7 +147,8 @@ bool Table::add(const Side& from_side, const Side& to_side, int64_t run, const i
   const Cut cut = convert ? cut_numbers(from, to, run, dims) : cut_bytes(from, to, run, dims);
   const int64_t body = (run - cut.head) / cut.unit * cut.unit;
   const std::array<Piece, 3> pieces{
-      Piece{cut.head, body, cut.unit}, Piece{0, cut.head, cut.odd},
+      Piece{cut.head, body, cut.unit},
+      Piece{0, cut.head, cut.odd},
       Piece{cut.head + body, run - cut.head - body, cut.odd}};
   if (!std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) { return countable(piece, rows, dims); })) {
     return false;

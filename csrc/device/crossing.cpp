@@ -96,8 +96,12 @@ int64_t Crossing::Gathered::rows() const {
 }
 
 Crossing::Crossing(
-    c10::IntArrayRef files, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction,
-    int64_t piece_bytes, int64_t run_bytes)
+    c10::IntArrayRef files,
+    at::TensorList tensors,
+    const std::vector<RegionCopy>& copies,
+    Direction direction,
+    int64_t piece_bytes,
+    int64_t run_bytes)
     : direction_(direction), piece_bytes_(piece_bytes), run_bytes_(run_bytes) {
   for (size_t i = 0; i < copies.size(); ++i) {
     add(files[i], tensors[copies[i].tensor], copies[i]);

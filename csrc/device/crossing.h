@@ -30,8 +30,12 @@ class Crossing {
   // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of
   // the tensors are used. Runs are cut into parts of `run_bytes`, other regions into pieces of `piece_bytes`.
   Crossing(
-      c10::IntArrayRef files, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction,
-      int64_t piece_bytes, int64_t run_bytes);
+      c10::IntArrayRef files,
+      at::TensorList tensors,
+      const std::vector<RegionCopy>& copies,
+      Direction direction,
+      int64_t piece_bytes,
+      int64_t run_bytes);
 
   using MakeEnd = std::function<Move()>;
 

@@ -57,8 +57,16 @@ DevicePipe::DevicePipe(c10::Device device, int64_t threads, int64_t piece_bytes)
   TORCH_CHECK_VALUE(
       threads > 0 && piece_bytes > 0 && piece_bytes % kPieceAlignment == 0 &&
           piece_bytes <= kMostPinned / kPieces / threads,
-      "device_pipe: expected threads with ", kPieces, " pieces each, whose size is a multiple of ", kPieceAlignment,
-      " bytes, and at most ", kMostPinned, " bytes in all, got ", threads, " threads and pieces of ", piece_bytes);
+      "device_pipe: expected threads with ",
+      kPieces,
+      " pieces each, whose size is a multiple of ",
+      kPieceAlignment,
+      " bytes, and at most ",
+      kMostPinned,
+      " bytes in all, got ",
+      threads,
+      " threads and pieces of ",
+      piece_bytes);
   const auto streams = streams_of(device, threads);
   const auto pinned = pinned_memory(threads * kPieces * piece_bytes, device);
   int64_t at = 0;

@@ -67,8 +67,11 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
   std::vector<uint64_t> begins;
   for (size_t i = 0; i < tensors.size(); ++i, place += 2) {
     TORCH_CHECK_VALUE(
-        tensors[i].device() == device, "share_memory: expected tensors on one device, got one on ", device,
-        " and one on ", tensors[i].device());
+        tensors[i].device() == device,
+        "share_memory: expected tensors on one device, got one on ",
+        device,
+        " and one on ",
+        tensors[i].device());
     place[0] = -1;
     place[1] = 0;
     if (tensors[i].numel() == 0) {

@@ -62,27 +62,52 @@ struct Rows {
   std::vector<RegionCopy> copies;
 
   Rows(
-      const char* op, const at::Tensor& file_of, const at::Tensor& offset_of, const at::Tensor& origins,
-      at::TensorList tensors, const at::Tensor& table, size_t file_count, c10::Device device) {
+      const char* op,
+      const at::Tensor& file_of,
+      const at::Tensor& offset_of,
+      const at::Tensor& origins,
+      at::TensorList tensors,
+      const at::Tensor& table,
+      size_t file_count,
+      c10::Device device) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       TORCH_CHECK_VALUE(
-          tensors[i].device() == device, op, ": expected tensors on ", device, ", tensor ", i, " is on ",
+          tensors[i].device() == device,
+          op,
+          ": expected tensors on ",
+          device,
+          ", tensor ",
+          i,
+          " is on ",
           tensors[i].device());
     }
     FileOrigins from(op, file_of, offset_of, origins, table);
     files = std::move(from.files);
     for (size_t i = 0; i < files.size(); ++i) {
       TORCH_CHECK_VALUE(
-          files[i] >= 0 && files[i] < static_cast<int64_t>(file_count), op, ": row ", i, " names file ", files[i],
-          " of ", file_count);
+          files[i] >= 0 && files[i] < static_cast<int64_t>(file_count),
+          op,
+          ": row ",
+          i,
+          " names file ",
+          files[i],
+          " of ",
+          file_count);
     }
     copies = decode_copies(std::numeric_limits<int64_t>::max(), tensors, table, from.offsets);
   }
 };
 
 Outcome read_regions(
-    at::IntArrayRef descriptors, const at::Tensor& files, const at::Tensor& offsets, const at::Tensor& origins,
-    at::TensorList targets, const at::Tensor& copies, int64_t threads, bool direct, const std::optional<Pipe>& pipe) {
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    at::TensorList targets,
+    const at::Tensor& copies,
+    int64_t threads,
+    bool direct,
+    const std::optional<Pipe>& pipe) {
   const at::NoGradGuard no_grad;
   const auto device = pipe.has_value() ? (*pipe)->device() : c10::Device(at::kCPU);
   const Rows rows("read_regions", files, offsets, origins, targets, copies, descriptors.size(), device);
@@ -98,8 +123,13 @@ Outcome read_regions(
 }
 
 Outcome write_from_device(
-    at::IntArrayRef descriptors, const at::Tensor& files, const at::Tensor& offsets, const at::Tensor& origins,
-    at::TensorList sources, const at::Tensor& copies, const Pipe& pipe) {
+    at::IntArrayRef descriptors,
+    const at::Tensor& files,
+    const at::Tensor& offsets,
+    const at::Tensor& origins,
+    at::TensorList sources,
+    const at::Tensor& copies,
+    const Pipe& pipe) {
   const at::NoGradGuard no_grad;
   const auto bytes = pipe->piece_bytes();
   const Rows rows("write_from_device", files, offsets, origins, sources, copies, descriptors.size(), pipe->device());
@@ -111,28 +141,49 @@ Outcome write_from_device(
 
 // Both ways between tensors of the host, as if they were files, and of the device.
 void transfer(
-    const char* op, at::TensorList hosts, const at::Tensor& origins, at::TensorList devices, const at::Tensor& copies,
-    DevicePipe& pipe, Direction direction) {
+    const char* op,
+    at::TensorList hosts,
+    const at::Tensor& origins,
+    at::TensorList devices,
+    const at::Tensor& copies,
+    DevicePipe& pipe,
+    Direction direction) {
   const at::NoGradGuard no_grad;
   const auto count = static_cast<int64_t>(hosts.size());
   std::vector<char*> data;
   for (size_t i = 0; i < hosts.size(); ++i) {
     check_memory(op, hosts[i], i);
     TORCH_CHECK_VALUE(
-        hosts[i].is_cpu() && hosts[i].is_contiguous(), op, ": expected contiguous tensors on cpu, tensor ", i,
+        hosts[i].is_cpu() && hosts[i].is_contiguous(),
+        op,
+        ": expected contiguous tensors on cpu, tensor ",
+        i,
         " is not");
     data.push_back(static_cast<char*>(hosts[i].data_ptr()));
   }
   const auto numbers = at::TensorOptions().dtype(at::kLong);
   const Rows rows(
-      op, at::arange(count, numbers), at::zeros({count}, numbers), origins, devices, copies, hosts.size(),
+      op,
+      at::arange(count, numbers),
+      at::zeros({count}, numbers),
+      origins,
+      devices,
+      copies,
+      hosts.size(),
       pipe.device());
   for (size_t i = 0; i < rows.copies.size(); ++i) {
     const auto nbytes = static_cast<int64_t>(hosts[rows.files[i]].nbytes());
     const auto& copy = rows.copies[i];
     TORCH_CHECK_VALUE(
-        copy.bucket_offset >= 0 && copy.bucket_offset <= nbytes && span_of(copy) <= nbytes - copy.bucket_offset, op,
-        ": row ", i, " reaches outside tensor ", rows.files[i], " of ", nbytes, " bytes on cpu");
+        copy.bucket_offset >= 0 && copy.bucket_offset <= nbytes && span_of(copy) <= nbytes - copy.bucket_offset,
+        op,
+        ": row ",
+        i,
+        " reaches outside tensor ",
+        rows.files[i],
+        " of ",
+        nbytes,
+        " bytes on cpu");
   }
   const bool reads = direction == Direction::kUnpack;
   const auto move = [&data, reads](int64_t file, int64_t offset, iovec* vectors, size_t vector_count) {
@@ -148,13 +199,19 @@ void transfer(
 }
 
 void upload(
-    at::TensorList sources, const at::Tensor& origins, at::TensorList targets, const at::Tensor& copies,
+    at::TensorList sources,
+    const at::Tensor& origins,
+    at::TensorList targets,
+    const at::Tensor& copies,
     const Pipe& pipe) {
   transfer("upload", sources, origins, targets, copies, *pipe, Direction::kUnpack);
 }
 
 void download(
-    at::TensorList sources, const at::Tensor& copies, at::TensorList targets, const at::Tensor& origins,
+    at::TensorList sources,
+    const at::Tensor& copies,
+    at::TensorList targets,
+    const at::Tensor& origins,
     const Pipe& pipe) {
   transfer("download", targets, origins, sources, copies, *pipe, Direction::kPack);
 }

@@ -7,7 +7,9 @@ namespace epload {
 const NpuLibrary& npu_library() {
   static const NpuLibrary opened = [] {
     const SiblingLibrary sibling(
-        "libepload_npu.so", "epload_npu_interface", kEploadNpuInterface,
+        "libepload_npu.so",
+        "epload_npu_interface",
+        kEploadNpuInterface,
         "; rebuild epload with EPLOAD_NPU=1 against the torch_npu that runs");
     NpuLibrary library;
     if (sibling.present()) {

@@ -114,14 +114,6 @@ class CopyTable:
         last = ((size - 1) * self.stride.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 0)).sum(1)
         return torch.where((size > 0).all(1), (last + 1) * self._itemsize(), 0)
 
-    def widened(self, columns: int) -> Tensor:
-        """The rows in a table of that width, in which dims that targets lack are 0."""
-        have, dims = self.dims, (columns - _FIXED) // 3
-        wide = torch.zeros(len(self), columns, dtype=torch.int64)
-        wide[:, :_FIXED] = self.rows[:, :_FIXED]
-        wide[:, _FIXED:].view(-1, 3, dims)[:, :, :have] = self.rows[:, _FIXED:].reshape(-1, 3, have)
-        return wide
-
     def _used_size(self) -> Tensor:
         """``size`` with 1 for the dims that a target lacks."""
         return self.size.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 1)
