@@ -40,12 +40,13 @@ def test_any_number_of_threads(files: Files, threads: int) -> None:
 @pytest.mark.parametrize("gap", [0, 1, 4095, 4096, 4097, 100_000])
 @pytest.mark.parametrize("length", [1000, 30_000])
 def test_gaps(files: Files, length: int, gap: int) -> None:
-    """What lies between is read where that is cheaper than a request of its own, and goes nowhere."""
+    """What lies between is read where that is cheaper than a request of its own, and goes nowhere. Long runs are several
+    requests."""
     step = length + gap
     number = files.add(40 * step)
     rows = [Row(number, step * i, (length,), torch.uint8, (0,), (length,), 0, (length * i,)) for i in range(40)]
     nbytes = files.check(rows, [filled((40 * length,), torch.uint8)])
-    assert nbytes == 40 * length + 39 * gap if gap <= 4096 else nbytes == 40 * length
+    assert nbytes == 40 * length if gap > 4096 else 0 <= 40 * length + 39 * gap - nbytes <= 2 * gap
 
 
 @pytest.mark.parametrize("around", [0, 64, 4096, 64 << 10, 256 << 10, 4 << 20])
