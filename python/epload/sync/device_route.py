@@ -93,12 +93,12 @@ class DeviceRoute:
 
     def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
         """Moves one version, after what the caller has queued."""
+        seconds = message_timeout(self._control, self._waves).total_seconds()
+        # Made on the caller's stream, which it waits for.
+        self._ring = ExchangeRing(self._staging, context.flow, context.report, seconds, verifies=not self._keeps_whole)
+        self._context = context
+        engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
         with self._staging.local:
-            seconds = message_timeout(self._control, self._waves).total_seconds()
-            verifies = not self._keeps_whole
-            self._ring = ExchangeRing(self._staging, context.flow, context.report, seconds, verifies)
-            self._context = context
-            engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
             run_transfer(engine, self._control, self.groups, bar)
 
     def move(self, wave: Wave) -> None:
