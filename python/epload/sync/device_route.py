@@ -93,20 +93,20 @@ class DeviceRoute:
 
     def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
         """Moves one version, after what the caller has queued."""
+        seconds = message_timeout(self._control, self._waves).total_seconds()
+        verifies = not self._keeps_whole
+        self._ring = DeviceRing(
+            self._staging,
+            context.flow,
+            context.report,
+            "inter_node",
+            in_order=False,
+            seconds=seconds,
+            verifies=verifies,
+        )
+        self._context = context
+        engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
         with self._staging.entered():
-            seconds = message_timeout(self._control, self._waves).total_seconds()
-            verifies = not self._keeps_whole
-            self._ring = DeviceRing(
-                self._staging,
-                context.flow,
-                context.report,
-                "inter_node",
-                in_order=False,
-                seconds=seconds,
-                verifies=verifies,
-            )
-            self._context = context
-            engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
             run_transfer(engine, self._control, self.groups, bar)
 
     def move(self, wave: Wave) -> None:
