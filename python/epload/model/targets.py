@@ -170,7 +170,8 @@ class _Collector:
             key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
         else:
             _check_loadable(name, tensor)
-            if not tensor.is_meta and tensor.numel() and type(tensor) in (Tensor, nn.Parameter):
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+            if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
                 owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
                 if owner != number:
                     targets.index[name] = owner
