@@ -65,6 +65,7 @@ class NodeMemory:
         total = _total(len(node), nbytes, count)
         mapped: mmap.mmap | None = None
         with ExitStack() as unless_shared, ExitStack() as until_open:
+            unless_shared.callback(lambda: mapped.close() if mapped is not None else None)
             announced: list[Any] | None = None
             if rank == node[0] and len(node) > 1:
                 with suppress(OSError):  # the others hear of none
@@ -77,8 +78,6 @@ class NodeMemory:
             if mapped is None and str(node[0]) in made:
                 pid, fd, token_text = made[str(node[0])]
                 mapped = _open(pid, fd, token_text, total)
-            if mapped is not None:
-                unless_shared.callback(mapped.close)
             usable = len(node) == 1 or mapped is not None
             shared = control.settle("sharing memory", None, usable, lambda views: all(views.values()))
             if shared:
