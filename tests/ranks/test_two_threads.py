@@ -64,7 +64,7 @@ class Two:
 
         def one(which: int) -> None:
             state = state_for(which + 1)
-            source: Checkpoint | None = Slow(state, 0.05) if self._rank == 0 else None
+            source: Checkpoint | None = Slow(state, 0.3) if self._rank == 0 else None
             ends[which] = ended(lambda: self._make[which]().load(models[which], source), models[which], which + 1)
 
         threads = [threading.Thread(target=one, args=(which,)) for which in range(2)]
