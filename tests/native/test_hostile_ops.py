@@ -29,7 +29,7 @@ def test_every_op_is_covered() -> None:
 
 
 @pytest.mark.usefixtures("fake_device")
-@pytest.mark.parametrize("op", sorted(hostile_ops.CALLS))
+@pytest.mark.parametrize("op", sorted({*hostile_ops.CALLS} - {"dtypes"}))  # which takes none
 def test_no_argument_ends_the_process(op: str) -> None:
     calls, refused = map(int, run_script(op).split())
     assert calls >= 10

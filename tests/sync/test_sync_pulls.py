@@ -123,7 +123,7 @@ def test_a_trainer_whose_memory_is_elsewhere_each_time(stage: str) -> None:
 
 @contextmanager
 def nothing_opens() -> Iterator[None]:
-    with mock.patch.object(ops, "_open_memory", side_effect=RuntimeError("another IPC namespace")):
+    with mock.patch.object(ops, "open_memory", side_effect=RuntimeError("another IPC namespace")):
         yield
 
 
