@@ -204,7 +204,8 @@ def check_exceptions(library: Path, torch_dir: Path) -> None:
     command = [sys.executable, "-c", THROW, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     thrown = "checksum: expected a contiguous tensor, got strides [1, 3]" in done.stdout
-    if "no torch" in done.stderr or (done.returncode == 0 and thrown):  # without torch, e.g. a build for another machine
+    # Without torch, e.g. a build for another machine.
+    if "no torch" in done.stderr or (done.returncode == 0 and thrown):
         return
     if done.returncode == 1:
         raise SystemExit(f"epload: {library.name} was built, but cannot be loaded: {done.stderr.strip()[-500:]}")
