@@ -89,6 +89,7 @@ def load(
         verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,
     )  # fmt: skip
     with loader:
+        loader._remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
             dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,

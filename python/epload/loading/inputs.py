@@ -18,6 +18,7 @@ from epload.mapping.precision import set_dtypes
 from epload.model.devices import Devices, check_backend, devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
+from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 from epload.ranks.topology import Topology
 
@@ -32,7 +33,8 @@ class LocalInputs:
     """None on a rank that has not opened it."""
     local_modules: bool
     """True if ranks may hold different modules."""
-    modules: Modules
+    modules: Modules | None = None
+    """The model's modules; None if it was not walked, because it has not changed since the previous load."""
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +64,7 @@ class InputReader:
         self._topology = topology
         self._options = options
         self._router = router
+        self.snapshot: Snapshot | None = None
         self.manifest: Manifest | None = None
         """The manifest of the previous load."""
         self._opened: Checkpoint | None = None
@@ -74,19 +77,35 @@ class InputReader:
             streams: of the models' device, those that the caller gave.
         """
         request.check()
-        modules = Modules(request.model)
-        targets = collect(request.model, request.parts, modules)
-        set_dtypes(request.model, modules, targets, request.dtype, request.as_pretrained)
-        devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
+        unchanged = self.snapshot.read(request.model, _asked(request)) if self.snapshot is not None else None
+        modules = None
+        if unchanged is not None:
+            targets, devices = unchanged
+        else:
+            modules = Modules(request.model)
+            targets = _collect(request, modules)
+            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
         check_backend(self._topology.group, devices.load)
         checkpoint = self._open(request, devices.load)
         return LocalInputs(
             targets, devices, checkpoint, request.parts is not None and bool(request.parts.local_modules), modules
         )
 
+    def remember(self, request: Request, inputs: LocalInputs) -> None:
+        """Keeps what the next load would read of the same model, after a load."""
+        modules, targets = inputs.modules, inputs.targets
+        if modules is None:
+            return
+        if request.init_missing is not None:  # it may have changed anything
+            modules = Modules(request.model)
+            targets = _collect(request, modules)
+            if not targets.matches(inputs.targets):
+                return
+        self.snapshot = Snapshot(request.model, modules, targets, inputs.devices, _asked(request))
+
     def forget(self) -> None:
         """Drops what was kept for the next load."""
-        self.manifest = None
+        self.snapshot = self.manifest = None
 
     def _open(self, request: Request, device: torch.device) -> Checkpoint | None:
         options, given = self._options, request.checkpoint
@@ -128,3 +147,14 @@ class InputReader:
         checkpoint.configure_reads(direct=False)  # a transfer that reads decides for itself
         self._opened = checkpoint if checkpoint is not given else None
         return checkpoint
+
+
+def _collect(request: Request, modules: Modules) -> Targets:
+    targets = collect(request.model, request.parts, modules)
+    set_dtypes(request.model, modules, targets, request.dtype, request.as_pretrained)
+    return targets
+
+
+def _asked(request: Request) -> tuple[object, ...]:
+    """Returns the options on which targets depend, besides the model."""
+    return request.dtype, request.parts

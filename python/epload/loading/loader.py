@@ -113,6 +113,8 @@ class HierarchicalLoader:
         self._as_pretrained = True
         """See :class:`Request`."""
         """True if there will be another load."""
+        self._remembers = True
+        """True if there will be another load."""
         self.topology.check_source(src)
         self.stream = stream
         self._streams = [stream] if stream is not None else []
@@ -245,6 +247,9 @@ class HierarchicalLoader:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, self._streams, report)
             run_load(self._resources, request, load, report, self.progress and self.topology.rank == options.src)
+            if self._remembers:
+                with report.timed("plan"), garbage_collection.paused():
+                    self._agreement.inputs.remember(request, load.inputs)
         finally:
             self._control.events = None
             self._agreement.inputs.close_checkpoint()

@@ -142,9 +142,9 @@ def initialize(
 
 def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]:
     """Returns the non-persistent buffers by name, except those that share storage with what is loaded and those that cannot be
-    written to element by element."""
+    written to element by element; none of a model that has not changed since the load before."""
     targets, model = inputs.targets, request.model
-    if not (targets.unsaved_buffers or targets.unsaved_meta):
+    if inputs.modules is None or not (targets.unsaved_buffers or targets.unsaved_meta):
         return {}
     with_storage = {n: tensor_at(model, n) for n in sorted(targets.unsaved_buffers) if request.as_pretrained}
     loaded = storage_filter([tensor for tensor in targets.tensors if not tensor.is_meta] if with_storage else [])

@@ -183,3 +183,15 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
 
 def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def metadata(tensors: list[Any], private: bool | None = None) -> tuple[list[object], list[object]]:
+    """Returns the device, and the shape, dtype and layout, of each tensor, to be compared with a later result."""
+    private = private_path_available() if private is None else private
+    layouts: list[object] = [t._spec if private and type(t) is DTensor else _description(t) for t in tensors]
+    # A DTensor's own attributes take ten times as long.
+    return [(t._local_tensor if private and type(t) is DTensor else t).device for t in tensors], layouts
+
+
+def _description(t: Tensor) -> tuple[object, ...]:
+    return (t.shape, t.dtype, t.placements, t.device_mesh) if isinstance(t, DTensor) else (t.shape, t.dtype)

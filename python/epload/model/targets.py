@@ -52,6 +52,10 @@ class Targets:
     """Names of the tensors that are float32 because ``from_pretrained`` keeps them so."""
     below_fp32: list[str] = field(default_factory=list)
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
+    has_aliases: bool = False
+    """True if different objects of the model are the same memory, and therefore one target."""
+    plain: bool = True
+    """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
     """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
@@ -126,11 +130,11 @@ def collect(
     modules = modules or Modules(model)
     for module in modules.fsdp:
         module.reshard()
-    entries, unsaved_buffers, unsaved_meta = read_state(model, modules, filled)
+    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
     expert_parallel = expert_parallel or ExpertParallelSpec()
     collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
     targets = collector.targets
-    targets.unsaved_buffers, targets.unsaved_meta = unsaved_buffers, unsaved_meta
+    targets.unsaved_buffers, targets.unsaved_meta, targets.plain = unsaved_buffers, unsaved_meta, plain
     for name, tensor in entries:
         collector.add(name, tensor)
     collector.check_overlap()
@@ -174,7 +178,7 @@ class _Collector:
             if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
                 owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
                 if owner != number:
-                    targets.index[name] = owner
+                    targets.index[name], targets.has_aliases = owner, True
                     return
         outer = spec.outer_shard(name) if spec.outer_shards else None
         global_name = spec.global_name(name) if spec.local_modules else None

@@ -1,0 +1,324 @@
+"""Reading a model again from a snapshot: the same as collecting anew, and no change goes unnoticed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from epload import HierarchicalLoader, Topology
+from epload.model import dtensor
+from epload.model.devices import Devices, devices_of
+from epload.model.materialize import materialize
+from epload.model.modules import Modules
+from epload.model.snapshot import Snapshot
+from epload.model.targets import Targets, collect
+from support import ranks
+from support.checks import all_fine
+from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
+
+
+class Small(nn.Module):
+    """Tied weights, a leaf without tensors, an empty place for a parameter, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embed.weight
+        self.relu = nn.ReLU()
+        self.inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+        self.absent = None
+        self.register_buffer("saved", torch.zeros(2))
+        self.register_buffer("other", torch.zeros(3))
+        self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+
+
+def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
+    return (
+        read is not None
+        and read[0].matches(collected)
+        and read[0].unsaved_meta == collected.unsaved_meta
+        and [id(t) for t in read[0].tensors] == [id(t) for t in collected.tensors]
+        and read[1] == devices_of(collected, set(), [])
+    )
+
+
+def snapshot_of(model: nn.Module, load: Callable[[Targets], object] = lambda _: None) -> Snapshot:
+    """The snapshot that a load takes, which changes the model in between."""
+    modules = Modules(model)
+    targets = collect(model, modules=modules)
+    devices = devices_of(targets, set(), [])
+    load(targets)
+    return Snapshot(model, modules, targets, devices, None)
+
+
+def test_an_unchanged_model_is_read_as_collected() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    assert same(snapshot.read(model, None), collect(model))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+    model.eval().requires_grad_(False)
+    assert same(snapshot.read(model, None), collect(model)), "values, modes and gradients are no concern"
+
+
+def retie(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))
+
+
+def tie(model: Any) -> None:
+    model.inner[1].bias = model.inner[1].weight
+
+
+def rename(model: Any) -> None:
+    model.inner[1]._parameters["scale"] = model.inner[1]._parameters.pop("weight")
+
+
+def other_size(model: Any) -> None:
+    model.inner[0].weight.data = torch.zeros(4, 3)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "parameter replaced": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.zeros(3, 3))),
+    "parameter removed": lambda m: setattr(m.head, "bias", None),
+    "parameter renamed": rename,
+    "untied": retie,
+    "tied": tie,
+    "dtype": lambda m: m.bfloat16(),
+    "dtype of one": lambda m: m.inner[0].to(torch.float64),
+    "dtype of a buffer": lambda m: setattr(m, "saved", m.saved.double()),
+    "device": lambda m: m.inner[0].to("meta"),
+    "size, in place": other_size,
+    "buffer replaced": lambda m: setattr(m, "saved", torch.zeros(2)),
+    "buffer that is not saved replaced": lambda m: setattr(m, "unsaved", torch.zeros(3, device="meta")),
+    "buffer removed": lambda m: delattr(m, "saved"),
+    "buffer added": lambda m: m.register_buffer("more", torch.zeros(1)),
+    "buffer on a module that had none": lambda m: m.relu.register_buffer("more", torch.zeros(1)),
+    "parameter on a leaf without any": lambda m: m.relu.register_parameter("more", nn.Parameter(torch.zeros(1))),
+    "buffer no longer saved": lambda m: m.register_buffer("saved", m.saved, persistent=False),
+    "buffer saved now": lambda m: m.register_buffer("unsaved", m.unsaved, persistent=True),
+    "child added to a leaf": lambda m: m.relu.add_module("more", nn.Linear(1, 1)),
+    "child added": lambda m: m.inner.append(nn.Linear(1, 1)),
+    "child replaced by its like": lambda m: m.inner.__setitem__(0, nn.Linear(3, 3, bias=False)),
+    "child removed": lambda m: m.inner.pop(1),
+    "child emptied": lambda m: setattr(m, "relu", None),
+    "child with parameters emptied": lambda m: setattr(m, "head", None),
+    "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
+    "hook on a leaf": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
+    "hook on the root": lambda m: m.register_state_dict_post_hook(lambda *_: None),
+    "load hook on a leaf": lambda m: m.relu.register_load_state_dict_pre_hook(lambda *_: None),
+    "load hook on the root": lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(change: str) -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    assert snapshot.read(model, None) is not None
+    CHANGES[change](model)
+    assert snapshot.read(model, None) is None
+    assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
+
+
+def test_other_models_and_other_dtypes_are_not_taken_for_it() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    assert snapshot.read(Small(), None) is None
+    assert snapshot.read(model.inner, None) is None
+    assert snapshot.read(model, torch.bfloat16) is None
+    assert same(snapshot.read(model, None), collect(model))
+
+
+class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}mine"] = self.weight
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("kind", [OwnState, Extra])
+def test_modules_with_a_say_in_their_state_are_always_asked(kind: type[nn.Linear]) -> None:
+    model = nn.Sequential(kind(2, 2))
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_buffers_that_nothing_fills_are_always_looked_for() -> None:
+    with torch.device("meta"):
+        model = Small()
+    assert collect(model).unsaved_meta.keys() == {"unsaved"}
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_what_a_load_puts_in_place_is_remembered() -> None:
+    with torch.device("meta"):
+        model = Small()
+    snapshot = snapshot_of(model, lambda targets: materialize(model, targets, torch.device("cpu")))
+    assert same(snapshot.read(model, None), collect(model))
+    assert collect(model).unsaved_buffers == {"unsaved"}
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = Small()
+    weights = weakref.ref(model.head.bias.untyped_storage())
+    alive = weakref.ref(model)
+    snapshot = snapshot_of(model)
+    assert snapshot.read(model, None) is not None
+    del model
+    gc.collect()
+    assert alive() is None
+    assert weights() is None
+
+
+def test_scripted_modules_are_read_anew() -> None:
+    """Their containers are no dicts."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    places = model._modules
+    for _ in range(50):  # sooner or later at the address of the one before
+        places["relu"] = None
+        places["relu"] = nn.ReLU()
+        assert snapshot.read(model, None) is None
+
+
+# ---- on ranks ----
+
+
+def reparallelized(rank: int) -> list[str]:
+    problems = []
+    mesh = init_device_mesh("cpu", (2,))
+
+    def check(what: str, model: nn.Module, change: Callable[[], object], noticed: bool = True) -> None:
+        snapshot = snapshot_of(model)
+        if not same(snapshot.read(model, None), collect(model)):
+            problems.append(f"{what}: not read as collected")
+        change()
+        read = snapshot.read(model, None)
+        if noticed and read is not None:
+            problems.append(f"{what}: unnoticed")
+        if not noticed and not same(read, collect(model)):
+            problems.append(f"{what}: {read}")
+
+    net = Net()
+    check("fully_shard", net, lambda: sharded(net))
+    check("forward", net, lambda: net(torch.arange(13)), noticed=False)
+    check("forward and backward", net, lambda: net(torch.arange(13)).sum().backward(), noticed=False)
+    check("to dtype", net, lambda: net.to(torch.bfloat16))
+    mlp = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    check("parallelize_module", mlp, lambda: parallelize_module(mlp, mesh, {"0": ColwiseParallel()}))
+
+    weight = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])
+    check("another placement", mlp, lambda: setattr(mlp[0], "weight", nn.Parameter(weight)))
+
+    kept: list[object] = []  # so that a change is seen for itself, and not by what it lets go of
+
+    def swap_in(tensor: Tensor) -> None:
+        kept.append(nn.Parameter(tensor))
+        torch.utils.swap_tensors(mlp[0].weight, kept[-1])
+
+    replicated = distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()])
+    check("another placement, swapped in", mlp, lambda: swap_in(replicated))
+    check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
+    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    check("offloaded", offloaded, lambda: None, noticed=False)
+    return problems
+
+
+def test_a_model_that_is_parallelized_again_is_noticed() -> None:
+    all_fine(ranks.run(2, reparallelized))
+
+
+def after_loads(rank: int) -> list[str]:
+    """Moves and swaps of a model between loads work, and the loads behind them are right."""
+    problems = []
+    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), bucket_bytes=BUCKET, readers="one")
+    model = meta_net()
+    number = 0
+
+    def load(what: str, dtype: torch.dtype = torch.float32) -> None:
+        nonlocal number
+        number += 1
+        loader.load(model, state_for(number))
+        expected = state_for(number, dtype)  # Module.to casts buffers too
+        problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
+
+    for what in ("meta", "a load", "two loads", "three"):
+        load(what)
+    if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, None)) is None:
+        problems.append("no snapshot is in use")
+    model(torch.arange(13)).sum().backward()
+    load("a step")
+    weight = model.embed.weight
+    model.to(torch.bfloat16)
+    load("to bfloat16", torch.bfloat16)
+    load("to bfloat16, again", torch.bfloat16)
+    model.to(torch.float32)
+    load("to float32")
+    load("to float32, again")
+    model.to_empty(device="cpu")
+    load("to_empty")
+    load("to_empty, again")
+    fresh = nn.Parameter(torch.zeros_like(weight))
+    torch.utils.swap_tensors(model.embed.weight, fresh)
+    load("swap_tensors")
+    model.table = torch.zeros(5, 3)
+    load("a new buffer")
+    alive = weakref.ref(model)
+    model = meta_net()
+    gc.collect()
+    if alive() is not None:
+        problems.append("the loader keeps a model alive that was trained and dropped")
+    load("another model")
+    return problems
+
+
+def test_models_can_be_moved_and_dropped_between_loads() -> None:
+    all_fine(ranks.run(2, after_loads))
+
+
+def both_ways(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = meta_net().to_empty(device="cpu")
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers(), torch.zeros(()), nn.Parameter(torch.zeros(3))]
+    for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+        tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
+        tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
+    problems = []
+    local = zip(
+        dtensor.local_tensors(tensors, private=True), dtensor.local_tensors(tensors, private=False), strict=True
+    )
+    for a, b in local:
+        if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
+            problems.append(f"{a} {b}")
+        if not a.is_meta and a.data_ptr() != b.data_ptr():
+            problems.append("not the same memory")
+    public = list(zip(*dtensor.metadata(tensors, private=False), strict=True))
+    private = list(zip(*dtensor.metadata(tensors, private=True), strict=True))
+    for i in range(len(tensors)):
+        for j in range(len(tensors)):
+            if (public[i] == public[j]) != (private[i] == private[j]):
+                problems.append(f"only one way distinguishes {tensors[i]} and {tensors[j]}")
+    return problems
+
+
+def test_private_and_public_ways_to_read_dtensors_agree() -> None:
+    all_fine(ranks.run(4, both_ways))
