@@ -18,7 +18,7 @@ from epload.ranks.tree import FAN_OUT
 
 INFINITE = float("inf")
 LOOKS = 3
-"""How often a rank looks at the store until what it waits for is there."""
+"""Number of times that a rank looks at the store until what it waits for is there."""
 
 
 @dataclass(frozen=True)

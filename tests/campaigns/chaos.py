@@ -40,7 +40,7 @@ IN_TIME = 4 * TIMEOUT + 15
 
 @dataclass
 class Outcome:
-    """What one load did on one rank."""
+    """Describes what one load did on one rank."""
 
     kind: str = ""
     """Class of what it raised, empty if nothing."""

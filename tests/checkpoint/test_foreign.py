@@ -218,7 +218,7 @@ def test_a_rule_that_matches_nothing_is_shown() -> None:
 
 
 def _arguments(rank: int) -> dict[str, str]:
-    """What is wrong on one rank only is heard of by the others."""
+    """The others hear of what is wrong on one rank only."""
     texts = {}
     for argument in ("dtype", "model", "hook"):
         make, options, _ = ARGUMENTS[argument]

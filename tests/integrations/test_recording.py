@@ -213,7 +213,7 @@ def test_tensors_that_belong_together_come_together(load: Callable[[Loader, Weig
 
 
 def test_an_item_is_a_copy() -> None:
-    """As of scales in the loader that vLLM uses for parameters of one element."""
+    """Scales are loaded so by the loader that vLLM uses for parameters of one element."""
 
     def load(model: Loader, weights: Weights) -> None:
         for name, tensor in weights:

@@ -89,7 +89,7 @@ def run_setup(executable: str, *arguments: str, **environment: str) -> subproces
     ],
 )
 def test_a_build_that_cannot_be_is_refused(variable: str, wanted: str, parts: list[str], tmp_path: Path) -> None:
-    """In one sentence, before anything is compiled. The environment of these tests has no torch_npu."""
+    """The refusal is one sentence, before anything is compiled. The environment of these tests has no torch_npu."""
     wishes = {variable: wanted, "CUDA_HOME": str(tmp_path)}
     done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), **wishes)
     assert done.returncode != 0

@@ -40,7 +40,7 @@ def test_any_number_of_threads(files: Files, threads: int) -> None:
 @pytest.mark.parametrize("gap", [0, 1, 4095, 4096, 4097, 100_000])
 @pytest.mark.parametrize("length", [1000, 30_000])
 def test_gaps(files: Files, length: int, gap: int) -> None:
-    """What lies between is read where that is cheaper than a request of its own, and goes nowhere. Long runs are several
+    """The bytes between are read where that is cheaper than a request of their own, and go nowhere. Long runs are several
     requests."""
     step = length + gap
     number = files.add(40 * step)

@@ -36,7 +36,7 @@ STOP_AT = 12
 SECONDS = 3.0
 """For which it is stopped once all others have come to a halt or the load is over."""
 SLACK = 100 << 20
-"""As in test_repeated_loads: sockets, threads, the manifest."""
+"""Counts what test_repeated_loads does: sockets, threads, the manifest."""
 
 
 def state_of_process(pid: int) -> str:

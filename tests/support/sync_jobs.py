@@ -23,7 +23,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Moved(NamedTuple):
-    """What the report of a version says."""
+    """Describes what the report of a version says."""
 
     transport: str
     pulled: int
