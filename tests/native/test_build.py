@@ -242,7 +242,9 @@ def test_two_files_touch_private_dtensor_state() -> None:
 def link_command(output: Path, *flags: str, shared_runtime: bool) -> list[str]:
     """That of libepload as it was built last, with flags for the compiler and another output."""
     (folder,) = [
-        each.parent for each in (ROOT / "build").glob("cmake-*/build.ninja") if each.parent.name.endswith(f"torch{minor()}")
+        each.parent
+        for each in (ROOT / "build").glob("cmake-*/build.ninja")
+        if each.parent.name.endswith(f"torch{minor()}")
     ]
     commands = subprocess.run(
         ["ninja", "-C", str(folder), "-t", "commands", "out/libepload.so"], capture_output=True, text=True, check=True
