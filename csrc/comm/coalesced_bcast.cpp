@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 namespace epload {
@@ -238,7 +239,12 @@ void coalesced_bcast(
     const std::string& algorithm_name,
     std::optional<c10::Stream> stream,
     int64_t leader) {
-  const auto algorithm = algorithm_of(algorithm_name);
+  Algorithm algorithm{};
+  try {
+    algorithm = algorithm_of(algorithm_name);
+  } catch (const std::invalid_argument& e) { // which not every torch makes a ValueError
+    TORCH_CHECK_VALUE(false, e.what());
+  }
   TORCH_CHECK_VALUE(
       bucket_bytes >= kOpAlignment && bucket_bytes <= (int64_t{1} << 60),
       "coalesced_bcast: expected bucket_bytes from ",
