@@ -6,6 +6,9 @@
 #include <string>
 
 namespace epload {
+
+enum class Algorithm : int { kTwoLevel, kStriped };
+
 namespace {
 
 void require(bool holds, const char* what) {
@@ -58,6 +61,10 @@ Algorithm algorithm_of(const std::string& name) {
     throw std::invalid_argument("schedule: expected algorithm 'two_level' or 'striped', got '" + name + "'");
   }
   return name == "striped" ? Algorithm::kStriped : Algorithm::kTwoLevel;
+}
+
+bool is_striped(Algorithm algorithm) {
+  return algorithm == Algorithm::kStriped;
 }
 
 Range stripe(Range whole, int64_t count, int64_t index, int64_t alignment) {

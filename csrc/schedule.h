@@ -12,10 +12,13 @@ namespace epload {
 using Ranks = std::vector<int64_t>;
 using Nodes = std::vector<Ranks>; // the ranks of each node
 
-// How a bucket gets to the ranks of all nodes; see planning/algorithms.py.
-enum class Algorithm { kTwoLevel, kStriped };
+// How a bucket gets to the ranks of all nodes; see planning/algorithms.py. schedule.cpp lists them, with their steps.
+enum class Algorithm : int;
 
 Algorithm algorithm_of(const std::string& name);
+
+// Whether each rank of a node sends its part of a bucket over its own rail.
+bool is_striped(Algorithm algorithm);
 
 constexpr int64_t kNoRank = -1;
 constexpr int64_t kOpAlignment =

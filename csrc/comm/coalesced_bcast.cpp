@@ -39,7 +39,7 @@ class Route {
     }
     const int64_t self = inter_.present() ? inter_.self() : intra_.self();
     position_ = {inter_.ranks(), intra_.ranks(), self, src, self, algorithm};
-    if (algorithm == Algorithm::kStriped) {
+    if (is_striped(algorithm)) {
       check_striped(leader);
     } else {
       check_leaders(inter_group, intra_group, leader);

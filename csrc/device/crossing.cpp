@@ -101,8 +101,9 @@ Crossing::Crossing(
     const std::vector<RegionCopy>& copies,
     Direction direction,
     int64_t piece_bytes,
-    int64_t run_bytes)
-    : direction_(direction), piece_bytes_(piece_bytes), run_bytes_(run_bytes) {
+    int64_t run_bytes,
+    bool gathers_runs)
+    : direction_(direction), piece_bytes_(piece_bytes), run_bytes_(run_bytes), gathers_runs_(gathers_runs) {
   for (size_t i = 0; i < copies.size(); ++i) {
     add(files[i], tensors[copies[i].tensor], copies[i]);
   }
@@ -172,28 +173,44 @@ void Crossing::join_runs() {
   runs_ = std::move(joined);
 }
 
-// Long runs are cut, short ones are gathered.
+// Long runs are cut. Short ones are gathered, or stay together, so that their requests can be joined.
 void Crossing::make_loads() {
-  for (size_t i = 0; i < runs_.size(); ++i) {
-    const auto& run = runs_[i];
-    if (run.nbytes < std::min(kStraightBytes, piece_bytes_)) {
+  std::vector<Run> parts;
+  parts.reserve(runs_.size());
+  const auto add_load = [&](const Run& part, bool joins) {
+    const auto end = static_cast<int64_t>(parts.size()) + 1;
+    if (joins && !loads_.empty() && loads_.back().nbytes + part.nbytes <= piece_bytes_) {
+      loads_.back().end = end;
+      loads_.back().nbytes += part.nbytes;
+    } else {
+      loads_.push_back({false, end - 1, end, part.nbytes});
+    }
+    parts.push_back(part);
+  };
+  bool joins = false;
+  for (auto& run : runs_) {
+    const bool is_short = run.nbytes < std::min(kStraightBytes, piece_bytes_);
+    if (is_short && !gathers_runs_) {
+      add_load(run, std::exchange(joins, true));
+    } else if (is_short) {
       Gathered region{run.copy, run.file, run.offset, run.nbytes, {}, {}};
       if (run.joined) {
         region.copy = {run.tensor, 0, at::kByte, {run.at}, {run.nbytes}, {1}};
         region.as_bytes = true;
       }
       gathered_.push_back(std::move(region));
-      continue;
-    }
-    // A run lies as far into a page of the piece as in the file (lead), and is cut where pages begin: so that what is
-    // read past the page cache comes straight into the piece.
-    int64_t room = run_bytes_ - run.offset % kPieceAlignment;
-    for (int64_t begin = 0; begin < run.nbytes; room = run_bytes_) {
-      const int64_t nbytes = std::min(room, run.nbytes - begin);
-      loads_.push_back({static_cast<int64_t>(i), begin, begin + nbytes, nbytes});
-      begin += nbytes;
+    } else {
+      // A run lies as far into a page of the piece as in the file (lead), and is cut where pages begin: so that what is
+      // read past the page cache comes straight into the piece.
+      int64_t room = run_bytes_ - run.offset % kPieceAlignment;
+      for (int64_t begin = 0; begin < run.nbytes; begin += std::exchange(room, run_bytes_)) {
+        add_load(
+            {run.file, run.offset + begin, std::min(room, run.nbytes - begin), run.tensor, run.at + begin, {}}, false);
+      }
+      joins = false;
     }
   }
+  runs_ = std::move(parts);
   std::stable_sort(gathered_.begin(), gathered_.end(), [](const Gathered& a, const Gathered& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   });
@@ -201,9 +218,9 @@ void Crossing::make_loads() {
   for (size_t i = 0; i < gathered_.size(); ++i) {
     auto& region = gathered_[i];
     const int64_t rows = region.row * region.rows();
-    const bool follows = i > 0 && !loads_.empty() && loads_.back().run < 0 && aligned(nbytes) + rows <= piece_bytes_;
+    const bool follows = i > 0 && aligned(nbytes) + rows <= piece_bytes_;
     if (!follows) {
-      loads_.push_back({-1, static_cast<int64_t>(i), static_cast<int64_t>(i), 0});
+      loads_.push_back({true, static_cast<int64_t>(i), static_cast<int64_t>(i), 0});
       nbytes = 0;
     }
     region.copy.bucket_offset = aligned(nbytes);
@@ -217,10 +234,10 @@ void Crossing::make_loads() {
 }
 
 std::pair<int64_t, int64_t> Crossing::place(const Load& load) const {
-  if (load.run >= 0) {
-    return {runs_[load.run].file, runs_[load.run].offset + load.begin};
+  if (load.gathered) {
+    return {gathered_[load.begin].file, gathered_[load.begin].offset};
   }
-  return {gathered_[load.begin].file, gathered_[load.begin].offset};
+  return {runs_[load.begin].file, runs_[load.begin].offset};
 }
 
 // One thread's work.
@@ -230,11 +247,22 @@ class Crossing::Worker {
       : crossing_(crossing), tensors_(tensors), requests_(std::move(move), gap) {
   }
 
+  // Between the host's end and tensors on CPU, whose data is at `data`.
+  bool move_runs(const Load& load, const std::vector<char*>& data) {
+    for (int64_t i = load.begin; i < load.end; ++i) {
+      const auto& run = crossing_.runs_[i];
+      if (!requests_.add(run.file, run.offset, data[run.tensor] + run.at, run.nbytes)) {
+        return false;
+      }
+    }
+    return requests_.flush();
+  }
+
   // Between the host's end and memory of the load's bytes.
   bool move(const Load& load, char* memory) {
-    if (load.run >= 0) {
-      const auto [file, offset] = crossing_.place(load);
-      return requests_.add(file, offset, memory, load.nbytes) && requests_.flush();
+    if (!load.gathered) {
+      const auto& run = crossing_.runs_[load.begin];
+      return requests_.add(run.file, run.offset, memory, run.nbytes) && requests_.flush();
     }
     for (int64_t i = load.begin; i < load.end; ++i) {
       const auto& region = crossing_.gathered_[i];
@@ -297,7 +325,7 @@ class Crossing::Worker {
  private:
   // Where a load begins in its piece: a run as far into a page as in the file.
   int64_t lead(const Load& load) const {
-    return load.run >= 0 ? crossing_.place(load).second % kPieceAlignment : 0;
+    return load.gathered ? 0 : crossing_.runs_[load.begin].offset % kPieceAlignment;
   }
 
   char* memory_of(const Load& load, const DevicePipe::Piece& piece) const {
@@ -321,9 +349,9 @@ class Crossing::Worker {
     const auto transfer = [&](const at::Tensor& device) {
       sends ? device.copy_(host, /*non_blocking=*/true) : host.copy_(device, /*non_blocking=*/true);
     };
-    if (load.run >= 0) {
-      const auto& run = crossing_.runs_[load.run];
-      transfer(bytes_of(tensors_[run.tensor], run.at + load.begin, load.nbytes));
+    if (!load.gathered) {
+      const auto& run = crossing_.runs_[load.begin];
+      transfer(bytes_of(tensors_[run.tensor], run.at, run.nbytes));
       return;
     }
     const auto device = piece.on_device(lane.stream.device()).narrow(0, 0, load.nbytes);
@@ -389,17 +417,19 @@ bool Crossing::run(int64_t threads, at::TensorList tensors, const MakeEnd& make_
     Worker worker(*this, tensors, make_end(), gap);
     at::Tensor piece;
     while (const Load* load = next()) {
-      if (load->run < 0 && !piece.defined()) {
+      if (!load->gathered) {
+        if (!worker.move_runs(*load, data)) {
+          return false;
+        }
+        continue;
+      }
+      if (!piece.defined()) {
         piece = at::empty({piece_bytes_}, at::TensorOptions().dtype(at::kByte));
       }
-      char* const memory = load->run < 0 ? static_cast<char*>(piece.data_ptr())
-                                         : data[runs_[load->run].tensor] + runs_[load->run].at + load->begin;
-      if (!worker.move(*load, memory)) {
+      if (!worker.move(*load, static_cast<char*>(piece.data_ptr()))) {
         return false;
       }
-      if (load->run < 0) {
-        worker.copy(*load, piece.narrow(0, 0, load->nbytes));
-      }
+      worker.copy(*load, piece.narrow(0, 0, load->nbytes));
     }
     return true;
   });
@@ -408,17 +438,25 @@ bool Crossing::run(int64_t threads, at::TensorList tensors, const MakeEnd& make_
 std::vector<std::array<int64_t, 3>> Crossing::short_rows(size_t count, int64_t most) const {
   std::vector<std::array<int64_t, 3>> found;
   int64_t rows = 0;
-  for (const auto& region : gathered_) {
-    if (region.row > most) {
-      continue;
+  const auto add = [&](int64_t file, int64_t offset, int64_t nbytes) {
+    if (found.size() < count) {
+      found.push_back({file, offset, nbytes});
     }
-    rows += region.rows();
-    for_rows(region.size.data(), region.stride.data(), region.size.size(), region.offset, [&](int64_t from) {
-      if (found.size() < count) {
-        found.push_back({region.file, from, region.row});
-      }
-      return found.size() < count;
-    });
+    return found.size() < count;
+  };
+  for (const auto& run : runs_) {
+    if (run.nbytes <= most) {
+      ++rows;
+      add(run.file, run.offset, run.nbytes);
+    }
+  }
+  for (const auto& region : gathered_) {
+    if (region.row <= most) {
+      rows += region.rows();
+      for_rows(region.size.data(), region.stride.data(), region.size.size(), region.offset, [&](int64_t from) {
+        return add(region.file, from, region.row);
+      });
+    }
   }
   return rows < kManyRows ? std::vector<std::array<int64_t, 3>>() : found;
 }

@@ -29,13 +29,15 @@ class Crossing {
  public:
   // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of
   // the tensors are used. Runs are cut into parts of `run_bytes`, other regions into pieces of `piece_bytes`.
+  // `gathers_runs`: short runs are gathered too.
   Crossing(
       c10::IntArrayRef files,
       at::TensorList tensors,
       const std::vector<RegionCopy>& copies,
       Direction direction,
       int64_t piece_bytes,
-      int64_t run_bytes);
+      int64_t run_bytes,
+      bool gathers_runs = true);
 
   using MakeEnd = std::function<Move()>;
 
@@ -70,9 +72,9 @@ class Crossing {
     int64_t rows() const;
   };
 
-  // What takes a piece: bytes [begin, end) of a run, or gathered regions [begin, end).
+  // What takes a piece: gathered regions [begin, end), or one run, or for tensors on CPU also short runs [begin, end).
   struct Load {
-    int64_t run; // negative for gathered regions
+    bool gathered;
     int64_t begin, end;
     int64_t nbytes; // in the piece
   };
@@ -88,6 +90,7 @@ class Crossing {
 
   Direction direction_;
   int64_t piece_bytes_, run_bytes_;
+  bool gathers_runs_;
   std::vector<Run> runs_;
   std::vector<Gathered> gathered_;
   std::vector<Load> loads_;

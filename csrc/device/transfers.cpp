@@ -113,7 +113,8 @@ Outcome read_regions(
   const Rows rows("read_regions", files, offsets, origins, targets, copies, descriptors.size(), device);
   const int64_t piece_bytes = pipe.has_value() ? (*pipe)->piece_bytes() : kPieceBytes;
   const int64_t run_bytes = pipe.has_value() ? piece_bytes : kRunBytes;
-  const Crossing crossing(rows.files, targets, rows.copies, Direction::kUnpack, piece_bytes, run_bytes);
+  const Crossing crossing(
+      rows.files, targets, rows.copies, Direction::kUnpack, piece_bytes, run_bytes, pipe.has_value());
   OpenFiles probed("read_regions", descriptors), open("read_regions", descriptors, direct);
   const auto gap = measure_gap(crossing, probed.reader());
   const auto make_end = [&] { return open.reader(); };
