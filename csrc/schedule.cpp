@@ -1,13 +1,18 @@
 #include "schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace epload {
 
 enum class Algorithm : int { kTwoLevel, kStriped };
+
+constexpr std::array<std::pair<const char*, Algorithm>, 2> kAlgorithms{
+    {{"two_level", Algorithm::kTwoLevel}, {"striped", Algorithm::kStriped}}};
 
 namespace {
 
@@ -47,7 +52,7 @@ int64_t stripe_bytes(int64_t nbytes, int64_t count, int64_t alignment) {
 
 // For each node, the rank on it that is in the same ring as `rank`, which is on one of the nodes.
 Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, Algorithm algorithm) {
-  if (algorithm == Algorithm::kTwoLevel) {
+  if (!is_striped(algorithm)) {
     return leaders(nodes, src);
   }
   const auto all = rails(nodes);
@@ -57,10 +62,14 @@ Ranks ring_through(const Nodes& nodes, int64_t src, int64_t rank, Algorithm algo
 } // namespace
 
 Algorithm algorithm_of(const std::string& name) {
-  if (name != "two_level" && name != "striped") {
-    throw std::invalid_argument("schedule: expected algorithm 'two_level' or 'striped', got '" + name + "'");
+  std::string names;
+  for (const auto& [candidate, algorithm] : kAlgorithms) {
+    if (name == candidate) {
+      return algorithm;
+    }
+    names += std::string(names.empty() ? "'" : " or '") + candidate + "'";
   }
-  return name == "striped" ? Algorithm::kStriped : Algorithm::kTwoLevel;
+  throw std::invalid_argument("schedule: expected algorithm " + names + ", got '" + name + "'");
 }
 
 bool is_striped(Algorithm algorithm) {
@@ -154,7 +163,7 @@ std::vector<BroadcastStep> broadcast_steps(const Position& at, int64_t nbytes, i
 }
 
 std::vector<RelayStep> relay_steps(const Position& at, int64_t nbytes, int64_t alignment) {
-  if (at.algorithm == Algorithm::kTwoLevel) {
+  if (!is_striped(at.algorithm)) {
     const auto inter = chain_neighbors(at.inter, at.src, at.self);
     const auto intra = chain_neighbors(at.intra, at.leader, at.self);
     return {{0, nbytes, inter.before, intra.before, inter.after, intra.after}};
@@ -197,9 +206,9 @@ std::vector<RelayStep> wave_steps(
         continue;
       }
       const Range whole{bucket.begin, bucket.end};
-      const auto [begin, end] = options.algorithm == Algorithm::kTwoLevel
-                                    ? whole
-                                    : stripe(whole, static_cast<int64_t>(node.size()), place_of(node, rank), alignment);
+      const auto [begin, end] = is_striped(options.algorithm)
+                                    ? stripe(whole, static_cast<int64_t>(node.size()), place_of(node, rank), alignment)
+                                    : whole;
       if (rank == ring[own]) {
         const int64_t from = distance > 0 ? links.before : kNoRank;
         steps.push_back({begin, end, from, kNoRank, goes_on ? links.after : kNoRank, chain.after});
