@@ -107,16 +107,16 @@ def receive_failing(rank: int, meeting: Meeting) -> None:
             if target.failing:
                 with pytest.raises(RuntimeError, match="cannot repack"):
                     receiver.receive_weights()
-                assert receiver.torn
+                assert receiver.partially_updated
                 assert receiver.version is None
             else:
                 receiver.receive_weights()
-                assert not receiver.torn
+                assert not receiver.partially_updated
                 assert receiver.version == version
         meeting.say(f"done-{rank}")
 
 
-def test_an_engine_that_cannot_finish_is_torn() -> None:
+def test_an_engine_that_cannot_finish_is_partially_updated() -> None:
     run([Job(1, send, (1, 1, "")), Job(1, receive_failing)])
 
 

@@ -21,7 +21,7 @@ from epload.planning.waves import Wave
 from epload.ranks.groups import Group
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceAccess, link_obstacle
-from epload.sync.transfer import LocalBuckets
+from epload.transfer.framing import Framing
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
@@ -81,7 +81,7 @@ def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], place
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
-    """Fails while the other member of its first group waits for it. Returns whether it raised, and whether it is torn."""
+    """Fails while the other member of its first group waits for it. Returns if it is partially updated, and if it has no version."""
     model = build("plain", 1, where=DEVICE)
     make = Group.make
 
@@ -96,12 +96,12 @@ def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]
     with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=12, stage="none") as receiver:
         with mock.patch.object(Group, "make", fails), pytest.raises(epload.LoadError):
             receiver.receive_weights()
-        return receiver.torn, receiver.version is None
+        return receiver.partially_updated, receiver.version is None
 
 
 @pytest.mark.parametrize(("dies", "semantics"), [(True, "nccl"), (False, "hccl")], ids=["dies", "raises"])
 def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, semantics: str) -> None:
-    """And nothing is torn."""
+    """And no model is partially updated."""
     setup = partial(fakedev.setup, semantics, lazy=True, shares=False)
     sent, received = run(
         [
@@ -117,16 +117,16 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
 
 
 def receive_flipped(rank: int, meeting: Meeting) -> str:
-    copy = LocalBuckets._keep
+    verify = Framing.verify
 
-    def flips(place: torch.Tensor, bucket: torch.Tensor) -> None:
-        copy(place, bucket)
-        place[200] ^= 0x40
+    def flips(self: Framing, number: int, reader: int, bucket: torch.Tensor) -> None:
+        bucket[200] ^= 0x40
+        verify(self, number, reader, bucket)
 
     model = build("plain", 1, where=DEVICE)
     with (
         many_waves(),
-        mock.patch.object(LocalBuckets, "_keep", staticmethod(flips)),
+        mock.patch.object(Framing, "verify", flips),
         epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
     ):
         try:
@@ -157,7 +157,7 @@ def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[
                 check(model, version)
                 found.append(report.transport)
             except epload.LoadError:
-                assert not receiver.torn
+                assert not receiver.partially_updated
                 found.append("failed")
     return found
 

@@ -230,11 +230,15 @@ def receive_and_commit_again(rank: int, meeting: Meeting, stage: str) -> list[st
         receiver.receive_weights()
         with pytest.raises(RuntimeError, match="cannot repack"):
             receiver.commit()
-        if not (receiver.torn and receiver.version is None and receiver.staged == 1):
-            return ["is not torn"]
+        if not (receiver.partially_updated and receiver.version is None and receiver.staged == 1):
+            return ["is not partially updated"]
         receiver.commit()
         receiver.receive_weights()
-        return [] if (receiver.version, receiver.torn, receiver.staged) == (1, False, 2) else ["was not committed"]
+        return (
+            []
+            if (receiver.version, receiver.partially_updated, receiver.staged) == (1, False, 2)
+            else ["was not committed"]
+        )
 
 
 @pytest.mark.parametrize("stage", ["host", "device"])

@@ -82,7 +82,7 @@ class EngineModel:
 class EngineTarget(Target):
     """An engine's model as a target of versions and checkpoints; see :class:`~epload.sync.targets.Target`."""
 
-    tears_on_prepare = True
+    changes_on_prepare = True
     """An engine's ``begin`` may take apart what it computes with."""
     recording: Recording
 

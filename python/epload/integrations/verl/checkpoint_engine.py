@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from epload.mapping.mapping import Mapping
-from epload.sync.receiver import EngineRank, WeightReceiver
+from epload.sync.participants import EngineRank
+from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
 from epload.sync.store import format_address
 
