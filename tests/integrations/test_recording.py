@@ -24,12 +24,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("checkpoint_dtype", DTYPES)
 def test_every_loader_of_an_engine_is_recorded(rank: int, dtype: torch.dtype, checkpoint_dtype: torch.dtype) -> None:
     recording = check_recording(lambda: Engine(rank, dtype), engine_checkpoint(checkpoint_dtype))
-    assert recording.whole == {}
+    assert recording.passed_through == {}
     without_effect = {name for name, places in zip(engine_checkpoint(), recording.regions, strict=True) if not places}
     experts = [f"experts.{expert}.{part}" for expert in range(4) for part in ("gate", "up", "down")]
     assert without_effect == {"rotary", *(name for name in experts if int(name[8]) // 2 != rank)}
     # The padding of the vocabulary.
-    assert recording.fills == ((("embed.weight", ((5, 0), (3, 6)), 0),) if rank else ())
+    assert recording.constants == ((("embed.weight", ((5, 0), (3, 6)), 0),) if rank else ())
 
 
 def test_a_fused_parameter_takes_one_box_from_each_tensor() -> None:
@@ -53,7 +53,7 @@ def test_autograd_modes(mode: Callable[[], Any]) -> None:
     with mode():
         assert record_model(Engine(1), weights) == expected
         recording = record_model(Loader(fill_diagonal, p=(3, 3)), {})
-    assert sorted(box for _, box, _ in recording.fills) == [((i, i), (1, 1)) for i in range(3)]
+    assert sorted(box for _, box, _ in recording.constants) == [((i, i), (1, 1)) for i in range(3)]
 
 
 def in_threads(model: Loader, weights: Weights) -> None:
@@ -70,7 +70,7 @@ def lookahead(model: Loader, weights: Weights) -> None:
 @pytest.mark.parametrize("load", [in_threads, lookahead])
 def test_loaders_that_use_threads_or_take_all_tensors_first(load: Callable[..., Any]) -> None:
     recording = check_recording(lambda: Loader(load, a=(3, 4), b=(5,)), unique({"a": (3, 4), "b": (5,)}))
-    assert recording.whole == {}
+    assert recording.passed_through == {}
 
 
 VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -101,9 +101,9 @@ def test_views_and_copies_are_recorded(load: Callable[[Tensor, Tensor], Any]) ->
             load(model.p, tensor)
 
     recording = check_recording(lambda: Loader(load_weights, p=(6, 8)), unique({"w": (4, 12)}))
-    assert recording.whole == {}
+    assert recording.passed_through == {}
     filled = sum(prod(view.size) for _, view in recording.regions[0])
-    assert filled + sum(prod(size) for _, (_, size), _ in recording.fills) == 48
+    assert filled + sum(prod(size) for _, (_, size), _ in recording.constants) == 48
 
 
 # ---- what is no copy ----
@@ -177,8 +177,8 @@ def test_what_is_not_a_copy_goes_through_load_weights(load: Callable[[Loader, Te
 
     weights = unique({"w.0": (3, 4), "view": (5,)})
     recording = check_recording(lambda: Loader(load_weights, p=(3, 4), q=(5,)), weights)
-    assert list(recording.whole) in (["w.0"], ["w.0", "view"])
-    assert all(recording.whole.values())
+    assert list(recording.passed_through) in (["w.0"], ["w.0", "view"])
+    assert all(recording.passed_through.values())
 
 
 def computed_from_two(model: Loader, weights: Weights) -> None:
@@ -208,7 +208,7 @@ def filled_between(model: Loader, weights: Weights) -> None:
 def test_tensors_that_belong_together_come_together(load: Callable[[Loader, Weights], Any]) -> None:
     weights = unique({"weight": (3, 4), "other": (2,), "scale": (1, 4)})
     recording = check_recording(lambda: Loader(load, a=(3, 4), other=(2,)), weights)
-    assert list(recording.whole) == ["weight", "scale"]
+    assert list(recording.passed_through) == ["weight", "scale"]
     assert [len(places) for places in recording.regions] == [0, 1, 0]
 
 
@@ -221,7 +221,7 @@ def test_an_item_is_a_copy() -> None:
             (model.scales if kind == "scale" else model.weights).data[int(layer)].fill_(tensor.item())
 
     weights = unique({f"layers.{i}.{kind}": (1,) for i in range(20) for kind in ("scale", "weight")})
-    assert check_recording(lambda: Loader(load, scales=(20,), weights=(20,)), weights).whole == {}
+    assert check_recording(lambda: Loader(load, scales=(20,), weights=(20,)), weights).passed_through == {}
 
 
 # ---- what takes everything ----
@@ -250,7 +250,7 @@ def zeroes_once(model: Loader, weights: Weights) -> None:
 @pytest.mark.parametrize("load", [needs_others, counts_others, zeroes_once])
 def test_a_loader_that_does_something_else_without_the_others_takes_everything(load: Any) -> None:
     recording = check_recording(lambda: Loader(load, a=(5,), b=(2,)), unique({"a": (1,), "b": (2,)}))
-    assert list(recording.whole) == ["a", "b"]
+    assert list(recording.passed_through) == ["a", "b"]
     assert recording.written is None
 
 
@@ -263,7 +263,7 @@ def test_tensors_that_are_not_targets_are_not_written() -> None:
     model.calls = torch.zeros(1)
     recording = record_model(model, unique({"a": (3,)}))
     assert model.calls.item() == 0
-    assert "add_ writes to a tensor that is not one of the targets" in recording.whole["a"]
+    assert "add_ writes to a tensor that is not one of the targets" in recording.passed_through["a"]
 
 
 def through_another_tensor(model: Loader) -> None:
@@ -296,8 +296,8 @@ def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], No
         finish(model)
 
     recording = check_recording(lambda: Loader(load, scale=(1,), copy=(1,)), unique({"scale": (1,)}))
-    assert recording.fills == ()
-    assert "reads a parameter's values" in recording.whole["scale"]
+    assert recording.constants == ()
+    assert "reads a parameter's values" in recording.passed_through["scale"]
 
 
 # ---- errors ----
@@ -356,7 +356,7 @@ def test_targets_may_be_regions_of_one_storage() -> None:
     recording = record(load, manifest_of(weights), targets)
     assert [places[0][0] for places in recording.regions] == ["a", "b"]
     recording = record(load, manifest_of(unique({"all": (6, 8)})), targets)
-    assert "outside" in recording.whole["all"]
+    assert "outside" in recording.passed_through["all"]
     assert bool((memory == -1).all())
 
 
@@ -368,4 +368,4 @@ def test_tied_parameters_are_one_target() -> None:
 
     recording = check_recording(make, unique({"a": (3, 4)}))
     assert [name for name, _ in recording.regions[0]] == ["a"]
-    assert list(check_recording(make, unique({"a": (3, 4), "b": (3, 4)})).whole) == ["a", "b"]
+    assert list(check_recording(make, unique({"a": (3, 4), "b": (3, 4)})).passed_through) == ["a", "b"]

@@ -49,7 +49,7 @@ def outcome(step: Callable[[], Any]) -> str:
     """The error's text, or an empty string."""
     try:
         step()
-    except (epload.LoadError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -24,7 +24,7 @@ from epload.sync.devices import DeviceAccess, link_obstacle
 from epload.transfer.framing import Framing
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
+from support.device_syncs import CCL, move_to_cpu, send_versions
 from support.jobs import Job, Meeting, run
 from support.small_syncs import many_waves
 from support.sync_jobs import receive, send
@@ -73,15 +73,14 @@ def test_models_on_a_device(
     ids=["two GPUs", "one GPU", "two versions", "GPU and CPU"],
 )
 def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
-    found = link_obstacle(
-        [DeviceAccess("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)]
-    )
+    accesses = [DeviceAccess(kind=kind, identity=place) for kind, place in zip(kinds, places, strict=True)]
+    found = link_obstacle(accesses)
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
-    """Fails while the other member of its first group waits for it. Returns if it is partially updated, and if it has no version."""
+    """Fails while the other member of its first group waits for it. Returns whether it is partially updated, has no version."""
     model = build("plain", 1, where=DEVICE)
     make = Group.make
 
@@ -158,32 +157,28 @@ def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[
                 found.append(report.transport)
             except epload.LoadError:
                 assert not receiver.partially_updated
-                found.append("failed")
+                found.append("")
     return found
 
 
-def test_a_trainer_that_moves_to_another_device() -> None:
+@pytest.mark.parametrize(
+    ("moves", "stage", "transports"),
+    [
+        ("trainer", "none", [CCL, "host", "host"]),
+        ("engine", "host", [CCL] * 3),  # which leaves the device out
+        ("engine", "none", [CCL, "", "host"]),
+    ],
+)
+def test_a_model_that_moves_to_another_device(moves: str, stage: str, transports: list[str]) -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    send_moved = partial(send_versions, before_second=move_to_cpu, waves=many_waves)
-    jobs = [Job(1, send_moved, setup=setup), Job(1, receive_moved, (False, "none"), setup=setup)]
-    (sent,), (received,) = run(jobs)
-    assert [version.transport for version in sent] == received == [CCL, "host", "host"]
-
-
-@pytest.mark.parametrize("stage", ["host", "none"])
-def test_an_engine_that_moves_to_another_device(stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl", shares=False)
-    jobs = [
-        Job(1, partial(send_versions, waves=many_waves), setup=setup),
-        Job(1, receive_moved, (True, stage), setup=setup),
-    ]
-    (sent,), (received,) = run(jobs)
-    if stage == "host":  # which leaves the device out
-        assert [version.transport for version in sent] == received == [CCL] * 3
-    else:
-        assert "no longer all on" in sent[1].error
-        assert received == [CCL, "failed", "host"]
-        assert sent[2].transport == "host"
+    sends = partial(send_versions, waves=many_waves)
+    if moves == "trainer":
+        sends = partial(sends, before_second=move_to_cpu)
+    (sent,), (received,) = run(
+        [Job(1, sends, setup=setup), Job(1, receive_moved, (moves == "engine", stage), setup=setup)]
+    )
+    assert [version.transport for version in sent] == received == transports
+    assert "" not in transports or "no longer all on" in sent[1].error
 
 
 @contextmanager
@@ -219,10 +214,3 @@ def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> 
     jobs = [Job(2, sends, ("fsdp", 2, 3), setup=setup), Job(3, receives, ("tp0", 3), setup=setup)]
     for of_rank in (of_rank for job in run(jobs) for of_rank in job):
         assert [report.transport for report in of_rank] == [CCL] * 3
-
-
-@pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "none")])
-def test_what_the_caller_has_queued_comes_before(where: str, stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl", shares=False)
-    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
-    assert received == [True]

@@ -270,7 +270,12 @@ def test_a_bit_that_changes_on_its_way_is_found() -> None:
     assert sent[0][0].error == received[0]
 
 
-@pytest.mark.parametrize("stage", ["host", "device", "none"])
-def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
-    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
+@pytest.mark.parametrize(
+    ("shares", "where", "stage"),
+    [(False, "cpu", "host"), (False, DEVICE, "none"), (True, DEVICE, "host"), (True, DEVICE, "device"), (True, DEVICE, "none")],
+)  # fmt: skip
+def test_what_the_caller_has_queued_comes_before(shares: bool, where: str, stage: str) -> None:
+    """Also where weights move from device to device, and through the host."""
+    setup = partial(fakedev.setup, "nccl", shares=shares)
+    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
     assert received == [True]
