@@ -87,19 +87,6 @@ def test_what_is_not_within_reach_moves(stage: str) -> None:
         assert on_c[0][i][2] > TOTAL > on_b[0][i][2] > on_a[0][i][2]
 
 
-def test_other_engines_of_the_same_trainer() -> None:
-    """One has its model in host memory; the other pulls all the same."""
-    jobs = [
-        Job(2, on_device, ("fsdp", 2, 2), setup=setup),
-        Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
-        Job(1, partial(receive, stage="none", dtype=torch.bfloat16), ("plain", 1), setup=setup),
-    ]
-    _, pulls, other = run(jobs)
-    assert [report[1] for report in pulls[0]] == [TOTAL] * 3
-    assert [report[1] for report in other[0]] == [0] * 3
-    assert {report[0] for report in other[0]} == {"host"}
-
-
 def other_memory(model: torch.nn.Module) -> None:
     """Gives the model's parameters other memory, and what they had back to the system; as a trainer that moves its model to the
     host and back."""

@@ -11,8 +11,8 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from epload.core.pieces import distinct_values
 from epload.core.placement import box_slices
 from epload.errors import LoadError, message_of
 from epload.native import ops
+from epload.planning.buckets import BucketCopies
 from epload.planning.holdings import Holdings, digest_of
 from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
@@ -34,17 +35,7 @@ from epload.ranks.control import Control
 from epload.report import TransferReport
 from epload.sync.arrival import same_bits
 from epload.sync.devices import first_line, share_memory
-from epload.transfer.device_pipe import DevicePipe
-
-
-class PulledCopies(NamedTuple):
-    """Copies between a bucket and tensors. Where versions land in the node's memory, these are one of its buckets and tensors of
-    the sender; else an allocation of the sender and this rank's tensors."""
-
-    bucket: int
-    targets: Sequence[int]
-    copies: CopyTable
-    """Targets count in ``targets``."""
+from epload.transfer.shards import Shards
 
 
 def publish_memory(store: Store, rank: int, tensors: Sequence[Tensor]) -> str:
@@ -89,8 +80,9 @@ class SenderMemory:
         """int64 [m], of each local tensor, an index into ``layouts``."""
         self.places = column(places).reshape(-1, 2)
         """int64 [m, 2], of each local tensor: its allocation, and where in it the tensor begins (bytes)."""
-        self.pieces: list[PulledCopies] = []
-        """The copies out of it; valid as long as the tensors lie where they do."""
+        self.pieces: list[tuple[int, BucketCopies]] = []
+        """The copies out of it, valid as long as the tensors lie where they do: into this rank's tensors, each with the number of
+        an allocation; or, where versions land in the node's memory, with the number of one of its buckets."""
         self.rejected = False
         """True if some of it could not be opened."""
         self._device = device
@@ -124,7 +116,7 @@ class SenderMemory:
 
 class Puller:
     """Copies versions out of the memory of senders, for one receiver: into its tensors, or into its part of the buckets of its
-    node."""
+    node, as a sender packs them."""
 
     def __init__(
         self, plan: ExchangePlan, holdings: Mapping[int, Holdings], device: torch.device, index: int, ranks: int
@@ -146,7 +138,8 @@ class Puller:
         self._index, self._ranks = index, ranks
         self._memory: dict[int, SenderMemory] = {}
         self._stream = torch.Stream(device)
-        self._pipe = DevicePipe.of(device, ranks) if self.lands else None
+        self._pipe: object = None
+        """The device's, for the next version."""
 
     @property
     def lands(self) -> bool:
@@ -161,7 +154,7 @@ class Puller:
     @property
     def nbytes(self) -> int:
         """Bytes that are copied for a version."""
-        return sum(int(piece.copies.nbytes().sum()) for memory in self._memory.values() for piece in memory.pieces)
+        return sum(int(piece.rows.nbytes().sum()) for memory in self._memory.values() for _, piece in memory.pieces)
 
     def plan(self, digests: Mapping[int, str], store: Store, timeout: timedelta) -> None:
         """Plans the copies of a version, except for senders whose tensors lie where they did.
@@ -175,25 +168,17 @@ class Puller:
             content = get(store, f"memory/{owner}", timeout)
             if digest_of(content) != digests[owner]:
                 raise LoadError(f"rank {owner} says something else of where its tensors lie than it did")
-            memory = SenderMemory(owner, content, digests[owner], self.device)
-            memory.pieces = list(self._landed(owner) if self.lands else self._pulled(memory, holdings))
-            self._memory[owner] = memory
-
-    def _pulled(self, memory: SenderMemory, holdings: Holdings) -> Iterator[PulledCopies]:
-        assert self._pulls is not None
-        copies, local = self._pulls.copies(memory.owner, holdings, memory.layout, memory.layouts)
-        allocation, begin = memory.places[local].unbind(1)
-        copies.offset.add_(begin)
-        for number in torch.unique(allocation).tolist():
-            table = copies.select(allocation == number)
-            yield PulledCopies(number, table.renumber_targets(), table)
-
-    def _landed(self, owner: int) -> Iterator[PulledCopies]:
-        assert self._landing is not None
-        buckets = self._landing.sources[owner]
-        for number in range(self._index, len(buckets), self._ranks):
-            if buckets[number].stream.owner == owner:
-                yield PulledCopies(number, buckets[number].targets, buckets[number].copies)
+            memory = self._memory[owner] = SenderMemory(owner, content, digests[owner], self.device)
+            if self._landing is not None:
+                buckets = self._landing.sources[owner]
+                numbers = range(self._index, len(buckets), self._ranks)
+                memory.pieces = [(i, buckets[i]) for i in numbers if buckets[i].stream.owner == owner]
+            elif self._pulls is not None:
+                copies, local = self._pulls.copies(owner, holdings, memory.layout, memory.layouts)
+                allocation, begin = memory.places[local].unbind(1)
+                copies.offset.add_(begin)
+                for number in torch.unique(allocation).tolist():
+                    memory.pieces.append((number, BucketCopies(0, copies.select(allocation == number))))
 
     @contextmanager
     def copying(
@@ -216,59 +201,64 @@ class Puller:
         Raises:
             LoadError: memory of a sender cannot be opened, a copy differs from it, or another rank has failed.
         """
-        stream = self._stream
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
-        copied: list[tuple[int, Tensor, list[Tensor], CopyTable]] = []
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        packed: list[Shards] = []
         activity = "copies what a sender has in memory of a device"
         try:
             with report.timed("unpack", activity), working(control, activity) as done:
                 for memory in self._memory.values():
-                    for number, targets, copies in memory.pieces:
-                        if self.lands:
-                            bucket, local = buckets[number], [memory.tensor(i) for i in targets]
+                    if self._landing is not None:
+                        packed.append(self._shards(memory, self._landing, verify))
+                    for number, piece in memory.pieces:
+                        if packed:
+                            packed[-1].pack(number, buckets[number])
                         else:
-                            bucket, local = memory.allocation(number), [tensors[i] for i in targets]
-                        copied.append((memory.owner, bucket, local, copies))
-                        with stream:
-                            self._copy(bucket, local, copies)
-                        done(int(copies.nbytes().sum()))
+                            local = [tensors[i] for i in piece.targets]
+                            with self._stream:
+                                ops.unpack(memory.allocation(number), local, piece.copies.rows)
+                        done(int(piece.rows.nbytes().sum()))
             yield
             with report.timed("unpack", activity):
-                stream.synchronize()
-            with stream:
-                for piece in copied if verify else ():
-                    self._compare(*piece)
+                self._stream.synchronize()
+            with self._stream:
+                for memory in self._memory.values() if verify and not packed else ():
+                    for number, piece in memory.pieces:
+                        _compare(memory, number, tensors, piece.rows)
         finally:
             try:
-                stream.synchronize()
+                for shards in packed:
+                    shards.finish()
+                self._stream.synchronize()
             finally:
-                copied.clear()
+                packed.clear()
                 for memory in self._memory.values():
                     memory.close()
 
-    def _copy(self, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
-        if self._pipe is None:
-            ops.unpack(bucket, tensors, copies.rows)
-        else:
-            ops.download(tensors, copies.rows, [bucket], copies.in_bucket(), self._pipe.native)
+    def _shards(self, memory: SenderMemory, landing: ExchangePlan, verify: bool) -> Shards:
+        """Returns a sender's tensors, to be packed as the sender would pack them."""
+        used = {number for _, piece in memory.pieces for number in piece.targets}
+        tensors = [memory.tensor(i) if i in used else torch.empty(0) for i in range(len(memory.layout))]
+        who = f"a receiver, out of the memory of rank {memory.owner},"
+        shards = Shards(replace(landing, buckets=landing.sources[memory.owner]), tensors, verify, who, self._ranks)
+        self._pipe = shards.pipe
+        return shards
 
-    def _compare(self, owner: int, bucket: Tensor, tensors: list[Tensor], copies: CopyTable) -> None:
-        """Compares what was copied by torch's own means, not those that have copied. Raises LoadError if it differs."""
-        for row in copies.rows.tolist():
-            target, offset, code, ndim = row[:4]
-            start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
-            source = _view(bucket, offset, dtypes.from_code(code), size, strides, f"what is copied from rank {owner}")
-            copy = tensors[target][box_slices(start, size)]
-            if self.lands:
-                source, copy = copy, source
-            expected = source.to(copy.dtype).to(copy.device)
-            # Converted NaNs may have other bits.
-            converted = source.dtype != copy.dtype
-            if not (torch.allclose(expected, copy, 0, 0, equal_nan=True) if converted else same_bits(expected, copy)):
-                raise LoadError(
-                    f"a copy out of the memory of rank {owner} differs from it: the memory of this machine changes bits, or "
-                    "the sender's tensors were changed meanwhile"
-                )
+
+def _compare(memory: SenderMemory, number: int, tensors: Sequence[Tensor], copies: CopyTable) -> None:
+    """Compares what was copied by torch's own means, not those that have copied. Raises LoadError if it differs."""
+    for target, offset, code, ndim, *boxes in copies.rows.tolist():
+        start, size, strides = (boxes[i * copies.dims :][:ndim] for i in range(3))
+        what = f"what is copied from rank {memory.owner}"
+        source = _view(memory.allocation(number), offset, dtypes.from_code(code), size, strides, what)
+        copy = tensors[target][box_slices(start, size)]
+        expected = source.to(copy.dtype)
+        # Converted NaNs may have other bits.
+        converted = source.dtype != copy.dtype
+        if not (torch.allclose(expected, copy, 0, 0, equal_nan=True) if converted else same_bits(expected, copy)):
+            raise LoadError(
+                f"a copy out of the memory of rank {memory.owner} differs from it: the memory of this machine changes bits, or "
+                "the sender's tensors were changed meanwhile"
+            )
 
 
 def _view(
