@@ -18,7 +18,7 @@ SOON = timedelta(seconds=0.5)
 
 def joined(port: int, rank: int) -> ReceiverRendezvous:
     stores = (connect(("127.0.0.1", port), LIMIT) for _ in range(2))
-    return ReceiverRendezvous(*stores, EngineRank("engine", rank, 2), "node", LIMIT)
+    return ReceiverRendezvous(*stores, EngineRank("engine", rank, 2), LIMIT)
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ class Generation:
     """None if nothing moves: receivers copy all of a version out of the memory of senders."""
     puller: Puller | None = None
     """Copies a part of each version, or all of it, out of the memory of senders; None on a rank that does not."""
+    device: torch.device | None = None
+    """The device that this rank's tensors have to be on; None for any."""
     not_pulled = ""
     """Why none does that, if it seemed possible; equal on all ranks."""
 
@@ -92,8 +94,8 @@ class Generation:
                 )
                 if self.plan.pulls is not None or self.plan.landing is not None:
                     node = next(node for node in self.members.nodes if rank in node)
-                    device = torch.device(self._own.access.device)
-                    self.puller = Puller(self.plan, lenders, device, node.index(rank), len(node))
+                    self.device = torch.device(self._own.access.device)
+                    self.puller = Puller(self.plan, lenders, self.device, node.index(rank), len(node))
                 self._connect()
 
     @contextmanager
@@ -116,20 +118,16 @@ class Generation:
     # ---- connections, and memory of the node ----
 
     def _connect(self) -> None:
-        plan, moves, route = self.plan, bool(self.plan.node_sets), None
-        if moves:
-            route = self._device_route()
-        through_host = moves and route is None
-        memory = None
-        if through_host or any(message.stages for message in self._messages):
-            memory = self._make_memory(through_host)
-            if through_host or self._own.stages:
-                self.memory = memory
+        moves = bool(self.plan.node_sets)
+        route = self._device_route() if moves else None
+        memory = self._make_memory(moves and route is None)
         if route is not None:
             route.connect()
-            self.route = route
-        elif through_host and memory is not None:
-            self.route = HostRoute(plan, self.members, self.control, memory)
+            self.route, self.device = route, route.device
+        elif moves:
+            self.route = HostRoute(self.plan, self.members, self.control, memory)
+        if self._own.stages or isinstance(self.route, HostRoute):
+            self.memory = memory
 
     def _device_route(self) -> DeviceRoute | None:
         """Returns the route from device to device; None if versions pass through host memory, on all ranks."""
@@ -168,11 +166,6 @@ class Generation:
 
     # ---- one version ----
 
-    @property
-    def device(self) -> Any:
-        """The device that this rank's tensors have to be on; None for any."""
-        return self.puller.device if self.puller is not None else self.route.device if self.route is not None else None
-
     def sync(
         self,
         version: int,
@@ -196,7 +189,8 @@ class Generation:
             try:
                 with self._load():
                     with report.timed("plan"):
-                        shards, problem = attempt(lambda: self._shards(self.plan, tensors) if self.route else None)
+                        moves = self.route is not None and tensors is not None
+                        shards, problem = attempt(lambda: self._shards(self.plan, tensors or []) if moves else None)
                         self._get_ready(version, tensors, failure or problem)
                     begins()
                     with self._pulled(tensors or [], report):
@@ -272,9 +266,7 @@ class Generation:
         with Progress(plan.nbytes, show) as bar:
             route.run(TransferContext(plan, roles, fill, framing, control, report), sink, bar)
 
-    def _shards(self, plan: ExchangePlan, tensors: list[Tensor] | None) -> Shards | None:
-        if tensors is None:
-            return None
+    def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
         rank, sends = self.control.rank, self._own.sends
         on_device = isinstance(self.route, DeviceRoute) and (sends or self.memory is None)
         nodes = self.members.sender_nodes if sends else self.members.nodes
@@ -288,10 +280,13 @@ class Generation:
     def unpack(self, tensors: list[Tensor]) -> None:
         """Copies a version out of the node's memory."""
         for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
-            if plan is not None and waves and (shards := self._shards(plan, tensors)) is not None:
-                with LocalBuckets(shards).entered():
+            if plan is not None and waves:
+                shards = self._shards(plan, tensors)
+                try:
                     for number, bucket in self._staged(waves):
                         shards.unpack(number, bucket)
+                finally:
+                    shards.finish()
 
     def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
         """Yields each bucket of a version that came into the node's memory, by its number in the plan."""

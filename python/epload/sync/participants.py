@@ -61,8 +61,6 @@ class Participant(NamedTuple):
     """Among the engine's."""
     size: int
     """Ranks of the engine."""
-    node: str
-    """Equal on ranks that share a machine's memory, and receive together."""
     process: str
     """For messages."""
     number: int
@@ -117,7 +115,7 @@ class ReceiverRendezvous:
     Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
     """
 
-    def __init__(self, store: Store, beats: Store, engine: EngineRank, node: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
         """
         Args:
             beats: a connection of the thread's own, as a wait blocks the other one.
@@ -130,7 +128,7 @@ class ReceiverRendezvous:
         self._ready_for: tuple[int, Participant] | None = None
         number = answered(lambda: store.add("receivers", 1), timeout)
         process = f"process {os.getpid()} on {os.uname().nodename}"
-        self.participant = Participant(engine.name, engine.rank, engine.size, node, process, number)
+        self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
         self._key = f"alive/{number}"
         answered(lambda: beats.set(self._key, "0"), timeout)
         self._thread = threads.start("epload-lease", self._beat)

@@ -106,8 +106,8 @@ class WeightReceiver(Endpoint):
             engine, node = self._engine_of(topology, node)
         self.engine = engine
         self._store, beats = (connect(address, self._timeout) for _ in range(2))
-        node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
-        self._rendezvous = ReceiverRendezvous(self._store, beats, engine, node, self._timeout)
+        self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
+        self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, self._rendezvous.close)
         self._arrival: Arrival | None = None
@@ -206,7 +206,7 @@ class WeightReceiver(Endpoint):
         access = DeviceAccess.of(device, opens=not self._rejected)
         self._rejected = False
         own = self._rendezvous.participant
-        message = JoinMessage(own.node, False, self._verify, access, stages)
+        message = JoinMessage(self._node, False, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
         self._join(start, participants, rank, message, manifest, self._holdings, failure)
 
