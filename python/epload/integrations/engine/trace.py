@@ -11,7 +11,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +164,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, _FakeTensor)]
         touches = bool(fakes) or any(map(self._targets.share_storage, tensors))
-        if touches and packet not in _VIEWS and _is_composite(func):
+        if touches and packet not in _VIEWS and func._can_decompose():
             with self:  # in inference mode, composite operations arrive in one piece
                 return func.decompose(*args, **kwargs)
         if func._schema.is_mutable:
@@ -322,8 +321,3 @@ def _constant(func: Any, value: Any) -> float | None:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return value  # type: ignore[no-any-return]
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(func._can_decompose())
