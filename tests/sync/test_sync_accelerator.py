@@ -1,5 +1,4 @@
-"""Models on devices: from one to the other over their backend if all ranks of both jobs have theirs there, else through host
-memory. Their memory cannot be opened by other processes; see test_sync_pulls for where it can."""
+"""Models on devices whose memory other processes cannot open: communicators, streams, and models that move."""
 
 from __future__ import annotations
 
@@ -31,35 +30,6 @@ from support.sync_jobs import receive, send
 from support.synced_models import build, check
 
 pytestmark = pytest.mark.usefixtures("fake_device")
-
-
-FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "engines", "verify", "options", "transport", "semantics"),
-    [
-        (("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], False, {}, CCL, "nccl"),
-        (FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], True, {}, CCL, "hccl"),
-        (FSDP, [(*TP, "none")], True, {"transport": "host"}, "host", "nccl"),
-        (("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], True, {}, "host", "nccl"),
-        (FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], False, {}, "host", "nccl"),
-    ],
-    ids=["nodes", "engines that differ", "host transport", "trainer", "one on CPU"],
-)  # fmt: skip
-def test_models_on_a_device(
-    trainer: Any, engines: list[Any], verify: bool, options: Any, transport: str, semantics: str
-) -> None:
-    setup = partial(fakedev.setup, semantics, shares=False)
-    layout, world, nodes, where = trainer
-    receivers = sum(count for _, count, *_ in engines)
-    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
-    jobs = [Job(world, sends, (layout, world, receivers), setup=setup)]
-    for other, count, other_nodes, there, stage in engines:
-        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify, dtype=torch.bfloat16)
-        jobs.append(Job(count, receives, (other, count), setup=setup))
-    for of_rank in (of_rank for job in run(jobs) for of_rank in job):
-        assert [report.transport for report in of_rank] == [transport] * 3
 
 
 @pytest.mark.parametrize(

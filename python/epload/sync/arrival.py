@@ -13,7 +13,7 @@ from epload.errors import LoadError, message_of
 from epload.planning.holdings import NO_PART, Holdings
 
 TensorLayout = tuple[torch.Size, torch.dtype, torch.device]
-"""Shape, dtype and device of a local tensor, which are known before it is there."""
+"""Shape, dtype and device of a local tensor, which may be known before it exists."""
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:

@@ -78,8 +78,8 @@ class DeviceRoute:
         members = self._members
         rail = members.rail_of[owner]
         node_of_sender = next((number, node) for number, node in enumerate(members.sender_nodes) if owner in node)
-        turn = node_of_sender[0] + node_of_sender[1].index(owner)
-        entry = members.nodes[nodes[turn % len(nodes)]][rail]
+        offset = node_of_sender[0] + node_of_sender[1].index(owner)
+        entry = members.nodes[nodes[offset % len(nodes)]][rail]
         ranks: list[int] = []
         for node in map(members.nodes.__getitem__, nodes):
             ranks += [node[rail]] if node in self._staging_nodes else node

@@ -35,7 +35,7 @@ class DeviceAccess(NamedTuple):
     kind: str = ""
     """Device, backend and its version: equal on ranks that can reach each other."""
     identity: str = ""
-    """Identity of the device; empty if it is not known."""
+    """Identity of the device; empty if unknown."""
     machine: str = ""
     memory: str = ""
     """Type of the device whose memory the rank has, as a sender, or may open; empty if neither."""
@@ -71,7 +71,7 @@ class DeviceAccess(NamedTuple):
         access = cls.of(device, opens=True)
         try:
             _, handles, sizes = share_memory(tensors)
-        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, whoever packs it says so
+        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, packing it raises
             return access._replace(obstacle=first_line(error))
         if not handles:
             return access._replace(obstacle="its tensors are empty")

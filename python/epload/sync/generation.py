@@ -85,10 +85,10 @@ class Generation:
         with self._explained():
             ranks = participants.senders + len(participants.receivers)
             self.control, self._messages = join(store, timeout, number, ranks, rank, message, holdings, failure)
-            self._own = self._messages[rank]
+            self._own, self._sends = self._messages[rank], rank < participants.senders
             assert manifest is not None
             with self._load(), garbage_collection.paused():
-                self.members = find_members(self._messages)
+                self.members = find_members(participants.senders, self._messages)
                 self.plan, lenders, self.not_pulled = plan_together(
                     store, self.control, number, self.members, self._messages, manifest, holdings
                 )
@@ -233,8 +233,8 @@ class Generation:
         return self.puller.copying(tensors, buckets, self._own.verify, self.control, report)
 
     def _close_after_failure(self, version: int) -> None:
-        """Receivers say that they have closed the memory of senders; these wait for them, so that whoever catches the error may
-        free it. Not for long: a receiver that was killed says nothing, and has nothing open."""
+        """Receivers say that they have closed the memory of senders; these wait for them, so that a caller that catches the error
+        may free it. Not for long: a receiver that was killed says nothing, and has nothing open."""
         key = f"closed/{self.number}/{version}"
         with suppress(RuntimeError):  # the store is lost, or a receiver
             if self.puller is not None:
@@ -257,7 +257,7 @@ class Generation:
             framing.verify(number, roles.reader(number), bucket)
 
         sink, fill = LocalBuckets(None), None
-        if self._own.sends:
+        if self._sends:
             fill = shards.pack if shards is not None else None
         elif route.device is not None and self.memory is not None:
             sink = LocalBuckets(shards, dict(self.staged_buckets()), check if verify else None)
@@ -267,7 +267,7 @@ class Generation:
             route.run(TransferContext(plan, roles, fill, framing, control, report), sink, bar)
 
     def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
-        rank, sends = self.control.rank, self._own.sends
+        rank, sends = self.control.rank, self._sends
         on_device = isinstance(self.route, DeviceRoute) and (sends or self.memory is None)
         nodes = self.members.sender_nodes if sends else self.members.nodes
         ranks = next(len(node) for node in nodes if rank in node)

@@ -27,7 +27,6 @@ class JoinMessage(NamedTuple):
 
     node: str
     """Equal on ranks that share a machine's memory, and send or receive together."""
-    sends: bool
     verify: bool
     access: DeviceAccess
     stages: bool = False
@@ -61,7 +60,7 @@ def join(
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
         ValueError: ranks differ in ``verify``; on every rank.
     """
-    parts = publish(store, holdings.encode_parts()) if message.sends and message.access.handle else ""
+    parts = publish(store, holdings.encode_parts()) if message.access.handle else ""
     message = message._replace(summary=publish_summary(store, holdings.summary()), parts=parts)
     control, views = rendezvous(
         PrefixStore(f"generation/{number}", store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank,
@@ -82,17 +81,16 @@ def _by_rank(views: dict[int, list[Any]]) -> list[list[Any]]:
     return [views[rank] for rank in sorted(views)]
 
 
-def find_members(messages: Sequence[JoinMessage]) -> Members:
+def find_members(senders: int, messages: Sequence[JoinMessage]) -> Members:
     """Returns the nodes of both jobs. Ranks that may open memory of senders on their machine are a node, apart from those there
     that cannot."""
-    shared = {(m.access.machine, m.access.memory) for m in messages if m.sends and m.access.handle}
-    senders = {rank: m.node for rank, m in enumerate(messages) if m.sends}
-    receivers = {
+    shared = {(m.access.machine, m.access.memory) for m in messages if m.access.handle}
+    of_senders = {rank: message.node for rank, message in enumerate(messages[:senders])}
+    of_receivers = {
         rank: f"{m.node} {(m.access.machine, m.access.memory) in shared}"
-        for rank, m in enumerate(messages)
-        if not m.sends
+        for rank, m in enumerate(messages[senders:], senders)
     }
-    return Members(*(tuple(map(tuple, group_equal(of_rank))) for of_rank in (senders, receivers)))
+    return Members(*(tuple(map(tuple, group_equal(of_rank))) for of_rank in (of_senders, of_receivers)))
 
 
 def plan_together(

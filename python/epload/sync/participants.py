@@ -110,7 +110,7 @@ class Start(NamedTuple):
 
 
 class ReceiverRendezvous:
-    """A receiver's side. Its thread tells the sender that the process is alive.
+    """A receiver's side. Its thread notifies the sender that the process is alive.
 
     Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
     """

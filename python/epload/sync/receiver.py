@@ -77,7 +77,7 @@ class WeightReceiver(Endpoint):
             timeout: seconds (or timedelta) that a receiver waits for a version, or without progress after which a sync has
                 failed; 30 minutes if None.
             stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
-                target. ``"device"``: it arrives in tensors of its own, beside those of the target on their devices, which takes
+                target. ``"device"``: it arrives in tensors of its own, next to those of the target on their devices, which takes
                 as much memory there until the commit. ``"none"``: it arrives in the target, which must not be used meanwhile; if
                 that fails, the target is partially updated. With any of them, what a sender on the same machine has in memory of
                 a device is copied straight out of it.
@@ -206,7 +206,7 @@ class WeightReceiver(Endpoint):
         access = DeviceAccess.of(device, opens=not self._rejected)
         self._rejected = False
         own = self._rendezvous.participant
-        message = JoinMessage(self._node, False, self._verify, access, stages)
+        message = JoinMessage(self._node, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
         self._join(start, participants, rank, message, manifest, self._holdings, failure)
 

@@ -189,7 +189,7 @@ class WeightSender(Endpoint):
                     if not self._continues(start):
                         participants = Participants.fetch(self._store, start.participants, self._timeout)
                         node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
-                        message = JoinMessage(node, True, self._verify, model.access)
+                        message = JoinMessage(node, self._verify, model.access)
                         rank = topology.ranks.index(topology.rank)
                         self._join(start, participants, rank, message, model.manifest, model.holdings)
                         self._basis = model.basis

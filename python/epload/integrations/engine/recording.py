@@ -61,12 +61,12 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
     _run(trace, load_weights)
     written = _by_target(trace.writes, table)
     passed_through = _find_passed_through(written)
-    if passed_through and not trace.refusal:
+    if passed_through and not trace.problem:
         alone = LoadTrace(tensors, sorted(passed_through), table)
         _run(alone, load_weights, alone=True)
-        trace.refusal = alone.refusal or _find_difference(trace.writes, alone.writes, passed_through, written)
-    if trace.refusal:
-        return Recording(((),) * len(tensors.names), dict.fromkeys(tensors.names, trace.refusal))
+        trace.problem = alone.problem or _find_difference(trace.writes, alone.writes, passed_through, written)
+    if trace.problem:
+        return Recording(((),) * len(tensors.names), dict.fromkeys(tensors.names, trace.problem))
     regions: list[list[Place]] = [[] for _ in tensors.names]
     constants: list[tuple[str, Box, float]] = []
     views: dict[object, View] = {}
@@ -106,9 +106,9 @@ def _run(trace: LoadTrace, load_weights: LoadWeights, alone: bool = False) -> No
         trace.run(load_weights)
     except Exception as error:
         text = f"load_weights raised {type(error).__name__} after it took {trace.last or 'no tensor'}"
-        if not trace.refusal and not alone:
+        if not trace.problem and not alone:
             raise ModelMismatch(f"{text}, and nothing was written: {error}") from error
-        trace.refusal = trace.refusal or f"{text}: {error}"
+        trace.problem = trace.problem or f"{text}: {error}"
     if alive := trace.alive():
         raise LoadError(
             f"load_weights keeps {len(alive)} of the tensors that it is given for later (the first is {alive[0]}), so that it "

@@ -62,7 +62,7 @@ class Write(NamedTuple):
 
 
 class _Provenance(NamedTuple):
-    """What a fake tensor was made of."""
+    """Describes what a fake tensor is derived from."""
 
     sources: frozenset[int]
     """Numbers of the checkpoint tensors that it depends on."""
@@ -76,7 +76,7 @@ class _Provenance(NamedTuple):
 
 
 class _FakeTensor(Tensor):
-    """A checkpoint tensor, or what was made of some, without data."""
+    """A checkpoint tensor, or one derived from some, without data."""
 
     meta: Tensor
     """Has its shape, strides and offset."""
@@ -87,7 +87,7 @@ class _FakeTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached from threads other than that of the trace, whose modes are not theirs.
+        # Reached from threads other than that of the trace, whose modes do not hold there.
         trace = next(leaf.load_trace for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         return trace.__torch_dispatch__(func, types, args, kwargs)
 
@@ -98,7 +98,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Metadata, numbers: Sequence[int], targets: EngineTargets) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[Write] = []
-        self.refusal = ""
+        self.problem = ""
         """Why the call cannot be traced; empty if it can."""
         self.last = ""
         """The name last taken from the iterator."""
@@ -106,7 +106,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers = numbers
         self._targets = targets
         self._created: set[int] = set()
-        """Storages that it has made, which it may write."""
+        """Storages created during the call, which it may write."""
         self._fakes: weakref.WeakSet[_FakeTensor] = weakref.WeakSet()
 
     def run(self, load_weights: LoadWeights) -> None:
@@ -116,7 +116,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch_module.register_module_parameter_registration_hook,
                 torch_module.register_module_buffer_registration_hook,
             ):
-                stack.callback(register(self._refuse_registration).remove)
+                stack.callback(register(self._reject_registration).remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(_Functions(self))
             stack.enter_context(self)
@@ -128,19 +128,19 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             gc.collect()
         return [self._tensors.names[i] for i in sorted(_sources_of(self._fakes))]
 
-    def refuse(self, reason: str) -> RuntimeError:
-        self.refusal = self.refusal or reason
+    def reject(self, reason: str) -> RuntimeError:
+        self.problem = self.problem or reason
         return RuntimeError(reason)
 
-    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
+    def _reject_registration(self, module: Any, name: str, value: Any) -> None:
+        raise self.reject(f"it replaces {name} of a {type(module).__name__}")
 
     def check_access(self, func: Any, tensor: Tensor) -> None:
         """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
         name, is_fake = getattr(func, "__name__", "data"), isinstance(tensor, _FakeTensor)
         replaces = name == "__set__" and not is_fake and storage_of(tensor) not in self._created
         if is_fake or replaces or self._targets.share_storage(tensor):
-            raise self.refuse(f"it accesses the memory of a tensor with {name}")
+            raise self.reject(f"it accesses the memory of a tensor with {name}")
 
     def _yield_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number in self._numbers:
@@ -174,7 +174,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fakes:
             return self._derive(func, args, kwargs, fakes)
         if touches and packet not in _VIEWS | _READ_NO_VALUES:
-            raise self.refuse(f"it reads a parameter's values with {packet.__name__}")
+            raise self.reject(f"it reads a parameter's values with {packet.__name__}")
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._created |= storages - set(map(storage_of, tensors))
@@ -207,9 +207,9 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            raise self.refuse(f"values are read by {name}") from error
+            raise self.reject(f"values are read by {name}") from error
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(result)):
-            raise self.refuse(f"values are read by {name}")
+            raise self.reject(f"values are read by {name}")
         if func.overloadpacket in _COPIES:
             return self._fake(result, _cast(fakes[0], result.dtype))
         reason = next((fake.provenance.reason for fake in fakes if fake.provenance.view is None), "")
@@ -226,22 +226,22 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target, others = tensors[0], tensors[1:]
         fakes = [tensor for tensor in others if isinstance(tensor, _FakeTensor)]
         if changed != arguments[:1] or target is not args[0] or any(map(self._targets.share_storage, others)):
-            raise self.refuse(f"{name} writes several tensors, or reads a parameter's values")
+            raise self.reject(f"{name} writes several tensors, or reads a parameter's values")
         if target.numel() == 0:
             return target
         if isinstance(target, _FakeTensor):
-            raise self.refuse(f"a tensor that it is given, or a copy, is changed by {name}")
+            raise self.reject(f"a tensor that it is given, or a copy, is changed by {name}")
         if self._targets.share_storage(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
             return target
         if fakes or storage_of(target) not in self._created:
-            raise self.refuse(f"{name} writes to a tensor that is not one of the targets")
+            raise self.reject(f"{name} writes to a tensor that is not one of the targets")
         return func(*args, **kwargs)
 
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
         name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.refuse(
+            raise self.reject(
                 f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
             )
         place, boxes = located
@@ -249,7 +249,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not fakes:
             constant = _constant(func, value)
             if constant is None:
-                raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
+                raise self.reject(f"{name} writes to {place} what no checkpoint tensor holds")
         elif func.overloadpacket in (_aten.copy_, _aten.fill_) and value is fakes[0]:
             _, view, reason, _ = _cast(fakes[0], target.dtype)
             if view is not None and (views := self._views_of(target, view)):
