@@ -62,7 +62,7 @@ class Participant(NamedTuple):
     size: int
     """Ranks of the engine."""
     process: str
-    """For messages."""
+    """Process id and host, as messages show them."""
     number: int
     """Unique among the receivers of a sender."""
     joined: int = 0
