@@ -17,7 +17,8 @@ from epload.ranks.topology import Topology
 from epload.report import LoadReport, SaveReport
 from epload.save import PendingSave, save, save_async
 from epload.saving.convert import convert
-from epload.sync.receiver import EngineRank, WeightReceiver
+from epload.sync.participants import EngineRank
+from epload.sync.receiver import WeightReceiver
 from epload.sync.report import SyncReport
 from epload.sync.sender import WeightSender
 

@@ -24,7 +24,7 @@ from unittest import mock
 import epload
 from campaigns import seeds
 from epload.ranks.control import Control
-from epload.sync.lobby import Attendance, Lobby
+from epload.sync.participants import ReceiverRendezvous, SenderRendezvous
 from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
@@ -40,7 +40,7 @@ IN_TIME = 4 * TIMEOUT + 20
 """Seconds that a call may take: waits of a timeout may follow one another, and this machine may be busy."""
 VERSIONS = 4
 KINDS = ("kill", "stop", "raise", "memory", "slow", "wrong version", "late", "leave")
-PHASES = ("offer", "ready", "data", "commit", "apply")
+PHASES = ("announce", "ready", "data", "commit", "apply")
 PLACES = ("cpu", *fakedev.SEMANTICS)
 VICTIMS = ("trainer 0", "trainer 1", "pair 0", "pair 1", "single 0")
 
@@ -63,7 +63,7 @@ class Fault(NamedTuple):
             victim = "single 0"
         if victim.startswith("trainer") and phase == "apply":
             phase = "data"
-        if victim == "trainer 1" and phase == "offer":  # the first rank offers
+        if victim == "trainer 1" and phase == "announce":  # the first rank announces
             phase = "ready"
         stage, verify = chance.choice(("host", "none")), chance.choice((False, True))
         return cls(kind, phase, victim, chance.randrange(4), stage, verify, chance.choice(PLACES))
@@ -104,15 +104,15 @@ def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
         yield
         return
     patches: dict[str, tuple[type, str, Callable[[tuple[Any, ...]], bool]]] = {
-        "offer": (Lobby if fault.victim.startswith("trainer") else Attendance, "offer", lambda args: True),
+        "announce": (SenderRendezvous, "announce", lambda args: True),
         "ready": (Control, "settle", lambda args: args[1] == "getting ready"),
         "commit": (Control, "settle", lambda args: args[1] == "committing the version"),
         # From device to device, a rank has only the waves that it takes part in.
         "data": (Engine, "_move", lambda args: args[1].index == min(fault.wave, len(args[0]._waves) - 1)),
     }
+    if not fault.victim.startswith("trainer"):
+        patches["announce"] = (ReceiverRendezvous, "get_ready", lambda args: True)
     kind, name, applies = patches[phase]
-    if phase == "offer" and kind is Attendance:
-        name = "accept_offer"
     original, done = getattr(kind, name), threading.Event()
 
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
                 meeting.hear("late")
             write(model, version)
             with (
-                armed(fault, mine and version == 2, "offer"),
+                armed(fault, mine and version == 2, "announce"),
                 armed(fault, mine and version == 2, "ready"),
                 armed(fault, mine and version == 2, "data"),
                 armed(fault, mine and version == 2, "commit"),
@@ -191,7 +191,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 break
             asked = 77 if now and fault.kind == "wrong version" else None
             with (
-                armed(fault, now, "offer"),
+                armed(fault, now, "announce"),
                 armed(fault, now, "ready"),
                 armed(fault, now, "data"),
                 armed(fault, now, "commit"),

@@ -53,6 +53,7 @@ def test_a_function_is_replaced_and_restored() -> None:
 @pytest.mark.parametrize(
     ("module", "replacement"),
     [
+        ("accelerate.utils.fsdp_utils", accelerate.fsdp2_load_full_state_dict),
         ("verl.utils.fsdp_utils", verl.fsdp2_load_full_state_dict),
         ("skyrl_train.distributed.fsdp_utils", skyrl.fsdp2_load_full_state_dict),
         ("veomni.models.module_utils", veomni.rank0_load_and_broadcast_weights),
@@ -70,16 +71,6 @@ def test_modules_that_imported_the_function_by_name(
         assert getattr(user, name) is replacement
     assert getattr(defining, name) is original
     assert getattr(user, name) is original
-
-
-def test_accelerate() -> None:
-    utils = pytest.importorskip(
-        "accelerate.utils.fsdp_utils", reason="accelerate is not installed: pip install -r requirements-dev.txt"
-    )
-    before = utils.fsdp2_load_full_state_dict
-    with epload.patch():
-        assert utils.fsdp2_load_full_state_dict is accelerate.fsdp2_load_full_state_dict
-    assert utils.fsdp2_load_full_state_dict is before
 
 
 def test_a_framework_without_the_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,25 +77,6 @@ def differ(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
     return [name for name, value in expected.items() if name not in state or not torch.equal(state[name], value)]
 
 
-def own_of_each_rank(rank: int) -> list[str]:
-    """Pipeline stages load values of their own, and one may load alone."""
-    problems = []
-    options = StateDictOptions(full_state_dict=True)
-    stage = rank // 2
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    model: Any = fully_shard(on_meta(Net), mesh=pairs["shard"]).to_empty(device="cpu")
-    for start in (100 * stage, 500) if stage else (0,):
-        own = values(Net(), start)
-        ours.set_model_state_dict(model, dict(own), options=options)
-        problems += [f"{start}: {name}" for name in differ(model, own)]
-    dist.barrier()
-    return problems
-
-
-def test_without_broadcast_each_rank_loads_its_own() -> None:
-    all_fine(ranks.run(4, own_of_each_rank, limit=60))
-
-
 # ---- keys that do not fit ----
 
 

@@ -36,11 +36,11 @@ def record_model(model: nn.Module, weights: Mapping[str, Tensor]) -> Recording:
 def apply(recording: Recording, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Does what a receiver does with full tensors: fills, copies, then the engine's own loader for the others."""
     targets = tensors_of(model)
-    recording.fill(targets)
+    recording.fill_constants(targets)
     copy_regions(recording, targets, weights)
-    if recording.whole:
+    if recording.passed_through:
         with torch.no_grad():
-            model.load_weights((name, weights[name].clone()) for name in recording.whole)
+            model.load_weights((name, weights[name].clone()) for name in recording.passed_through)
 
 
 def copy_regions(recording: Recording, targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

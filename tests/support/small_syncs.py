@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import epload
-from epload.sync import lobby
+from epload.sync import participants
 from support.jobs import Meeting
 from support.synced_models import build, write
 
@@ -26,12 +26,12 @@ def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 2.0) -> Iterator
         lease_seconds: after which a silent rank is dropped.
     """
     with (
-        mock.patch("epload.sync.formation.SYNC_WAVE_BYTES", wave_bytes),
+        mock.patch("epload.sync.joining.SYNC_WAVE_BYTES", wave_bytes),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
         mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
         mock.patch("epload.planning.exchange.LEAST_SLOT_BYTES", 4_000),
-        mock.patch.object(lobby, "LEASE_SECONDS", lease_seconds),
-        mock.patch.object(lobby, "_BEAT_SECONDS", 0.3),
+        mock.patch.object(participants, "LEASE_SECONDS", lease_seconds),
+        mock.patch.object(participants, "_BEAT_SECONDS", 0.3),
     ):
         yield
 
@@ -49,7 +49,7 @@ def outcome(step: Callable[[], Any]) -> str:
     """The error's text, or an empty string."""
     try:
         step()
-    except (epload.LoadError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 

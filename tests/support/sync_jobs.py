@@ -96,7 +96,7 @@ def receive(
                     if before is not None:
                         check(model, before)
                 receiver.commit()
-                assert (receiver.version, receiver.torn) == (version, False)
+                assert (receiver.version, receiver.partially_updated) == (version, False)
                 check(model, version)
                 reports.append(Moved.of(report))
     return reports
@@ -144,7 +144,7 @@ def engine(
         acting: a context in which a function is called there.
 
     Returns:
-        What each version raised, the version then, and whether the model is torn.
+        What each version raised, the version then, and whether the model is partially updated.
     """
 
     def tell() -> None:
@@ -165,8 +165,8 @@ def engine(
                     text = outcome(receiver.receive_weights)
                 if not text:
                     receiver.commit()
-                if receiver.version is not None and not receiver.torn:
+                if receiver.version is not None and not receiver.partially_updated:
                     check(model, receiver.version)
-                outcomes.append((text, receiver.version, receiver.torn))
+                outcomes.append((text, receiver.version, receiver.partially_updated))
             meeting.hear("over-0")
         return outcomes

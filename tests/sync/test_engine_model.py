@@ -91,35 +91,6 @@ def test_an_engine_holds_what_its_own_load_weights_gives(kind: str, dtype: torch
     run([Job(2, send, (2, 2, "")), Job(2, receive, (kind, dtype, options))])
 
 
-class Failing(epload.EngineModel):
-    """Fails after a version was copied in, as an engine's processing may."""
-
-    def finish(self) -> None:
-        if self.failing:
-            raise RuntimeError("cannot repack")
-
-
-def receive_failing(rank: int, meeting: Meeting) -> None:
-    target = Failing(Engine(0))
-    with epload.WeightReceiver(target, meeting.hear("address"), timeout=30, stage="none") as receiver:
-        for version in (1, 2, 3):
-            target.failing = version < 3
-            if target.failing:
-                with pytest.raises(RuntimeError, match="cannot repack"):
-                    receiver.receive_weights()
-                assert receiver.torn
-                assert receiver.version is None
-            else:
-                receiver.receive_weights()
-                assert not receiver.torn
-                assert receiver.version == version
-        meeting.say(f"done-{rank}")
-
-
-def test_an_engine_that_cannot_finish_is_torn() -> None:
-    run([Job(1, send, (1, 1, "")), Job(1, receive_failing)])
-
-
 def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
     with pytest.raises(RankFailed, match=r"load_weights leaves 1 of the engine's parameters unwritten.*norm\.weight"):
         run([Job(1, send, (1, 2, "norm")), Job(2, receive, ("views", torch.float32, {}))])

@@ -1,4 +1,8 @@
-"""A trainer's weights in the ranks of another job: every layout against the full tensors."""
+"""A trainer's weights in the ranks of other jobs: every layout against the full tensors, on CPU and on the fake accelerator.
+
+Versions go from device to device if all ranks of both jobs have their tensors there, else through host memory. The fake's memory
+cannot be opened by other processes here; see test_sync_pulls for where it can.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,46 @@ from typing import Any
 import pytest
 import torch
 
+from support import fakedev
+from support.accelerator import DEVICE
+from support.device_syncs import CCL
 from support.jobs import Job, run
 from support.sync_jobs import receive, send
 
+HALF = torch.bfloat16
+FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
+
 
 @pytest.mark.parametrize(
-    ("trainer", "engine", "options"),
+    ("semantics", "trainer", "engines", "verify", "dtype", "options", "transport"),
     [
-        (("fsdp", 2, None), ("tp0", 2, None), {}),
-        (("fsdp", 3, [[0, 1], [2]]), ("tp1", 2, [[0], [1]]), {"verify": True, "dtype": torch.bfloat16}),
-        (("tp1", 2, [[0], [1]]), ("fsdp", 4, [[0, 1], [2, 3]]), {"verify": True, "stage": "none"}),
-        (("plain", 1, None), ("plain", 2, [[0], [1]]), {"verify": True, "stage": "none"}),
-        (("tp0", 2, None), ("fsdp", 3, [[0, 1], [2]]), {"verify": True, "stage": "device", "dtype": torch.bfloat16}),
+        ("", ("fsdp", 2, None, "cpu"), [("tp0", 2, None, "cpu", "host")], False, torch.float32, {}, "host"),
+        ("", ("fsdp", 3, [[0, 1], [2]], "cpu"), [("tp1", 2, [[0], [1]], "cpu", "host")], True, HALF, {}, "host"),
+        ("", ("tp1", 2, [[0], [1]], "cpu"), [("fsdp", 4, [[0, 1], [2, 3]], "cpu", "none")], True, torch.float32, {}, "host"),
+        ("", ("plain", 1, None, "cpu"), [("plain", 2, [[0], [1]], "cpu", "none")], True, torch.float32, {}, "host"),
+        ("", ("tp0", 2, None, "cpu"), [("fsdp", 3, [[0, 1], [2]], "cpu", "device")], True, HALF, {}, "host"),
+        ("nccl", ("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], False, HALF, {}, CCL),
+        ("hccl", FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], True, HALF, {}, CCL),
+        ("nccl", FSDP, [(*TP, "none")], True, HALF, {"transport": "host"}, "host"),
+        ("nccl", ("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], True, HALF, {}, "host"),
+        ("nccl", FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], False, HALF, {}, "host"),
     ],
-    ids=["fsdp to tp", "three to two nodes", "tp to fsdp in place", "plain", "tp to fsdp beside"],
-)
-def test_every_version_arrives_as_a_whole(trainer: Any, engine: Any, options: Any) -> None:
-    layout, world, nodes = trainer
-    other, count, other_nodes = engine
-    sends = partial(send, nodes=nodes, verify=options.get("verify", False))
-    receives = partial(receive, nodes=other_nodes, **options)
-    sent, received = run([Job(world, sends, (layout, world, count)), Job(count, receives, (other, count))])
-    for of_rank in (*sent, *received):
-        assert [report.transport for report in of_rank] == ["host"] * 3
+    ids=[
+        "fsdp to tp", "three to two nodes", "tp to fsdp in place", "plain", "tp to fsdp beside", "nodes", "engines that differ",
+        "host transport", "trainer on a device", "one engine on CPU",
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("fake_device")
+def test_every_version_arrives_as_a_whole(
+    semantics: str, trainer: Any, engines: list[Any], verify: bool, dtype: torch.dtype, options: Any, transport: str
+) -> None:
+    setup = partial(fakedev.setup, semantics, shares=False) if semantics else None
+    layout, world, nodes, where = trainer
+    receivers = sum(count for _, count, *_ in engines)
+    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
+    jobs = [Job(world, sends, (layout, world, receivers), setup=setup)]
+    for other, count, other_nodes, there, stage in engines:
+        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify, dtype=dtype)
+        jobs.append(Job(count, receives, (other, count), setup=setup))
+    for of_rank in (of_rank for job in run(jobs) for of_rank in job):
+        assert [report.transport for report in of_rank] == [transport] * 3

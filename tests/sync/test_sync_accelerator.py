@@ -1,5 +1,4 @@
-"""Models on devices: from one to the other over their backend if all ranks of both jobs have theirs there, else through host
-memory. Their memory cannot be opened by other processes; see test_sync_pulls for where it can."""
+"""Models on devices whose memory other processes cannot open: communicators, streams, and models that move."""
 
 from __future__ import annotations
 
@@ -21,45 +20,16 @@ from epload.planning.waves import Wave
 from epload.ranks.groups import Group
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceAccess, link_obstacle
-from epload.sync.transfer import LocalBuckets
+from epload.transfer.framing import Framing
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
+from support.device_syncs import CCL, move_to_cpu, send_versions
 from support.jobs import Job, Meeting, run
 from support.small_syncs import many_waves
 from support.sync_jobs import receive, send
 from support.synced_models import build, check
 
 pytestmark = pytest.mark.usefixtures("fake_device")
-
-
-FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "engines", "verify", "options", "transport", "semantics"),
-    [
-        (("tp1", 2, [[0], [1]], DEVICE), [("fsdp", 3, [[0, 1], [2]], DEVICE, "host")], False, {}, CCL, "nccl"),
-        (FSDP, [(*TP, "host"), ("plain", 1, None, DEVICE, "none")], True, {}, CCL, "hccl"),
-        (FSDP, [(*TP, "none")], True, {"transport": "host"}, "host", "nccl"),
-        (("plain", 1, None, DEVICE), [("tp0", 2, None, "cpu", "none")], True, {}, "host", "nccl"),
-        (FSDP, [("plain", 1, None, DEVICE, "none"), ("plain", 1, None, "cpu", "host")], False, {}, "host", "nccl"),
-    ],
-    ids=["nodes", "engines that differ", "host transport", "trainer", "one on CPU"],
-)  # fmt: skip
-def test_models_on_a_device(
-    trainer: Any, engines: list[Any], verify: bool, options: Any, transport: str, semantics: str
-) -> None:
-    setup = partial(fakedev.setup, semantics, shares=False)
-    layout, world, nodes, where = trainer
-    receivers = sum(count for _, count, *_ in engines)
-    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
-    jobs = [Job(world, sends, (layout, world, receivers), setup=setup)]
-    for other, count, other_nodes, there, stage in engines:
-        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify, dtype=torch.bfloat16)
-        jobs.append(Job(count, receives, (other, count), setup=setup))
-    for of_rank in (of_rank for job in run(jobs) for of_rank in job):
-        assert [report.transport for report in of_rank] == [transport] * 3
 
 
 @pytest.mark.parametrize(
@@ -73,15 +43,14 @@ def test_models_on_a_device(
     ids=["two GPUs", "one GPU", "two versions", "GPU and CPU"],
 )
 def test_which_ranks_reach_each_other_from_their_devices(kinds: list[str], places: list[str], expected: str) -> None:
-    found = link_obstacle(
-        [DeviceAccess("nccl" if kind else "", kind, at) for kind, at in zip(kinds, places, strict=True)]
-    )
+    accesses = [DeviceAccess(kind=kind, identity=place) for kind, place in zip(kinds, places, strict=True)]
+    found = link_obstacle(accesses)
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
-    """Fails while the other member of its first group waits for it. Returns whether it raised, and whether it is torn."""
+    """Fails while the other member of its first group waits for it. Returns whether it is partially updated, has no version."""
     model = build("plain", 1, where=DEVICE)
     make = Group.make
 
@@ -96,12 +65,12 @@ def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]
     with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=12, stage="none") as receiver:
         with mock.patch.object(Group, "make", fails), pytest.raises(epload.LoadError):
             receiver.receive_weights()
-        return receiver.torn, receiver.version is None
+        return receiver.partially_updated, receiver.version is None
 
 
 @pytest.mark.parametrize(("dies", "semantics"), [(True, "nccl"), (False, "hccl")], ids=["dies", "raises"])
 def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, semantics: str) -> None:
-    """And nothing is torn."""
+    """And no model is partially updated."""
     setup = partial(fakedev.setup, semantics, lazy=True, shares=False)
     sent, received = run(
         [
@@ -117,16 +86,16 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
 
 
 def receive_flipped(rank: int, meeting: Meeting) -> str:
-    copy = LocalBuckets._keep
+    verify = Framing.verify
 
-    def flips(place: torch.Tensor, bucket: torch.Tensor) -> None:
-        copy(place, bucket)
-        place[200] ^= 0x40
+    def flips(self: Framing, number: int, reader: int, bucket: torch.Tensor) -> None:
+        bucket[200] ^= 0x40
+        verify(self, number, reader, bucket)
 
     model = build("plain", 1, where=DEVICE)
     with (
         many_waves(),
-        mock.patch.object(LocalBuckets, "_keep", staticmethod(flips)),
+        mock.patch.object(Framing, "verify", flips),
         epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
     ):
         try:
@@ -157,33 +126,29 @@ def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[
                 check(model, version)
                 found.append(report.transport)
             except epload.LoadError:
-                assert not receiver.torn
-                found.append("failed")
+                assert not receiver.partially_updated
+                found.append("")
     return found
 
 
-def test_a_trainer_that_moves_to_another_device() -> None:
+@pytest.mark.parametrize(
+    ("moves", "stage", "transports"),
+    [
+        ("trainer", "none", [CCL, "host", "host"]),
+        ("engine", "host", [CCL] * 3),  # which leaves the device out
+        ("engine", "none", [CCL, "", "host"]),
+    ],
+)
+def test_a_model_that_moves_to_another_device(moves: str, stage: str, transports: list[str]) -> None:
     setup = partial(fakedev.setup, "nccl", shares=False)
-    send_moved = partial(send_versions, before_second=move_to_cpu, waves=many_waves)
-    jobs = [Job(1, send_moved, setup=setup), Job(1, receive_moved, (False, "none"), setup=setup)]
-    (sent,), (received,) = run(jobs)
-    assert [version.transport for version in sent] == received == [CCL, "host", "host"]
-
-
-@pytest.mark.parametrize("stage", ["host", "none"])
-def test_an_engine_that_moves_to_another_device(stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl", shares=False)
-    jobs = [
-        Job(1, partial(send_versions, waves=many_waves), setup=setup),
-        Job(1, receive_moved, (True, stage), setup=setup),
-    ]
-    (sent,), (received,) = run(jobs)
-    if stage == "host":  # which leaves the device out
-        assert [version.transport for version in sent] == received == [CCL] * 3
-    else:
-        assert "no longer all on" in sent[1].error
-        assert received == [CCL, "failed", "host"]
-        assert sent[2].transport == "host"
+    sends = partial(send_versions, waves=many_waves)
+    if moves == "trainer":
+        sends = partial(sends, before_second=move_to_cpu)
+    (sent,), (received,) = run(
+        [Job(1, sends, setup=setup), Job(1, receive_moved, (moves == "engine", stage), setup=setup)]
+    )
+    assert [version.transport for version in sent] == received == transports
+    assert "" not in transports or "no longer all on" in sent[1].error
 
 
 @contextmanager
@@ -219,10 +184,3 @@ def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> 
     jobs = [Job(2, sends, ("fsdp", 2, 3), setup=setup), Job(3, receives, ("tp0", 3), setup=setup)]
     for of_rank in (of_rank for job in run(jobs) for of_rank in job):
         assert [report.transport for report in of_rank] == [CCL] * 3
-
-
-@pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "none")])
-def test_what_the_caller_has_queued_comes_before(where: str, stage: str) -> None:
-    setup = partial(fakedev.setup, "nccl", shares=False)
-    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
-    assert received == [True]

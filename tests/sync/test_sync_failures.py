@@ -140,15 +140,15 @@ def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str, semantic
             Job(1, receives, ("a", ["", ""], stage, where), setup=setup),
         ]
     )
-    (_, version, torn) = left[0][1]
+    (_, version, partially_updated) = left[0][1]
     assert names_culprit(sent[0], "1")
     assert left[0][1][0] == sent[0]
-    assert (version, torn) == ((1, False) if stage == "host" else (None, True))
+    assert (version, partially_updated) == ((1, False) if stage == "host" else (None, True))
 
 
 @pytest.mark.parametrize("semantics", [None, "nccl"])
 @pytest.mark.usefixtures("fake_device")
-def test_a_torn_receiver_is_mended_by_the_next_version(semantics: str | None) -> None:
+def test_a_partially_updated_receiver_is_repaired_by_the_next_version(semantics: str | None) -> None:
     where, setup = place(semantics)
     sent, left = run(
         [
@@ -157,7 +157,7 @@ def test_a_torn_receiver_is_mended_by_the_next_version(semantics: str | None) ->
         ]
     )
     assert "a broken receiver" in sent[0][1][0]
-    assert [(version, torn) for _, version, torn in left[0]] == [(1, False), (None, True), (3, False)]
+    assert [(version, partial) for _, version, partial in left[0]] == [(1, False), (None, True), (3, False)]
 
 
 def asks(rank: int, meeting: Meeting, kind: str) -> str:
@@ -175,7 +175,7 @@ def asks(rank: int, meeting: Meeting, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("version", "expected version 7, but the sender offers 1"),
+        ("version", "expected version 7, but the sender announced 1"),
         ("shape", r"head has shape \[16, 41\]"),
         ("names", r"only the receiver has 1 tensor: extra"),
         ("verify", "expected the same verify="),

@@ -87,19 +87,6 @@ def test_what_is_not_within_reach_moves(stage: str) -> None:
         assert on_c[0][i][2] > TOTAL > on_b[0][i][2] > on_a[0][i][2]
 
 
-def test_other_engines_of_the_same_trainer() -> None:
-    """One has its model in host memory; the other pulls all the same."""
-    jobs = [
-        Job(2, on_device, ("fsdp", 2, 2), setup=setup),
-        Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
-        Job(1, partial(receive, stage="none", dtype=torch.bfloat16), ("plain", 1), setup=setup),
-    ]
-    _, pulls, other = run(jobs)
-    assert [report[1] for report in pulls[0]] == [TOTAL] * 3
-    assert [report[1] for report in other[0]] == [0] * 3
-    assert {report[0] for report in other[0]} == {"host"}
-
-
 def other_memory(model: torch.nn.Module) -> None:
     """Gives the model's parameters other memory, and what they had back to the system; as a trainer that moves its model to the
     host and back."""
@@ -270,7 +257,12 @@ def test_a_bit_that_changes_on_its_way_is_found() -> None:
     assert sent[0][0].error == received[0]
 
 
-@pytest.mark.parametrize("stage", ["host", "device", "none"])
-def test_what_the_caller_has_queued_comes_before(stage: str) -> None:
-    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (DEVICE, stage), setup=setup)])
+@pytest.mark.parametrize(
+    ("shares", "where", "stage"),
+    [(False, "cpu", "host"), (False, DEVICE, "none"), (True, DEVICE, "host"), (True, DEVICE, "device"), (True, DEVICE, "none")],
+)  # fmt: skip
+def test_what_the_caller_has_queued_comes_before(shares: bool, where: str, stage: str) -> None:
+    """Also where weights move from device to device, and through the host."""
+    setup = partial(fakedev.setup, "nccl", shares=shares)
+    _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
     assert received == [True]

@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import epload
-from support import fakedev
-from support.accelerator import DEVICE
 from support.checks import all_fine, differences
 from support.jobs import Job, Meeting, run
 from support.pretrained import build, by_the_library, by_torch, fsdp, published, random
@@ -60,44 +57,10 @@ def fill(model: Any, kind: str, version: int) -> None:
             tensor.copy_(value)
 
 
-def as_it_is(model: Any) -> Any:
-    return model
-
-
-def on_device(parallelize: Parallelize, model: Any) -> Any:
-    """The model parallelized on CPU, and then moved to the fake accelerator."""
-    model = parallelize(model)
-    meshes: dict[DeviceMesh, DeviceMesh] = {}
-    moved: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(DEVICE)
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in moved:
-                tensor = parameter.detach()
-                if isinstance(tensor, DTensor):
-                    mesh = tensor.device_mesh
-                    if mesh not in meshes:
-                        meshes[mesh] = DeviceMesh(fakedev.NAME, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-                    tensor = DTensor.from_local(
-                        tensor.to_local().to(DEVICE), meshes[mesh], tensor.placements, run_check=False,
-                        shape=tensor.shape, stride=tensor.stride(),
-                    )  # fmt: skip
-                else:
-                    tensor = tensor.to(DEVICE)
-                moved[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
-            module._parameters[name] = moved[id(parameter)]
-    return model
-
-
-def train(
-    rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int, verify: bool = False
-) -> list[str]:
+def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:
     quiet()
     model = parallelize(random(kind, 0))
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60, verify=verify) as sender:
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60) as sender:
         if rank == 0:
             meeting.say("address", sender.address)
         for version in VERSIONS:
@@ -106,15 +69,13 @@ def train(
     return []
 
 
-def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, pulls: bool = False) -> list[str]:
+def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize) -> list[str]:
     quiet()
     model = parallelize(build(kind))
     wrong = []
-    options: Any = {"stage": "device", "verify": True} if pulls else {}
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, **options) as receiver:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
         for version in VERSIONS:
-            report = receiver.receive_weights(version)
-            assert report.transport == ("ipc" if pulls else "host")
+            receiver.receive_weights(version)
             receiver.commit()
             expected = parallelize(random(kind, version))
             wrong += [f"version {version}: {text}" for text in differences(expected, model)]
@@ -147,14 +108,3 @@ def test_engines_get_the_models_that_the_library_makes(kind: str, tmp_path: Path
         ]
     )
     all_fine([wrong for job in results for wrong in job])
-
-
-@pytest.mark.usefixtures("fake_device")
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
-def test_engines_on_the_devices_of_the_trainer(kind: str) -> None:
-    """They copy what they need out of its memory."""
-    setup = partial(fakedev.setup, "nccl")
-    jobs = [Job(2, train, (kind, partial(on_device, FSDP), 3, True), setup=setup)]
-    for world, engine in ((2, TORCH_TP), (1, as_it_is)):
-        jobs.append(Job(world, serve, (kind, partial(on_device, engine), True), setup=setup))
-    all_fine([wrong for job in run(jobs) for wrong in job])

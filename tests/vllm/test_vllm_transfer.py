@@ -193,7 +193,7 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
 
     def apply(version: int) -> None:
         target.begin(recording)
-        recording.fill(target.tensors())
+        recording.fill_constants(target.tensors())
         copy_regions(recording, target.tensors(), {name: tensor + version for name, tensor in weights.items()})
         target.finish()
 

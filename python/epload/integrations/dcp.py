@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -90,9 +89,9 @@ class StorageReader(TorchStorageReader):
         self._number_of = {name: number for number, name in enumerate(manifest.names)}
         entries: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in others}
         for name, shape, dtype in zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True):
-            size = torch.Size(shape)
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+            size, origin = torch.Size(shape), torch.Size([0] * len(shape))
+            chunks = [ChunkStorageMetadata(origin, size)]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
         return Metadata(entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -111,19 +110,19 @@ class StorageReader(TorchStorageReader):
         items, planned = plan.items, self._planned
         if isinstance(items, _PickledItems) and items.items is None and planned and items.pickled == planned.pickled:
             items = planned.data  # which nobody has looked at
-        tensors = [item for item in items if item.type != LoadItemType.BYTE_IO and 0 not in item.lengths]
-        objects = [item for item in items if item.type == LoadItemType.BYTE_IO]
-        batch, nbytes = [], 0
-        for item in tensors:
-            batch.append(item)
-            nbytes += (
-                prod(item.lengths) * self._checkpoint.manifest.dtypes[self._number_of[item.storage_index.fqn]].itemsize
-            )
-            if nbytes >= _READ_BYTES:
-                self._read(batch, planner)
-                batch, nbytes = [], 0
-        if batch:
-            self._read(batch, planner)
+        objects, batches, room = [], list[list[ReadItem]](), 0
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                objects.append(item)
+            elif 0 not in item.lengths:
+                if room <= 0:
+                    batches.append([])
+                    room = _READ_BYTES
+                batches[-1].append(item)
+                dtype = self._checkpoint.manifest.dtypes[self._number_of[item.storage_index.fqn]]
+                room -= prod(item.lengths) * dtype.itemsize
+        for batch in batches:
+            self._read(self._checkpoint, batch, planner)
         if changed := self._checkpoint.changed():
             raise CheckpointError(f"{changed} while it was loaded; tensors may be partly overwritten")
         self._close()
@@ -140,42 +139,32 @@ class StorageReader(TorchStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).exists()
 
-    # ---- reading ----
-
-    def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        assert self._checkpoint is not None
-        tensors = [planner.resolve_tensor(item).detach() for item in items]
-        for item, tensor in zip(items, tensors, strict=True):
+    def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Reads the boxes of the checkpoint's tensors that some items ask for."""
+        manifest, dims = checkpoint.manifest, max(len(item.lengths) for item in items)
+        tensors, targets, rows, origins = [], [], [], []
+        for i, item in enumerate(items):
+            tensor, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
             if tensor.shape != torch.Size(item.lengths):
                 raise ValueError(
                     f"{item.dest_index.fqn}: expected the planner to give a tensor of shape {list(item.lengths)}, got "
                     f"{list(tensor.shape)}"
                 )
-        targets = [tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        if self._checkpoint.read_regions(self._regions(items, targets)) is None:
-            raise CheckpointError(f"{self._checkpoint.manifest.source}: its tensors are no byte ranges of files")
+            tensors.append(tensor)
+            targets.append(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu"))
+            number = self._number_of[name]
+            dtype, strides = manifest.dtypes[number], row_major_strides(manifest.shapes[number])
+            fixed, unused = [i, 0, dtypes.code(dtype), len(strides)], [0] * (dims - len(strides))
+            rows.append([*fixed, *[0] * dims, *item.lengths, *unused, *strides, *unused])
+            start = sum(map(int.__mul__, item.storage_offsets, strides))
+            origins.append([number, start * dtype.itemsize])
+        copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
+        if checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
+            raise CheckpointError(f"{manifest.source}: its tensors are no byte ranges of files")
         for item, tensor, target in zip(items, tensors, targets, strict=True):
             if tensor is not target:
                 tensor.copy_(target)
             planner.commit_tensor(item, tensor)
-
-    def _regions(self, items: Sequence[ReadItem], targets: list[Tensor]) -> Regions:
-        """Returns the boxes of the checkpoint's tensors, each of which fills one of ``targets``."""
-        assert self._checkpoint is not None
-        manifest = self._checkpoint.manifest
-        dims = max(len(item.lengths) for item in items)
-        rows, origins = [], []
-        for i, item in enumerate(items):
-            number = self._number_of[item.storage_index.fqn]
-            dtype, strides = manifest.dtypes[number], row_major_strides(manifest.shapes[number])
-            unused = [0] * (dims - len(strides))
-            rows.append(
-                [i, 0, dtypes.code(dtype), len(strides), *[0] * dims, *item.lengths, *unused, *strides, *unused]
-            )
-            start = sum(a * b for a, b in zip(item.storage_offsets, strides, strict=True))
-            origins.append([number, start * dtype.itemsize])
-        table = CopyTable(torch.tensor(rows, dtype=torch.int64))
-        return Regions(targets, table, torch.tensor(origins, dtype=torch.int64))
 
     def _close(self) -> None:
         self._planned = None

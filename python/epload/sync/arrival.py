@@ -1,8 +1,7 @@
-"""Tensors in which a version arrives beside those of a target, until it is committed."""
+"""Tensors in which a version arrives next to those of a target, until it is committed."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor
 from epload.core.copy_table import byte_view
 from epload.core.placement import Box, box_slices
 from epload.errors import LoadError, message_of
-from epload.planning.cells import merge_boxes
 from epload.planning.holdings import NO_PART, Holdings
 
 TensorLayout = tuple[torch.Size, torch.dtype, torch.device]
-"""Shape, dtype and device of a local tensor, which are known before it is there."""
+"""Shape, dtype and device of a local tensor, which may be known before it exists."""
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
@@ -31,15 +29,21 @@ class Arrival:
             LoadError: there is not enough memory.
         """
         self._layouts = list(layouts)
-        self._boxes = _filled_boxes(holdings)
+        boxes: dict[tuple[int, Box], None] = {}
+        for tensor, number in enumerate(holdings.class_of.tolist()):
+            for part in holdings.parts[number] if number != NO_PART else ():
+                boxes[holdings.targets[tensor][part.place], part.within(*part.box)] = None
+        self._filled = list(boxes)
+        """The boxes that a version fills, each with the number of its local tensor."""
+        filled = {number for number, _ in boxes}
         try:
             self.tensors = [
-                torch.empty(shape if i in self._boxes else (0,), dtype=dtype, device=device)
+                torch.empty(shape if i in filled else (0,), dtype=dtype, device=device)
                 for i, (shape, dtype, device) in enumerate(layouts)
             ]
         except torch.OutOfMemoryError as error:
             raise LoadError(
-                "stage='device' needs as much memory beside the model as its tensors have; pass stage='host', or 'none' if the "
+                "stage='device' needs as much memory next to the model as its tensors have; pass stage='host', or 'none' if the "
                 f"model is not used meanwhile: {message_of(error)}"
             ) from error
 
@@ -54,8 +58,9 @@ class Arrival:
         """
         if list(map(layout_of, targets)) != self._layouts:
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
-        into = [targets[i].detach()[box_slices(*box)] for i, boxes in self._boxes.items() for box in boxes]
-        out_of = [self.tensors[i][box_slices(*box)] for i, boxes in self._boxes.items() for box in boxes]
+        into, out_of = (
+            [tensors[i].detach()[box_slices(*box)] for i, box in self._filled] for tensors in (targets, self.tensors)
+        )
         with torch.inference_mode(any(target.is_inference() for target in into)):
             if into:
                 torch._foreach_copy_(into, out_of)
@@ -67,17 +72,6 @@ class Arrival:
                 raise LoadError(f"a tensor on {target.device} differs from what has arrived: its memory changes bits")
 
 
-def _filled_boxes(holdings: Holdings) -> dict[int, tuple[Box, ...]]:
-    """Returns the boxes that a version fills of each local tensor, by its number."""
-    boxes: dict[int, dict[Box, None]] = {}
-    for tensor, number in enumerate(holdings.class_of.tolist()):
-        if number != NO_PART:
-            for part in holdings.parts[number]:
-                boxes.setdefault(holdings.targets[tensor][part.place], {})[part.within(*part.box)] = None
-    merge = functools.cache(merge_boxes)  # layers have the same
-    return {number: merge(tuple(of_tensor)) for number, of_tensor in boxes.items()}
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors of one shape and dtype are equal in each bit."""
+    """Returns True if two tensors of one shape and dtype are equal in each bit."""
     return torch.equal(byte_view(a), byte_view(b))

@@ -21,22 +21,24 @@ from epload.ranks.membership import local_network
 
 def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
     """Returns the only device, if it is no CPU."""
-    (device,) = devices if len(devices) == 1 else (torch.device("cpu"),)
-    return device if device.type not in ("cpu", "meta") else None
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    return accelerators[0] if len(accelerators) == len(devices) == 1 else None
 
 
 class DeviceAccess(NamedTuple):
-    """Tells how other ranks reach the device of one rank."""
+    """Tells how other ranks reach the device of one rank. Without a device, versions pass through host memory."""
 
+    device: str = ""
+    """The only device of the rank's tensors, if it is no CPU."""
     backend: str = ""
-    """Connects it to ranks of the other job; empty if versions have to pass through host memory."""
+    """Connects it to ranks of the other job; empty if none does."""
     kind: str = ""
     """Device, backend and its version: equal on ranks that can reach each other."""
     identity: str = ""
-    """Identity of the device; empty if it is not known."""
+    """Identity of the device; empty if unknown."""
     machine: str = ""
-    opens: str = ""
-    """Type of the device whose memory the rank may open, or has; empty if neither."""
+    memory: str = ""
+    """Type of the device whose memory the rank has, as a sender, or may open; empty if neither."""
     handle: str = ""
     """Handle of an allocation of a sender, by which receivers find out whether they can open its memory; empty if none can."""
     nbytes: int = 0
@@ -45,36 +47,31 @@ class DeviceAccess(NamedTuple):
     """Why a sender's memory cannot be shared."""
 
     @classmethod
-    def of(cls, device: torch.device | None) -> DeviceAccess:
-        """Returns the access by way of a backend."""
-        if device is None or not dist.is_available():
+    def of(cls, device: torch.device | None, opens: bool) -> DeviceAccess:
+        """Returns the access to a rank. ``opens``: whether it has memory that others may open, or may open that of others."""
+        if device is None:
             return cls()
+        access = cls(str(device), machine=local_network(), memory=device.type if opens else "")
         group = dist.group.WORLD if dist.is_initialized() else None
-        backends: Mapping[str, str] = (
-            backends_of(group) if group is not None else dist.Backend.default_device_backend_map
-        )
+        backends: Mapping[str, str] = dist.Backend.default_device_backend_map if group is None else backends_of(group)
         backend = str(backends.get(device.type, ""))
         if not can_connect(backend):
-            return cls()
+            return access
         version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
-        return cls(backend, f"{device.type} {backend} {version}".strip(), _identity(device))
-
-    @classmethod
-    def of_receiver(cls, device: torch.device | None, opens: bool) -> DeviceAccess:
-        """``opens``: whether the receiver may open the memory of senders."""
-        access = cls.of(device)
-        return access._replace(machine=local_network(), opens=device.type) if device is not None and opens else access
+        kind = f"{device.type} {backend} {version}".strip()
+        return access._replace(backend=backend, kind=kind, identity=_identity(device))
 
     @classmethod
     def of_sender(cls, tensors: Sequence[Tensor]) -> DeviceAccess:
         devices = {tensor.device for tensor in tensors}
-        opens = next((device.type for device in devices if device.type not in ("cpu", "meta")), "")
-        access = cls.of(accelerator_of(devices))._replace(machine=local_network(), opens=opens)
-        if accelerator_of(devices) is None:
-            return access._replace(obstacle="its tensors are not all on one device")
+        device = accelerator_of(devices)
+        if device is None:
+            memory = next((device.type for device in devices if device.type not in ("cpu", "meta")), "")
+            return cls(machine=local_network(), memory=memory, obstacle="its tensors are not all on one device")
+        access = cls.of(device, opens=True)
         try:
             _, handles, sizes = share_memory(tensors)
-        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, whoever packs it says so
+        except (RuntimeError, ValueError) as error:  # if it cannot be read at all, packing it raises
             return access._replace(obstacle=first_line(error))
         if not handles:
             return access._replace(obstacle="its tensors are empty")
@@ -118,35 +115,36 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def find_reach(
-    control: Control, members: Members, device: torch.device | None, ranks: Sequence[DeviceAccess]
-) -> tuple[Reach, str]:
+def find_reach(control: Control, members: Members, ranks: Sequence[DeviceAccess]) -> tuple[Reach, str]:
     """Finds out which receiving nodes can open the memory of which senders. Collective; the same on all ranks.
 
     Args:
-        device: of a receiver that may open memory.
         ranks: the access of each rank.
 
     Returns:
         The senders that every rank of a node reaches; why one on the same machine cannot be reached, empty if all can.
     """
+    own, problems = ranks[control.rank], dict[int, str]()
+    if own.memory and control.rank not in members.senders:
+        for sender in members.senders:
+            if (ranks[sender].machine, ranks[sender].memory) == (own.machine, own.memory):
+                problems[sender] = _opening_problem(control.rank, sender, ranks)
+    views = control.settle("opening memory of devices", None, problems, lambda views: list(views.items()))
+    opened = {rank: {int(sender) for sender, problem in view.items() if not problem} for rank, view in views}
+    reach = {}
+    for number, node in enumerate(members.nodes):
+        if common := set.intersection(*(opened[rank] for rank in node)):
+            reach[number] = tuple(sorted(common))
+    return reach, next((problem for _, view in views for problem in view.values() if problem), "")
 
-    def why_not(sender: int) -> str:
-        access = ranks[sender]
-        if not access.handle:
-            return f"memory of rank {sender} cannot be shared: {access.obstacle}"
-        try:
-            assert device is not None
-            ops.close_memory(ops.open_memory(access.handle, access.nbytes, device))
-        except RuntimeError as error:
-            return f"rank {control.rank} cannot open rank {sender}'s: {first_line(error)}"
-        return ""
 
-    here = ranks[control.rank].machine, ranks[control.rank].opens
-    local = [sender for sender in members.senders if (ranks[sender].machine, ranks[sender].opens) == here]
-    reasons = {sender: why_not(sender) for sender in local} if device is not None else {}
-    views = control.settle("opening memory of devices", None, reasons, lambda views: list(views.items()))
-    opened = {rank: {int(sender) for sender, why in view.items() if not why} for rank, view in views}
-    common = {number: set.intersection(*(opened[rank] for rank in node)) for number, node in enumerate(members.nodes)}
-    reach = {number: tuple(sorted(senders)) for number, senders in common.items() if senders}
-    return reach, next((why for _, view in views for why in view.values() if why), "")
+def _opening_problem(rank: int, sender: int, ranks: Sequence[DeviceAccess]) -> str:
+    """Returns why a receiver cannot open a sender's memory; empty if it can."""
+    access = ranks[sender]
+    if not access.handle:
+        return f"memory of rank {sender} cannot be shared: {access.obstacle}"
+    try:
+        ops.close_memory(ops.open_memory(access.handle, access.nbytes, torch.device(ranks[rank].device)))
+    except RuntimeError as error:
+        return f"rank {rank} cannot open rank {sender}'s: {first_line(error)}"
+    return ""

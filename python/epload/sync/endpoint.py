@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed.distributed_c10d import Store
 
 from epload.core import log
 from epload.ranks.topology import as_timedelta
-from epload.sync.epoch import Epoch
-from epload.sync.formation import form_epoch
-from epload.sync.lobby import Participants
+from epload.sync.generation import Generation
+from epload.sync.participants import Start
 from epload.verify.digests import check_verify
 
 
@@ -22,6 +20,8 @@ class Endpoint:
 
     _store: Store
     """The store of both jobs."""
+    _generation: Generation | None = None
+    _closed = False
 
     def __init__(self, timeout: timedelta | float | None, verify: bool, progress: bool) -> None:
         log.configure()
@@ -29,39 +29,35 @@ class Endpoint:
         self._timeout = as_timedelta(timeout)
         self._verify = verify
         self._progress = progress
-        self._epoch: Epoch | None = None
-        self._closed = False
 
     def _check_open(self) -> None:
         if self._closed:
             name = type(self).__name__
             raise ValueError(f"expected an open {name}, got one that was closed; make a new one")
 
-    def _takes_part(self, participants: Participants) -> bool:
-        """True if the present epoch is that of the participants."""
-        return self._epoch is not None and self._epoch.number == participants.epoch
+    def _continues(self, start: Start) -> bool:
+        """True if the present generation is that of a version that starts."""
+        return self._generation is not None and self._generation.number == start.generation
 
-    def _form_epoch(self, *args: Any) -> None:
-        """Takes the arguments of :func:`form_epoch` from ``participants`` on. Raises LoadError: the same on every rank."""
-        self._drop_epoch()
-        self._epoch = form_epoch(self._store, self._timeout, *args)
+    def _join(self, start: Start, *args: Any) -> None:
+        """Takes the arguments of :class:`Generation` from ``participants`` on. Raises LoadError: the same on every rank."""
+        self._drop_generation()
+        self._generation = Generation(self._store, self._timeout, start.generation, *args)
 
-    def _drop_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.close()
-            self._epoch = None
+    def _drop_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
 
     def close(self) -> None:
         """Leaves the sync, and frees memory."""
-        self._drop_epoch()
+        self._drop_generation()
         self._closed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -6,7 +6,6 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import garbage_collection, log
-from epload.core.attempt import Attempt
+from epload.core.attempt import attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
@@ -27,27 +26,12 @@ from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
-from epload.sync.epoch import Epoch
-from epload.sync.formation import JoinMessage
-from epload.sync.lobby import Attendance, Member, Participants, fetch_members
+from epload.sync.generation import Generation
+from epload.sync.joining import JoinMessage
+from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, ModelTarget, Target, TargetProvider
-
-
-@dataclass(frozen=True)
-class EngineRank:
-    """Identifies the engine, whose ranks commit together, and a rank of it, where ``torch.distributed`` does not."""
-
-    name: str
-    """Unique among the engines of a sender."""
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
-            raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
 
 
 class WeightReceiver(Endpoint):
@@ -93,10 +77,10 @@ class WeightReceiver(Endpoint):
             timeout: seconds (or timedelta) that a receiver waits for a version, or without progress after which a sync has
                 failed; 30 minutes if None.
             stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
-                target. ``"device"``: it arrives in tensors of its own, beside those of the target on their devices, which takes
+                target. ``"device"``: it arrives in tensors of its own, next to those of the target on their devices, which takes
                 as much memory there until the commit. ``"none"``: it arrives in the target, which must not be used meanwhile; if
-                that fails, the target is torn. Whatever it is, what a sender on the same machine has in memory of a device is
-                copied straight out of it.
+                that fails, the target is partially updated. With any of them, what a sender on the same machine has in memory of
+                a device is copied straight out of it.
             verify: as for :class:`WeightSender`; equal in both jobs.
             progress: a bar on the engine's first rank when standard error is a terminal.
 
@@ -122,41 +106,40 @@ class WeightReceiver(Endpoint):
             engine, node = self._engine_of(topology, node)
         self.engine = engine
         self._store, beats = (connect(address, self._timeout) for _ in range(2))
-        self._attendance = Attendance(
-            self._store, beats, engine.name, engine.rank, engine.size,
-            f"{engine.name if node else ''} {local_network()} {node} {stage}", self._timeout,
-        )  # fmt: skip
+        self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
+        self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
-        self._leave = weakref.finalize(self, self._attendance.close)
+        self._leave = weakref.finalize(self, self._rendezvous.close)
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._rejected = False
-        """True if memory of a sender could not be opened in the epoch before."""
+        """True if memory of a sender could not be opened in the generation before."""
         self._holdings = full_holdings((), ())
         self.version: int | None = None
-        """Version that the target holds as a whole; None before the first, and while the target is torn."""
+        """Version that the target holds as a whole; None before the first, and while the target is partially updated."""
         self.staged: int | None = None
         """Version that has arrived, and that :meth:`commit` applies; None if there is none."""
-        self.torn = False
+        self.partially_updated = False
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
-        that is applied as a whole mends it."""
+        that is applied as a whole repairs it."""
 
     def _engine_of(self, topology: Topology | None, node: str) -> tuple[EngineRank, str]:
+        """Returns this rank of the engine that a topology is, and its node."""
         if topology is None and not (dist.is_available() and dist.is_initialized()):
             return EngineRank(secrets.token_hex(4)), node
         topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        control, here = topology.control, local_network()
+        control, ranks, machine = topology.control, topology.ranks, local_network()
         control.begin(self._timeout)
         with control.guard():
-            message = [secrets.token_hex(4), here]
-            messages = dict(control.settle("joining a sync", None, message, lambda views: list(views.items())))
+            name, machines = control.settle(
+                "joining a sync", None, [secrets.token_hex(4), machine],
+                lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],
+            )  # fmt: skip
         control.end()
-        name, _ = messages[topology.ranks[0]]
         # Emulated nodes of one machine are nodes here, too.
-        emulated = any(messages[rank][1] == here for rank in topology.ranks if rank not in topology.node)
-        number = topology.nodes.index(topology.node)
-        rank, size = topology.ranks.index(topology.rank), len(topology.ranks)
-        return EngineRank(name, rank, size), node or (str(number) if emulated else "")
+        if machine in (other for rank, other in zip(ranks, machines, strict=True) if rank not in topology.node):
+            node = node or str(topology.nodes.index(topology.node))
+        return EngineRank(name, ranks.index(topology.rank), len(ranks)), node
 
     # ---- receiving ----
 
@@ -165,58 +148,98 @@ class WeightReceiver(Endpoint):
         """Waits for the next version and receives it. Collective over the engine's ranks.
 
         With ``stage="host"`` or ``"device"``, the target is not touched; a version that was received before and not committed is
-        given up. With ``stage="none"``, the target holds the version when this returns.
+        discarded. With ``stage="none"``, the target holds the version when this returns.
 
         Args:
-            version: the only one that is right; None for the newest, which is the one that the sender offers next.
+            version: the only one that is right; None for the newest, which is the one that the sender announces next.
 
         Raises:
-            LoadError: a rank of either job failed, the sender offers another version, or none within the timeout; the same on
-                every rank that took part. :attr:`version` is what it was, unless the target is torn.
+            LoadError: a rank of either job failed, the sender announces another version, or none within the timeout; the same on
+                every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
         """
         self._check_open()
         began = perf_counter()
         self._discard()
-        offer, offered, participants, members = self._wait_for_turn()
-        report = SyncReport(version=offered, verify=self._verify, stage=self._stage)
+        number, announced, start, participants = self._wait_for_start()
+        report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
         report.waited = perf_counter() - began
         began = perf_counter()
         try:
-            if not self._takes_part(participants):
+            if participants is not None:
                 with report.timed("plan"):
-                    self._join(participants, members)
+                    self._join_generation(start, participants)
             report.warnings += self._target.warnings
-            self._receive(version, offered, report)
+            self._receive(version, report)
         except BaseException:
-            self._drop_epoch()
-            self._attendance.join_again()  # the sender may still count on the epoch
+            self._drop_generation()
+            self._rendezvous.join_again()  # the sender may still count on the generation
             raise
         finally:
-            self._attendance.confirm(offer)
+            self._rendezvous.acknowledge(number)
         report.seconds = perf_counter() - began
         return report
 
-    def _receive(self, version: int | None, offered: int, report: SyncReport) -> None:
-        """Receives an offered version into the node's memory or, with ``stage="none"``, into the target."""
-        epoch, in_place = self._epoch, self._stage == "none"
-        assert epoch is not None
-        arriving = Attempt(lambda: self._arriving(version, offered, epoch.device))
-        tensors = arriving.value if arriving.failure is None else None
-        show = self._progress and self.engine.rank == 0
-        # From then on every rank of an engine says the same, also one that nothing has reached yet.
-        begins = self._tear if in_place else lambda: None
-        epoch.sync(offered, tensors, report, show, arriving.failure, begins)
-        if in_place:
-            self._target.finish()
-            self.version, self.torn = offered, False
-        else:
-            self.staged = offered
+    def _wait_for_start(self) -> tuple[int, int, Start, Participants | None]:
+        """Gets ready for versions until this rank takes part in one. Returns the number of its announcement, the version, the
+        sender's decision, and the participants if they form a new generation."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        while (left := until - time.monotonic()) > 0:
+            number, version = self._rendezvous.get_ready(timedelta(seconds=left))
+            start = self._rendezvous.wait_for_start(number, self._timeout)
+            if self._continues(start):
+                return number, version, start, None
+            participants = Participants.fetch(self._store, start.participants, self._timeout)
+            if self._rendezvous.participant in participants.receivers:
+                return number, version, start, participants
+            self._rendezvous.join_again()  # it came too late for this version, or was taken for dead
+        raise WaitTimeout(
+            f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
+            f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
+        )
 
-    def _arriving(self, version: int | None, offered: int, device: torch.device | None) -> list[Tensor] | None:
+    def _join_generation(self, start: Start, participants: Participants) -> None:
+        manifest, failure = attempt(lambda: self._read(participants.manifest))
+        stages = self._stage == "host"
+        device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
+        # What could not be opened is not tried again before the ranks have formed another generation.
+        self._drop_generation()
+        access = DeviceAccess.of(device, opens=not self._rejected)
+        self._rejected = False
+        own = self._rendezvous.participant
+        message = JoinMessage(self._node, self._verify, access, stages)
+        rank = participants.senders + participants.receivers.index(own)
+        self._join(start, participants, rank, message, manifest, self._holdings, failure)
+
+    def _read(self, name: str) -> Manifest:
+        """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
+        with garbage_collection.paused():
+            compact = fetch(self._store, name, self._timeout)
+            manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
+            self._holdings = self._target.holdings(manifest)
+        for warning in self._target.warnings:
+            log.logger.warning("%s", warning)
+        return manifest
+
+    def _receive(self, version: int | None, report: SyncReport) -> None:
+        """Receives the announced version into the node's memory, tensors of its own or the target."""
+        generation, in_place = self._generation, self._stage == "none"
+        assert generation is not None
+        tensors, failure = attempt(lambda: self._tensors_to_fill(version, report.version, generation.device))
+        # From then on every rank of an engine says the same, also one that nothing has reached yet.
+        begins = self._mark_partially_updated if in_place else lambda: None
+        generation.sync(report.version, tensors, report, self._progress and self.engine.rank == 0, failure, begins)
+        if in_place:
+            self._finish(report.version)
+        else:
+            self.staged = report.version
+
+    def _tensors_to_fill(self, version: int | None, announced: int, device: torch.device | None) -> list[Tensor] | None:
         """Returns the tensors that a version arrives in; None for the node's memory. Raises LoadError if another version was
-        asked for, or the tensors are not on the device that the epoch needs them on."""
-        if version is not None and version != offered:
-            raise LoadError(f"engine {self.engine.name} expected version {version}, but the sender offers {offered}")
+        asked for, or the tensors are not on the device that the generation needs them on."""
+        if version is not None and version != announced:
+            raise LoadError(
+                f"engine {self.engine.name} expected version {version}, but the sender announced {announced}"
+            )
         if self._stage == "host":
             return None
         if self._stage == "device":
@@ -231,14 +254,7 @@ class WeightReceiver(Endpoint):
             )
         return tensors
 
-    def _target_tensors(self) -> list[Tensor]:
-        if self._target.tears_on_prepare:
-            self._tear()
-        return self._target.tensors()
-
-    def _tear(self) -> None:
-        """The target may have tensors of two versions from here on."""
-        self.version, self.torn = None, True
+    # ---- applying ----
 
     @on_cpu
     def commit(self) -> None:
@@ -250,92 +266,61 @@ class WeightReceiver(Endpoint):
         """
         if self._stage == "none":
             return
-        epoch, version = self._staged_version()
+        generation, version = self._staged_version()
         tensors = self._target_tensors()
-        self._tear()
+        self._mark_partially_updated()
         if self._arrival is not None:
             self._arrival.copy_into(tensors, self._verify)
         else:
-            epoch.unpack(tensors)
-        self._target.finish()
-        self.version, self.torn = version, False
-        self._discard()
+            generation.unpack(tensors)
+        self._finish(version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
-        its commit once the last one has been taken; until then the engine is torn.
+        its commit once the last one has been taken; until then the engine is partially updated.
 
         Raises:
             ValueError: no version was received since the last commit, or the receiver has a target.
         """
         if not isinstance(self._target, FullTensors):
             raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
-        epoch, version = self._staged_version()
-        self._tear()
-        for name, tensor in self._target.assemble(epoch):
-            if self._epoch is not epoch or self.staged != version:
-                raise ValueError(f"version {version} was given up, as another one was received meanwhile")
+        generation, version = self._staged_version()
+        self._mark_partially_updated()
+        for name, tensor in self._target.assemble(generation):
+            if self._generation is not generation or self.staged != version:
+                raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
             yield name, tensor
-        self.version, self.staged, self.torn = version, None, False
+        self._finish(version)
 
-    def _staged_version(self) -> tuple[Epoch, int]:
-        if self.staged is None or self._epoch is None:
+    def _staged_version(self) -> tuple[Generation, int]:
+        if self.staged is None or self._generation is None:
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
-        return self._epoch, self.staged
+        return self._generation, self.staged
 
-    def _wait_for_turn(self) -> tuple[int, int, Participants, tuple[Member, ...]]:
-        """Accepts offers until this rank takes part in one. Returns its number, the version, and the participants; the members as
-        well if they form a new epoch."""
-        until = time.monotonic() + self._timeout.total_seconds()
-        while (left := until - time.monotonic()) > 0:
-            offer, version = self._attendance.accept_offer(timedelta(seconds=left))
-            participants = self._attendance.wait_for_participants(offer, self._timeout)
-            if self._takes_part(participants):
-                return offer, version, participants, ()
-            members = fetch_members(self._store, participants.members, self._timeout)
-            if self._attendance.member in members:
-                return offer, version, participants, members
-            self._attendance.join_again()  # it came too late for this offer, or was taken for dead
-        raise WaitTimeout(
-            f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
-            f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
-        )
+    def _target_tensors(self) -> list[Tensor]:
+        if self._target.changes_on_prepare:
+            self._mark_partially_updated()
+        return self._target.tensors()
 
-    def _join(self, participants: Participants, members: tuple[Member, ...]) -> None:
-        self._drop_epoch()
-        manifest = Attempt(lambda: self._read(participants.manifest))
-        whole = self._stage == "host"
-        device = accelerator_of({each for each in self._target.devices if not (whole and each.type == "cpu")})
-        # What could not be opened is not tried again before the ranks have formed another epoch.
-        access = DeviceAccess.of_receiver(device, opens=not self._rejected)
-        self._rejected = False
-        message = JoinMessage(self._attendance.member.node, False, self._verify, access, whole)
-        self._form_epoch(
-            participants, members, participants.senders + members.index(self._attendance.member), message, device,
-            manifest.value if manifest.failure is None else Manifest((), (), (), ""), self._holdings, manifest.failure,
-        )  # fmt: skip
+    def _mark_partially_updated(self) -> None:
+        self.version, self.partially_updated = None, True
 
-    def _read(self, name: str) -> Manifest:
-        """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
-        with garbage_collection.paused():
-            compact = fetch(self._store, name, self._timeout)
-            manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
-            self._holdings = self._target.holdings(manifest)
-            for warning in self._target.warnings:
-                log.logger.warning("%s", warning)
-        return manifest
+    def _finish(self, version: int) -> None:
+        self._target.finish()
+        self.version, self.partially_updated = version, False
+        self._discard()
 
     def _discard(self) -> None:
         """Drops what has arrived."""
         self.staged, self._arrival = None, None
 
-    def _drop_epoch(self) -> None:
-        self._discard()
-        if self._epoch is not None:
-            self._rejected = self._epoch.puller is not None and self._epoch.puller.rejected
-        super()._drop_epoch()
-
     # ---- ending ----
+
+    def _drop_generation(self) -> None:
+        self._discard()
+        if self._generation is not None:
+            self._rejected = self._generation.puller is not None and self._generation.puller.rejected
+        super()._drop_generation()
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""

@@ -15,7 +15,7 @@ class SyncReport(TransferReport):
     """The result of sending or receiving one version, on one rank."""
 
     version: int = 0
-    epoch: int = 0
+    generation: int = 0
     """Grows when receivers join or leave."""
     senders: int = 0
     """Ranks that sent it."""
@@ -44,13 +44,13 @@ class SyncReport(TransferReport):
         return self.moved + self.pulled
 
     def _headline(self) -> str:
-        did = "received" if self.stage else "sent"
+        ways = []
+        if self.moved or not self.pulled:
+            ways.append(f"{show_bytes(self.moved)} in {count(self.buckets, 'bucket')}")
+        if self.pulled:
+            ways.append(f"{show_bytes(self.pulled)} between devices' memory")
         return (
-            f"{did} version {self.version}: {count(self.tensors, 'tensor')}, {self._way()}, {self.seconds:.3f} s "
-            f"({show_rate(self._rate)}); {count(self.senders, 'sender')}, {count(self.receivers, 'receiver')}, epoch {self.epoch}"
+            f"{'received' if self.stage else 'sent'} version {self.version}: {count(self.tensors, 'tensor')}, "
+            f"{' and '.join(ways)}, {self.seconds:.3f} s ({show_rate(self._rate)}); {count(self.senders, 'sender')}, "
+            f"{count(self.receivers, 'receiver')}, generation {self.generation}"
         )
-
-    def _way(self) -> str:
-        moved = f"{show_bytes(self.moved)} in {count(self.buckets, 'bucket')}"
-        pulled = f"{show_bytes(self.pulled)} between devices' memory"
-        return " and ".join([moved] * (not self.pulled or self.moved > 0) + [pulled] * (self.pulled > 0))

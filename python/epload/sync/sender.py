@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, threads
-from epload.core.attempt import Attempt
+from epload.core.attempt import Attempt, attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
@@ -20,15 +20,14 @@ from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
-from epload.sync.devices import accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
-from epload.sync.formation import JoinMessage
-from epload.sync.lobby import Lobby, Member, Participants, fetch_members, publish_members
+from epload.sync.joining import JoinMessage
+from epload.sync.participants import Participant, Participants, SenderRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.sources import SentModel
 from epload.sync.store import Address, connect, format_address, parse_address, serve
 
-_CONFIRMATION_SECONDS = 5.0
+_ACKNOWLEDGMENT_SECONDS = 5.0
 """Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
 
 
@@ -96,32 +95,34 @@ class WeightSender(Endpoint):
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host")
         self._snapshot = snapshot
-        self._made_by = threading.current_thread()
+        self._creator = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
-        self._planned: tuple[object, ...] = ()
-        """The basis of the epoch's plan on this rank."""
-        self._epochs = 0
-        self._members: tuple[Member, ...] = ()
+        self._basis: tuple[object, ...] = ()
+        """The basis of the generation's plan on this rank."""
+        self._generations = 0
+        self._receivers: tuple[Participant, ...] = ()
+        self._unacknowledged = 0
+        """Receivers of the last version that has started; each says when it knows how that has ended."""
         self._version: int | None = None
         self._sending: tuple[threading.Thread, list[Attempt[SyncReport]]] | None = None
-        self._offered = False
-        """True if receivers took part in the last offer."""
         self._store: TCPStore = self._open_store(host, port)
         self.address: str = format_address(host, self._store.port)
         """Address at which receivers find this sender."""
-        self._lobby = Lobby(self._store, receivers) if self._first else None
+        self._rendezvous = SenderRendezvous(self._store, receivers) if self._first else None
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
-        store = Attempt(lambda: serve((host, port)) if self._first else None)
+        served, failure = attempt(lambda: serve((host, port)) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
-            own_port = store.value.port if store.failure is None and store.value is not None else 0
-            port = control.settle("serving the sync", store.failure, own_port, lambda views: max(views.values()))
-            connected = Attempt(lambda: store.value or connect((host, port), self._timeout))
-            control.settle("connecting to the sync's store", connected.failure)
+            ports = control.settle(
+                "serving the sync", failure, served and served.port, lambda views: list(views.values())
+            )
+            port = next(filter(None, ports))
+            store = Attempt(lambda: served or connect((host, port), self._timeout))
+            control.settle("connecting to the sync's store", store.failure)
         control.end()
-        return connected.value
+        return store.value
 
     # ---- sending ----
 
@@ -139,7 +140,7 @@ class WeightSender(Endpoint):
 
         Raises:
             LoadError: a rank of either job failed, or did not answer within the timeout; the same on every rank. Receivers keep
-                the version that they had. The next call forms a new epoch out of those that are left.
+                the version that they had. The next call forms a new generation out of those that are left.
             ValueError, TypeError: a caller's mistake; nothing was sent.
         """
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
@@ -154,7 +155,7 @@ class WeightSender(Endpoint):
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused():
-            failure = Attempt(self._model.read).failure
+            _, failure = attempt(self._model.read)
         if wait:
             return self._send(report, began, failure)
         outcomes: list[Attempt[SyncReport]] = []
@@ -179,43 +180,47 @@ class WeightSender(Endpoint):
         return outcomes[0].value
 
     def _send(self, report: SyncReport, began: float, failure: Exception | None) -> SyncReport:
+        topology, model = self.topology, self._model
         try:
-            self._offered = False
-            with exclusive(Call("send_weights()", self.topology, self, self._made_by), self._timeout):
-                with self.topology.control.guard(), report.timed("plan"):
-                    participants = self._agree(report.version, failure)
-                if not self._takes_part(participants):
-                    with report.timed("plan"):
-                        self._join(participants)
-                assert self._epoch is not None
-                self._epoch.sync(report.version, self._model.tensors, report, self._progress and self._first)
+            with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout):
+                with report.timed("plan"):
+                    with topology.control.guard():
+                        start = self._start_version(report.version, failure)
+                    if not self._continues(start):
+                        participants = Participants.fetch(self._store, start.participants, self._timeout)
+                        node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
+                        message = JoinMessage(node, self._verify, model.access)
+                        rank = topology.ranks.index(topology.rank)
+                        self._join(start, participants, rank, message, model.manifest, model.holdings)
+                        self._basis = model.basis
+                assert self._generation is not None
+                self._generation.sync(report.version, model.tensors, report, self._progress and self._first)
         except Refused as refused:
             raise refused.failure.error() from None
-        except BaseException:  # receivers may have left the epoch
-            self._drop_epoch()
+        except BaseException:  # receivers may have left the generation
+            self._drop_generation()
             raise
         self._version = report.version
         report.seconds = perf_counter() - began
         return report
 
-    def _agree(self, version: int, failure: Exception | None) -> Participants:
-        """The sender's ranks agree on the model, and hear which receivers take part."""
+    def _start_version(self, version: int, failure: Exception | None) -> Start:
+        """The sender's ranks agree on the model, and learn which receivers take part."""
         control, model = self.topology.control, self._model
-        message = [version, model.manifest.digest.hex(), self._planned != model.basis] if failure is None else None
+        message = [version, model.manifest.digest.hex(), self._basis != model.basis] if failure is None else None
         if control.settle("reading the model", failure, message, _check_same_model):
-            self._drop_epoch()
-        gathered = Attempt(lambda: self._gather(version) if self._first else None)
-        participants = gathered.value if gathered.failure is None else None
+            self._drop_generation()
+        start, failure = attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
         decision = control.settle(
-            "waiting for receivers", gathered.failure, participants, lambda views: views[control.ranks[0]], patience=2
+            "waiting for receivers", failure, start, lambda views: views[control.ranks[0]], patience=2
         )
-        return Participants(*decision)
+        return Start(*decision)
 
-    def _gather(self, version: int) -> Participants:
-        """Offers a version, and waits for receivers. Called on the first rank."""
-        lobby, control = self._lobby, self.topology.control
-        assert lobby is not None
-        lobby.offer(version)
+    def _gather(self, version: int, rendezvous: SenderRendezvous) -> Start:
+        """Announces a version, and waits for receivers. Called on the first rank."""
+        control = self.topology.control
+        self._unacknowledged = 0
+        rendezvous.announce(version)
         control.doing = f"waits for receivers of version {version}"
 
         def check() -> None:
@@ -223,32 +228,19 @@ class WeightSender(Endpoint):
                 raise failure.error()
 
         try:
-            members = lobby.gather(version, self._timeout, check)
-            if self._epoch is None or members != self._members:
-                self._epochs += 1
-            self._members = members
+            receivers = rendezvous.gather(version, self._timeout, check)
+            if self._generation is None or receivers != self._receivers:
+                self._generations += 1
+            self._receivers = receivers
             manifest = publish(self._store, self._model.manifest.compact)
-            names = publish_members(self._store, members)
-            participants = Participants(self._epochs, names, manifest, len(self.topology.ranks))
+            participants = Participants(len(self.topology.ranks), receivers, manifest)
+            start = Start(self._generations, participants.publish(self._store))
         except BaseException as error:
-            lobby.close(Participants(failed=f"the sender canceled version {version}: {message_of(error)}"))
+            rendezvous.start(Start(failed=f"the sender canceled version {version}: {message_of(error)}"))
             raise
-        lobby.close(participants)
-        self._offered = True
-        return participants
-
-    def _join(self, participants: Participants) -> None:
-        members, topology, model = (
-            fetch_members(self._store, participants.members, self._timeout),
-            self.topology,
-            self._model,
-        )
-        node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
-        message = JoinMessage(node, True, self._verify, model.access)
-        device = accelerator_of({tensor.device for tensor in model.tensors})
-        rank = topology.ranks.index(topology.rank)
-        self._form_epoch(participants, members, rank, message, device, model.manifest, model.holdings)
-        self._planned = model.basis
+        rendezvous.start(start)
+        self._unacknowledged = len(receivers)
+        return start
 
     # ---- ending ----
 
@@ -262,12 +254,11 @@ class WeightSender(Endpoint):
             self._sending[0].join()
         super().close()
         self._model.clear()
-        if self._lobby is not None:
+        if self._rendezvous is not None:
             with suppress(RuntimeError):
-                if self._offered:
-                    self._lobby.wait_for_confirmation(len(self._members), _CONFIRMATION_SECONDS)
-                self._lobby.end()
-        self._lobby = None
+                self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
+                self._rendezvous.announce(None)
+        self._rendezvous = None
         if hasattr(self, "_store"):
             del self._store  # which ends it, and frees its port
 

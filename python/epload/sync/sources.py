@@ -50,25 +50,24 @@ class SentModel:
         targets = read_targets(self._model)
         added = names_added_by_adapters(self._model, targets.index)
         if self._last is None or not targets.matches(self._last[0]) or added != self._last[1]:
-            manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
-            self.holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
-            self._last, self.manifest = (targets, added), manifest
-        self.tensors = self._copy(targets.local()) if self._snapshot else targets.local()
+            self.manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
+            self.holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, targets, placed)
+            self._last = targets, added
+        self.tensors = targets.local()
+        if self._snapshot:
+            layouts = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
+            if layouts != [(copy.shape, copy.dtype) for copy in self._copies]:
+                self._copies = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layouts]
+            for copy, tensor in zip(self._copies, self.tensors, strict=True):
+                copy.copy_(tensor.detach())
+            self.tensors = self._copies
         self.access = DeviceAccess() if self._through_host else DeviceAccess.of_sender(self.tensors)
 
     @property
     def basis(self) -> tuple[object, ...]:
         """The facts that a plan follows from on a sending rank."""
-        return self.holdings, self.access[:3], bool(self.access.handle)
-
-    def _copy(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copies tensors to host memory, which is used again for the next version."""
-        layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if layouts != [(copy.shape, copy.dtype) for copy in self._copies]:
-            self._copies = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layouts]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor.detach())
-        return self._copies
+        access = self.access
+        return self.holdings, access.device, access.kind, access.identity, bool(access.handle)
 
     def clear(self) -> None:
         """Frees memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
-from epload.ranks.messages import read_if_set
 
 T = TypeVar("T")
-PROTOCOL = 7
-"""Changes with what the two jobs say to each other."""
+PROTOCOL = 8
+"""Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
 _GREETING = "epload"
 _GREETING_SECONDS = 10.0
 """Maximum seconds that a store that answers may take to identify itself."""
@@ -39,18 +39,13 @@ def parse_address(address: Address) -> tuple[str, int]:
         f"expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600), got {address!r}"
     )
     if isinstance(address, str):
-        host, _, number = address.rpartition(":")
-        if host.startswith("[") and host.endswith("]"):
-            host = host[1:-1]
-        elif ":" in host:
-            raise ValueError(f"{expected}: put an IPv6 address in brackets")
-        port = int(number) if number.isascii() and number.isdecimal() else -1
-    else:
-        if not isinstance(address, tuple) or len(address) != 2:
-            raise TypeError(expected)
-        host, port = address
-        if not isinstance(host, str) or not isinstance(port, int) or isinstance(port, bool):
-            raise TypeError(expected)
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise ValueError(f"{expected}: put an IPv6 address in brackets" if address.count(":") > 1 else expected)
+        address = match["v6"] or match["name"], int(match["port"])
+    if not (isinstance(address, tuple) and list(map(type, address)) == [str, int]):
+        raise TypeError(expected)
+    host, port = address
     if not host or not 0 <= port < 1 << 16:
         raise ValueError(expected)
     return host, port
@@ -58,6 +53,10 @@ def parse_address(address: Address) -> tuple[str, int]:
 
 def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _greeting() -> str:
+    return f"epload {_C.version} (sync protocol {PROTOCOL})"
 
 
 def serve(address: Address) -> TCPStore:
@@ -73,7 +72,7 @@ def serve(address: Address) -> TCPStore:
         raise LoadError(
             f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass another port, or 0 for any"
         ) from error
-    store.set(_GREETING, json.dumps({"epload": _C.version, "protocol": PROTOCOL}))
+    store.set(_GREETING, _greeting())
     return store
 
 
@@ -88,6 +87,7 @@ def connect(address: Address, timeout: timedelta) -> TCPStore:
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
+            # A TCPStore would write a warning each time that it cannot connect.
             socket.create_connection((host, port), max(0.1, min(10.0, until - time.monotonic()))).close()
             store = answered(lambda: TCPStore(host, port, None, False, timedelta(seconds=10)), timeout)
             break
@@ -98,22 +98,18 @@ def connect(address: Address, timeout: timedelta) -> TCPStore:
                     "running, and does it serve this address?"
                 ) from error
             time.sleep(_PAUSE_SECONDS)
-    _check_greeting(store, where)
-    return store
-
-
-def _check_greeting(store: TCPStore, where: str) -> None:
-    until = time.monotonic() + _GREETING_SECONDS
-    while (greeting := read_if_set(store, _GREETING)) is None:
-        if time.monotonic() >= until:
-            raise LoadError(f"the store at {where} is not that of an epload.WeightSender; is the port another job's?")
-        time.sleep(_PAUSE_SECONDS)
-    sender = json.loads(greeting)
-    if (sender["epload"], sender["protocol"]) != (_C.version, PROTOCOL):
+    try:
+        store.wait([_GREETING], timedelta(seconds=_GREETING_SECONDS))
+        greeting = store.get(_GREETING).decode()
+    except RuntimeError as error:
         raise LoadError(
-            f"the sender at {where} is epload {sender['epload']} (sync protocol {sender['protocol']}), this receiver is epload "
-            f"{_C.version} (protocol {PROTOCOL}); install the same version in both jobs"
+            f"the store at {where} is not that of an epload.WeightSender; is the port another job's?"
+        ) from error
+    if greeting != _greeting():
+        raise LoadError(
+            f"the sender at {where} is {greeting}, this receiver is {_greeting()}; install the same version in both jobs"
         )
+    return store
 
 
 def answered(call: Callable[[], T], timeout: timedelta) -> T:

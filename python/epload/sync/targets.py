@@ -22,13 +22,13 @@ from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
 from epload.saving.model_reader import read_targets
 from epload.sync.arrival import TensorLayout, layout_of
-from epload.sync.epoch import Epoch
+from epload.sync.generation import Generation
 
 
 class Target(ABC):
     """Defines what a receiver fills, on one rank."""
 
-    tears_on_prepare = False
+    changes_on_prepare = False
     """True if :meth:`tensors` already changes what an engine computes with."""
     devices: Collection[torch.device] = ()
     """Devices of the local tensors that the holdings count, once :meth:`holdings` was called."""
@@ -79,8 +79,7 @@ class ModelTarget(Target):
             _check_names(mapping, manifest.names, placed, targets)
         self._filled = targets
         self.devices = {tensor.device for tensor in targets.local()}
-        warning = below_fp32_warning(targets)
-        self.warnings = [warning] if warning else []
+        self.warnings = list(filter(None, [below_fp32_warning(targets)]))
         return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
@@ -98,14 +97,13 @@ def _check_names(mapping: Mapping, names: Sequence[str], placed: Sequence[tuple[
     missing = [name for i, name in enumerate(targets.names) if i not in filled]
     unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
     ignored = set(ignored_keys(mapping, names, missing, unexpected))
-    missing, unexpected = ([name for name in some if name not in ignored] for some in (missing, unexpected))
-    if missing or unexpected:
-        who = (("receiver", missing), ("sender", unexpected))
-        only = "; ".join(f"only the {side} has {list_keys(some)}" for side, some in who if some)
+    only = {"receiver": missing, "sender": unexpected}
+    only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
+    if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
         raise ModelMismatch(
-            f"the sender's model does not match the receiver's: {only}; pass mapping=, or strict=False",
-            missing_keys=missing,
-            unexpected_keys=unexpected,
+            f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
+            missing_keys=only["receiver"],
+            unexpected_keys=only["sender"],
         )
 
 
@@ -137,18 +135,18 @@ class FullTensors(Target):
         self._manifest = manifest
         return full_holdings(manifest.shapes, manifest.dtypes)
 
-    def assemble(self, epoch: Epoch) -> Iterator[tuple[str, Tensor]]:
+    def assemble(self, generation: Generation) -> Iterator[tuple[str, Tensor]]:
         """Makes the tensors out of the node's memory, one after the other, in the sender's order."""
         manifest = self._manifest
         pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in manifest.names]
         """Buckets and the rows of their copies, by tensor."""
-        for number, bucket in epoch.staged_buckets():
-            table = epoch.plan.buckets[number].rows.clone()
-            order = table.target.argsort(stable=True)
-            targets, counts = torch.unique_consecutive(table.target[order], return_counts=True)
-            table.target.zero_()
-            for target, rows in zip(targets.tolist(), torch.split(table.rows[order], counts.tolist()), strict=True):
-                pieces[target].append((bucket, rows))
+        for number, bucket in generation.staged_buckets():
+            table = generation.plan.buckets[number].rows
+            rows = table.rows[table.target.argsort(stable=True)]
+            targets, counts = torch.unique_consecutive(rows[:, 0], return_counts=True)
+            rows[:, 0] = 0
+            for target, of_target in zip(targets.tolist(), torch.split(rows, counts.tolist()), strict=True):
+                pieces[target].append((bucket, of_target))
         for name, shape, dtype, of_tensor in zip(manifest.names, manifest.shapes, manifest.dtypes, pieces, strict=True):
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
             for bucket, rows in of_tensor:

@@ -1,4 +1,4 @@
-"""One version on its way: who passes what to whom, out of the sender's shards, into a node's memory or a model."""
+"""One version on its way: which rank passes what to which, out of the sender's shards, into a node's memory or a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from functools import cached_property
 
 from torch import Tensor
 
+from epload.observe.progress import Progress
 from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
+from epload.ranks.control import Control
+from epload.ranks.group_cache import GroupCache
+from epload.ranks.topology import Route
+from epload.transfer.context import TransferContext
+from epload.transfer.engine import run_transfer, through_memory
 from epload.transfer.shards import Shards
+from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
 _NO_RANK = -1
+_CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
+"""Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
+wakes threads at both ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,18 +37,9 @@ class ExchangeRoles:
 
     crosses = True
 
-    @property
-    def sends(self) -> bool:
-        return self.rank in self.members.senders
-
-    @cached_property
-    def number(self) -> int:
-        """Number of this rank's node among the receiving nodes."""
-        return next(number for number, node in enumerate(self.members.nodes) if self.rank in node)
-
     @cached_property
     def sharers(self) -> tuple[int, ...]:
-        return (self.rank,) if self.sends else self.members.nodes[self.number]
+        return next((node for node in self.members.nodes if self.rank in node), (self.rank,))
 
     @cached_property
     def relays(self) -> tuple[int, ...]:
@@ -56,12 +57,10 @@ class ExchangeRoles:
         for number, begin, end in buckets:
             bucket = self.plan.buckets[number]
             owner, path = bucket.stream.owner, bucket.stream.path(bucket.wave)
-            if members.rail_of[owner] != rail:
-                continue
-            at = -1 if self.sends else path.index(self.number)
-            before = _NO_RANK if self.sends else owner if at == 0 else members.nodes[path[at - 1]][rail]
-            after = members.nodes[path[at + 1]][rail] if at + 1 < len(path) else _NO_RANK
-            steps.append((begin, end, before, _NO_RANK, after, _NO_RANK))
+            if members.rail_of[owner] == rail:
+                chain = [_NO_RANK, owner, *(members.nodes[node][rail] for node in path), _NO_RANK]
+                at = chain.index(self.rank)
+                steps.append((begin, end, chain[at - 1], _NO_RANK, chain[at + 1], _NO_RANK))
         return steps
 
 
@@ -72,17 +71,17 @@ class LocalBuckets(Sink):
     def __init__(
         self,
         shards: Shards | None,
-        places: Mapping[int, Tensor] | None = None,
+        staged: Mapping[int, Tensor] | None = None,
         verify: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         """
         Args:
             shards: None to leave buckets where they are, as on a rank that sends.
-            places: the memory of each bucket, where buckets are on a device and the version stays in host memory.
+            staged: the memory of each bucket, where buckets are on a device and the version stays in host memory.
             verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
         """
         self._shards = shards
-        self._places = places or {}
+        self._staged = staged or {}
         self._verify = verify
 
     @contextmanager
@@ -94,13 +93,38 @@ class LocalBuckets(Sink):
                 self._shards.finish()
 
     def unpack(self, number: int, bucket: Tensor) -> None:
-        if number in self._places:
-            self._keep(self._places[number], bucket)
-            if self._verify is not None:  # what is kept, and not what was on the device
-                self._verify(number, self._places[number])
+        if number in self._staged:
+            self._staged[number].copy_(bucket)
+            if self._verify is not None:  # what stays, and not what was on the device
+                self._verify(number, self._staged[number])
         elif self._shards is not None:
             self._shards.unpack(number, bucket)
 
-    @staticmethod
-    def _keep(place: Tensor, bucket: Tensor) -> None:
-        place.copy_(bucket)
+
+class HostRoute:
+    """Moves versions through host memory, over gloo: along a chain of nodes, whose ranks share the memory."""
+
+    backend = "host"
+    device = None
+    footprint = 0
+    """Bytes of buffers other than the node's memory."""
+
+    def __init__(self, plan: ExchangePlan, members: Members, control: Control, memory: NodeMemory) -> None:
+        """Collective over the generation's ranks. ``memory``: of the node."""
+        self._plan = plan
+        self._members = members
+        self._control = control
+        self._memory = memory
+        self._waves_before = 0
+        self.groups = GroupCache({"cpu": "gloo"}, control.rank, control)
+        self.groups.make("exchange", tuple(map(members.rail, range(members.rails))))
+
+    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
+        """Moves one version."""
+        rank, members, routes = self._control.rank, self._members, {}
+        if rank in context.flow.relays:
+            routes[rank] = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
+        chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
+        engine = through_memory(context, self._memory, self._plan.waves, sink, routes, chunk_bytes, self._waves_before)
+        self._waves_before += len(self._plan.waves)
+        run_transfer(engine, self._control, self.groups, bar)

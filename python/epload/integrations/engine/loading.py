@@ -46,8 +46,7 @@ def load_engine(
     """
     opened = Checkpoint.open(checkpoint)
     try:
-        manifest = opened.manifest
-        target = EngineTarget(engine, strict)
+        manifest, target = opened.manifest, EngineTarget(engine, strict)
         target.record(manifest)
         recording = target.recording
         state = engine.model.state_dict(keep_vars=True).keys()
@@ -55,23 +54,24 @@ def load_engine(
             raise ModelMismatch(
                 f"load_weights fills {hidden[0]}, which is not in the model's state dict; register it as a persistent buffer"
             )
-        _, rank, _ = membership(None)
-        alone = Topology([[rank]], None, rank, Control(None, (rank,), rank))
-        mapping = Placed(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
-        options: dict[str, Any] = {"src": rank, "readers": "every", "verify": verify, "progress": progress}
-        # Through the page cache, so that the disk reads once what several ranks of a machine read.
         report = LoadReport(source=manifest.source, readers="every")
         if any(recording.regions):
-            with HierarchicalLoader(alone, direct_io=False, **options) as loader:
+            _, rank, _ = membership(None)
+            alone = Topology([[rank]], None, rank, Control(None, (rank,), rank))
+            mapping = Placed(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
+            # Through the page cache, so that the disk reads once what several ranks of a machine read.
+            with HierarchicalLoader(
+                alone, src=rank, readers="every", direct_io=False, verify=verify, progress=progress
+            ) as loader:
                 report = loader.load(engine.model, opened, mapping=mapping)
-        numbers = {name: number for number, name in enumerate(manifest.names)}
+        passed_through = [number for number, name in enumerate(manifest.names) if name in recording.passed_through]
         with torch.no_grad():
-            target.load_rest((name, read_tensor(opened, numbers[name])) for name in recording.whole)
+            target.load_rest((manifest.names[number], read_tensor(opened, number)) for number in passed_through)
         if changed := opened.changed():
             raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten")
     finally:
         if opened is not checkpoint:
             opened.close()
     columns = zip(manifest.names, recording.regions, strict=True)
-    report.ignored_keys = [name for name, places in columns if not places and name not in recording.whole]
+    report.ignored_keys = [name for name, places in columns if not places and name not in recording.passed_through]
     return report

@@ -12,20 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from epload.checkpoint.manifest import Manifest
+from epload.core.columns import column
 from epload.core.default_device import callers_default_device
-from epload.core.placement import Box, Layout, row_major_strides
+from epload.core.placement import Box, row_major_strides
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
 from epload.integrations.engine.targets import EngineTargets, covers, storage_of
 from epload.integrations.engine.trace import LoadWeights
-from epload.model.targets import Targets
-from epload.planning.holdings import Holdings, holdings_of_targets
-from epload.sync.arrival import TensorLayout
+from epload.planning.holdings import NO_PART, Holdings, Share
+from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
 
 _MAX_SHOWN = 5
-_IN_FULL = " (in full)"
 
 
 class EngineModel:
@@ -82,7 +81,7 @@ class EngineModel:
 class EngineTarget(Target):
     """An engine's model as a target of versions and checkpoints; see :class:`~epload.sync.targets.Target`."""
 
-    tears_on_prepare = True
+    changes_on_prepare = True
     """An engine's ``begin`` may take apart what it computes with."""
     recording: Recording
 
@@ -91,14 +90,14 @@ class EngineTarget(Target):
         self._engine = engine
         self._strict = strict
         # Equal for parameters that are tied. The engine may take these apart to load them.
-        self._identity = {
-            name: id(parameter) for name, parameter in engine.model.named_parameters(remove_duplicate=False)
-        }
-        self._filled: dict[str, Tensor] = {}
-        """Stand-ins on meta for the tensors that are filled directly."""
-        self._own_devices: set[torch.device] = set()
-        self._whole: dict[str, Tensor] = {}
-        """Full tensors for ``load_weights``; on meta while no version is there."""
+        parameters = engine.model.named_parameters(remove_duplicate=False)
+        self._identity = {name: id(parameter) for name, parameter in parameters}
+        self._filled: dict[str, TensorLayout] = {}
+        """Layouts of the tensors that are filled directly."""
+        self._full: dict[str, TensorLayout] = {}
+        """Layouts of the full tensors for ``load_weights``."""
+        self._received: dict[str, Tensor] = {}
+        """These tensors, while a version is applied."""
 
     def record(self, manifest: Manifest) -> dict[str, Tensor]:
         """Records ``load_weights``; returns the tensors that it fills.
@@ -114,10 +113,10 @@ class EngineTarget(Target):
         return tensors
 
     def load_rest(self, full: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.whole``."""
+        """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.passed_through``."""
         tensors = self._engine.tensors()
-        self.recording.fill(tensors)
-        if not self.recording.whole:
+        self.recording.fill_constants(tensors)
+        if not self.recording.passed_through:
             return
         log = _WriteLog(EngineTargets(tensors))
         before = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -131,7 +130,7 @@ class EngineTarget(Target):
 
     def _check(self, tensors: Mapping[str, Tensor], written: Mapping[str, Sequence[Box]]) -> None:
         """Raises ModelMismatch if parameters are left unwritten."""
-        reached = {self._identity[name] for name in written if name in self._identity}
+        reached = {self._identity.get(name) for name in written}
         missing = [
             name
             for name, identity in self._identity.items()
@@ -149,54 +148,50 @@ class EngineTarget(Target):
             )
 
     def holdings(self, manifest: Manifest) -> Holdings:
-        tensors = self.record(manifest)
-        placed = list(self.recording.regions)
-        self._filled = {name: _stand_in(tensors[name]) for places in placed for name, _ in places}
-        self._whole = {}
-        for number, (name, shape, dtype) in enumerate(
-            zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)
-        ):
-            if name in self.recording.whole:
-                self._whole[name] = torch.empty(shape, dtype=dtype, device="meta")
-                view = View((0,) * len(shape), shape, 0, row_major_strides(shape))
-                placed[number] = ((f"{name}{_IN_FULL}", view),)
-        self._own_devices = {tensors[name].device for name in self._filled}
-        self.devices = self._own_devices | ({torch.device("cpu")} if self._whole else set())
-        local = self._filled | {f"{name}{_IN_FULL}": tensor for name, tensor in self._whole.items()}
-        layouts: dict[tuple[int, ...], int] = {}
-        targets = Targets(
-            names=list(local),
-            tensors=list(local.values()),
-            layout=[layouts.setdefault(tuple(tensor.shape), len(layouts)) for tensor in local.values()],
-            dtypes=[tensor.dtype for tensor in local.values()],
-            layouts=[Layout(shape, (), ()) for shape in layouts],
-            coordinates=[()] * len(layouts),
-            index={name: number for number, name in enumerate(local)},
-        )
-        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+        tensors, recording = self.record(manifest), self.recording
+        self._filled = {name: layout_of(tensors[name]) for places in recording.regions for name, _ in places}
+        self._full = {}
+        numbers = {name: number for number, name in enumerate(self._filled)}
+        shares: dict[Share, int] = {}
+        class_of, targets = [], []
+        columns = zip(manifest.names, recording.regions, manifest.shapes, manifest.dtypes, strict=True)
+        for name, places, shape, dtype in columns:
+            own = {tensors[target].dtype for target, _ in places}
+            views, of_tensor = [view for _, view in places], [numbers[target] for target, _ in places]
+            if name in recording.passed_through:
+                views, own = [View((0,) * len(shape), shape, 0, row_major_strides(shape))], {dtype}
+                of_tensor = [len(numbers) + len(self._full)]
+                self._full[name] = torch.Size(shape), dtype, torch.device("cpu")
+            share = Share(shape, tuple(enumerate(views)), own.pop() if len(own) == 1 else dtype, bool(own))
+            class_of.append(shares.setdefault(share, len(shares)) if views and 0 not in shape else NO_PART)
+            targets.append(tuple(of_tensor))
+        self.devices = {device for *_, device in (*self._filled.values(), *self._full.values())}
+        return Holdings(column(class_of), tuple(shares), targets)
 
     def tensors(self) -> list[Tensor]:
         with callers_default_device():
             self._engine.begin(self.recording)
         tensors = self._engine.tensors()
         filled = [tensors[name].detach() for name in self._filled if name in tensors]
-        if list(map(_layout, filled)) != list(map(_layout, self._filled.values())):
+        if [layout_of(tensor)[:2] for tensor in filled] != [layout[:2] for layout in self._filled.values()]:
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
-        self._whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._whole.items()}
-        return [*filled, *self._whole.values()]
+        self._received = {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in self._full.items()
+        }
+        return [*filled, *self._received.values()]
 
     def layouts(self) -> list[TensorLayout]:
-        if len(self._own_devices) > 1 or any(device.type == "meta" for device in self._own_devices):
+        own = {device for *_, device in self._filled.values()}
+        if len(own) > 1 or any(device.type == "meta" for device in own):
             raise LoadError(
                 "expected the engine's tensors on one device for stage='device', got them on "
-                f"{', '.join(sorted(map(str, self._own_devices)))}; pass stage='host'"
+                f"{', '.join(sorted(map(str, own)))}; pass stage='host'"
             )
-        own = [(tensor.shape, tensor.dtype, device) for device in self._own_devices for tensor in self._filled.values()]
-        return [*own, *((tensor.shape, tensor.dtype, torch.device("cpu")) for tensor in self._whole.values())]
+        return [*self._filled.values(), *self._full.values()]
 
     def finish(self) -> None:
-        self.load_rest(self._whole.items())
-        self._whole = {name: _stand_in(tensor) for name, tensor in self._whole.items()}
+        self.load_rest(self._received.items())
+        self._received = {}
         with callers_default_device():
             self._engine.finish()
 
@@ -217,11 +212,3 @@ class _WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     name, views = located
                     self.written.setdefault(name, []).extend((view.start, view.size) for view in views)
         return func(*args, **kwargs)
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype

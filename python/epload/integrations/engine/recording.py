@@ -27,19 +27,19 @@ class Recording:
 
     regions: tuple[tuple[Place, ...], ...]
     """Boxes of targets that each tensor of the checkpoint fills, as :func:`epload.mapping.place.place` gives them. No two
-    overlap. The dtype is converted to the target's. Empty for tensors in ``whole`` and for those without effect here, such as
-    another rank's experts."""
-    whole: dict[str, str]
+    overlap. The dtype is converted to the target's. Empty for tensors in ``passed_through`` and for those without effect
+    here, such as another rank's experts."""
+    passed_through: dict[str, str]
     """Checkpoint tensors that have to go through the engine's own ``load_weights``, all of them in one call and in this order,
     each with the reason."""
-    fills: tuple[tuple[str, Box, float], ...] = ()
+    constants: tuple[tuple[str, Box, float], ...] = ()
     """Constants that fill boxes of targets, such as the padding of a vocabulary. They do not overlap ``regions``."""
     written: Mapping[str, Sequence[Box]] | None = None
-    """Boxes that ``load_weights`` writes, by target. None if it cannot be traced: then ``whole`` has all tensors."""
+    """Boxes that ``load_weights`` writes, by target. None if it cannot be traced: then ``passed_through`` has all tensors."""
 
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
+    def fill_constants(self, targets: Mapping[str, Tensor]) -> None:
         """Writes the constants."""
-        for target, box, value in self.fills:
+        for target, box, value in self.constants:
             targets[target].detach()[box_slices(*box)].fill_(value)
 
 
@@ -59,18 +59,45 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
     table = EngineTargets(targets)
     trace = LoadTrace(tensors, range(len(tensors.names)), table)
     _run(trace, load_weights)
-    writes: dict[str, list[Write]] = defaultdict(list)
-    for write in reversed(dict.fromkeys(reversed(trace.writes))):  # of equal ones, the last counts
-        writes[write.target].append(write)
-    cells = {name: Cells(table.tensors[name].shape, [write.box for write in some]) for name, some in writes.items()}
-    whole = _find_whole(writes, cells)
-    if whole and not trace.refusal:
-        alone = LoadTrace(tensors, sorted(whole), table)
+    written = _by_target(trace.writes, table)
+    passed_through = _find_passed_through(written)
+    if passed_through and not trace.problem:
+        alone = LoadTrace(tensors, sorted(passed_through), table)
         _run(alone, load_weights, alone=True)
-        trace.refusal = alone.refusal or _find_difference(trace, alone, whole, writes, cells)
-    if trace.refusal:
-        return Recording(((),) * len(tensors.names), dict.fromkeys(tensors.names, trace.refusal))
-    return _summarize(tensors, writes, cells, whole)
+        trace.problem = alone.problem or _find_difference(trace.writes, alone.writes, passed_through, written)
+    if trace.problem:
+        return Recording(((),) * len(tensors.names), dict.fromkeys(tensors.names, trace.problem))
+    regions: list[list[Place]] = [[] for _ in tensors.names]
+    constants: list[tuple[str, Box, float]] = []
+    views: dict[object, View] = {}
+    """Equal views of equal tensors are one object, which planning relies on."""
+    for target, (writes, cells) in written.items():
+        for i, write in enumerate(writes):
+            if write.value is not None:
+                constants += [(target, box, write.value) for box in cells.boxes_of(i)]
+            elif write.view is not None and (number := min(write.sources)) not in passed_through:
+                view = views.setdefault((tensors.shapes[number], write.view), write.view)
+                regions[number].append((target, view))
+    return Recording(
+        tuple(map(tuple, regions)),
+        {tensors.names[number]: passed_through[number] for number in sorted(passed_through)},
+        tuple(constants),
+        {target: [write.box for write in writes] for target, (writes, _) in written.items()},
+    )
+
+
+_Written = Mapping[str, tuple[Sequence[Write], Cells]]
+"""The writes to each target, and the grid of their boxes."""
+
+
+def _by_target(writes: Sequence[Write], targets: EngineTargets) -> _Written:
+    by_target: dict[str, list[Write]] = defaultdict(list)
+    for write in reversed(dict.fromkeys(reversed(writes))):  # of equal ones, the last counts
+        by_target[write.target].append(write)
+    return {
+        target: (some, Cells(targets.tensors[target].shape, [write.box for write in some]))
+        for target, some in by_target.items()
+    }
 
 
 def _run(trace: LoadTrace, load_weights: LoadWeights, alone: bool = False) -> None:
@@ -79,9 +106,9 @@ def _run(trace: LoadTrace, load_weights: LoadWeights, alone: bool = False) -> No
         trace.run(load_weights)
     except Exception as error:
         text = f"load_weights raised {type(error).__name__} after it took {trace.last or 'no tensor'}"
-        if not trace.refusal and not alone:
+        if not trace.problem and not alone:
             raise ModelMismatch(f"{text}, and nothing was written: {error}") from error
-        trace.refusal = trace.refusal or f"{text}: {error}"
+        trace.problem = trace.problem or f"{text}: {error}"
     if alive := trace.alive():
         raise LoadError(
             f"load_weights keeps {len(alive)} of the tensors that it is given for later (the first is {alive[0]}), so that it "
@@ -89,62 +116,42 @@ def _run(trace: LoadTrace, load_weights: LoadWeights, alone: bool = False) -> No
         )
 
 
-def _find_whole(writes: Mapping[str, Sequence[Write]], cells: Mapping[str, Cells]) -> dict[int, str]:
+def _find_passed_through(written: _Written) -> dict[int, str]:
     """Returns the tensors that have to go through ``load_weights``, by number, with the reasons."""
-    whole: dict[int, str] = {}
-    for target, some in writes.items():
-        for write in some:
+    passed_through: dict[int, str] = {}
+    for target, (writes, cells) in written.items():
+        for write in writes:
             if write.view is None:
-                whole |= dict.fromkeys(write.sources - whole.keys(), write.reason)
-        below = [write.sources for write in some]
-        for first, second in cells[target].overlaps:
+                passed_through |= dict.fromkeys(write.sources - passed_through.keys(), write.reason)
+        below = [write.sources for write in writes]
+        for first, second in cells.overlaps:
             if below[first]:
                 below[second] |= below[first]
-                whole |= dict.fromkeys(below[second] - whole.keys(), f"{target} is written twice in the same place")
-    return whole
+                passed_through |= dict.fromkeys(
+                    below[second] - passed_through.keys(), f"{target} is written twice in the same place"
+                )
+    return passed_through
 
 
 def _find_difference(
-    trace: LoadTrace,
-    alone: LoadTrace,
-    whole: Mapping[int, str],
-    writes: Mapping[str, Sequence[Write]],
-    cells: Mapping[str, Cells],
+    writes: Sequence[Write], alone: Sequence[Write], passed_through: Mapping[int, str], written: _Written
 ) -> str:
-    """Returns why ``load_weights`` cannot be called with the tensors in ``whole`` alone, after all others were copied.
+    """Returns why ``load_weights`` cannot be called with the tensors in ``passed_through`` alone, after all others were copied.
 
     Constants that it writes to the same targets belong to them.
+
+    Args:
+        writes, alone: with all tensors, and with those alone.
     """
-    affected = {write.target for write in trace.writes if write.sources & whole.keys()}
+    affected = {write.target for write in writes if write.sources & passed_through.keys()}
     for target in affected:
-        for first, second in cells[target].overlaps:
-            if writes[target][first].value is not None and not writes[target][second].sources & whole.keys():
+        of_target, cells = written[target]
+        for first, second in cells.overlaps:
+            if of_target[first].value is not None and not of_target[second].sources & passed_through.keys():
                 return f"{target} is first filled by a constant, then by several tensors"
     expected = [
         write
-        for write in trace.writes
-        if write.sources & whole.keys() or (write.target in affected and not write.sources)
+        for write in writes
+        if write.sources & passed_through.keys() or (write.target in affected and not write.sources)
     ]
-    return "" if alone.writes == expected else "it does something else if some tensors are missing"
-
-
-def _summarize(
-    tensors: Metadata, writes: Mapping[str, Sequence[Write]], cells: Mapping[str, Cells], whole: Mapping[int, str]
-) -> Recording:
-    regions: list[list[Place]] = [[] for _ in tensors.names]
-    fills: list[tuple[str, Box, float]] = []
-    views: dict[object, View] = {}
-    """Equal views of equal tensors are one object, which planning relies on."""
-    for target, some in writes.items():
-        for i, write in enumerate(some):
-            if write.value is not None:
-                fills += [(target, box, write.value) for box in cells[target].boxes_of(i)]
-            elif write.view is not None and (number := min(write.sources)) not in whole:
-                view = views.setdefault((tensors.shapes[number], write.view), write.view)
-                regions[number].append((target, view))
-    return Recording(
-        tuple(map(tuple, regions)),
-        {tensors.names[number]: whole[number] for number in sorted(whole)},
-        tuple(fills),
-        {target: [write.box for write in some] for target, some in writes.items()},
-    )
+    return "" if alone == expected else "it does something else if some tensors are missing"

@@ -29,10 +29,11 @@ class EngineTargets:
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided or memory.has_internal_overlap(tensor):
                 raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
-            key = storage_of(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+            storage = storage_of(tensor)
+            key = storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
             if tensor.numel() and names.setdefault(key, name) == name:
                 self.tensors[name] = tensor
-                self._by_storage.setdefault(storage_of(tensor), []).append(name)
+                self._by_storage.setdefault(storage, []).append(name)
         real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
         if pair := memory.find_overlap(real):
             raise ModelMismatch(
@@ -53,14 +54,15 @@ class EngineTargets:
         Returns:
             None if it is not within one target, has another dtype, or consists of too many boxes.
         """
-        strides = (0,) * tensor.ndim if origin is None else origin.stride()
-        loops = [Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strides, strict=True)]
-        first = 0 if origin is None else int(origin.storage_offset())
+        source = tensor if origin is None else origin
+        loops = [Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), source.stride(), strict=True)]
         for name in self._by_storage.get(storage_of(tensor), ()):
             target = self.tensors[name]
             offset = int(tensor.storage_offset()) - int(target.storage_offset())
             try:
-                boxes = boxes_of_region(tuple(target.shape), tuple(target.stride()), offset, loops, first)
+                boxes = boxes_of_region(
+                    tuple(target.shape), tuple(target.stride()), offset, loops, int(source.storage_offset())
+                )
                 views = list(islice(boxes, _MAX_BOXES + 1))
             except ValueError:
                 continue
@@ -74,20 +76,22 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Cells:
-    """The cells into which the boundaries of boxes divide a tensor."""
+    """The overlap grid of boxes: the cells into which their boundaries divide a tensor."""
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-        bounds = [(0, *(at[dim] for box in boxes for at in (box[0], _end(box))), n) for dim, n in enumerate(shape)]
-        self._cuts = [sorted(set(of_dim)) for of_dim in bounds]
+        self._cuts = [
+            sorted({0, length}.union(*((start[dim], start[dim] + size[dim]) for start, size in boxes)))
+            for dim, length in enumerate(shape)
+        ]
         self.last = torch.full([len(cuts) - 1 for cuts in self._cuts], -1, dtype=torch.int32)
         """Index of the last box that covers each cell; -1 if none does."""
         self.overlaps: list[tuple[int, int]] = []
         """Indices of boxes that cover a cell one after the other."""
         for i, box in enumerate(boxes):
-            ends = zip(self._cuts, box[0], _end(box), strict=True)
-            covered = self.last[tuple(slice(bisect_left(cuts, a), bisect_left(cuts, b)) for cuts, a, b in ends)]
-            if bool((covered >= 0).any()):
-                self.overlaps += [(j, i) for j in set(covered.flatten().tolist()) if j >= 0]
+            ends = zip(self._cuts, *box, strict=True)
+            slices = (slice(bisect_left(cuts, start), bisect_left(cuts, start + size)) for cuts, start, size in ends)
+            covered = self.last[tuple(slices)]
+            self.overlaps += [(other, i) for other in torch.unique(covered).tolist() if other >= 0]
             covered.fill_(i)
 
     def boxes_of(self, index: int) -> list[Box]:
@@ -102,7 +106,3 @@ class Cells:
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Returns True if boxes cover a tensor."""
     return 0 in shape or bool((Cells(shape, boxes).last >= 0).all())
-
-
-def _end(box: Box) -> tuple[int, ...]:
-    return tuple(map(int.__add__, *box))

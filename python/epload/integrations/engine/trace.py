@@ -11,7 +11,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,27 +61,33 @@ class Write(NamedTuple):
     """Why there is no ``view``."""
 
 
+class _Provenance(NamedTuple):
+    """Describes what a fake tensor is derived from."""
+
+    sources: frozenset[int]
+    """Numbers of the checkpoint tensors that it depends on."""
+    view: Tensor | None = None
+    """A view of the checkpoint tensor, on meta and of the same shape, with the elements that the fake tensor has. Identical with
+    its ``meta`` if it is that view. None if there is no such view."""
+    reason: str = ""
+    """Why there is none."""
+    exact: bool = True
+    """True if its dtype holds every value of the checkpoint tensor's dtype."""
+
+
 class _FakeTensor(Tensor):
-    """A checkpoint tensor, or what was made of some, without data."""
+    """A checkpoint tensor, or one derived from some, without data."""
 
     meta: Tensor
     """Has its shape, strides and offset."""
-    origin: Tensor | None
-    """A view of the checkpoint tensor, on meta and of the same shape, with the elements that this tensor has. Identical with
-    ``meta`` if this tensor is that view. None if there is no such view."""
-    reason: str
-    """Why there is none."""
-    exact: bool
-    """True if its dtype holds every value of the checkpoint tensor's dtype."""
-    sources: frozenset[int]
-    """Numbers of the checkpoint tensors that it depends on."""
+    provenance: _Provenance
     load_trace: LoadTrace
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached from threads other than that of the trace, whose modes are not theirs.
+        # Reached from threads other than that of the trace, whose modes do not hold there.
         trace = next(leaf.load_trace for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         return trace.__torch_dispatch__(func, types, args, kwargs)
 
@@ -93,7 +98,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Metadata, numbers: Sequence[int], targets: EngineTargets) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[Write] = []
-        self.refusal = ""
+        self.problem = ""
         """Why the call cannot be traced; empty if it can."""
         self.last = ""
         """The name last taken from the iterator."""
@@ -101,7 +106,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers = numbers
         self._targets = targets
         self._created: set[int] = set()
-        """Storages that it has made, which it may write."""
+        """Storages created during the call, which it may write."""
         self._fakes: weakref.WeakSet[_FakeTensor] = weakref.WeakSet()
 
     def run(self, load_weights: LoadWeights) -> None:
@@ -111,7 +116,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch_module.register_module_parameter_registration_hook,
                 torch_module.register_module_buffer_registration_hook,
             ):
-                stack.callback(register(self._refuse_registration).remove)
+                stack.callback(register(self._reject_registration).remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(_Functions(self))
             stack.enter_context(self)
@@ -121,41 +126,34 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns the names of the checkpoint tensors on which tensors depend that still exist."""
         if self._fakes:
             gc.collect()
-        return [self._tensors.names[i] for i in sorted({i for fake in self._fakes for i in fake.sources})]
+        return [self._tensors.names[i] for i in sorted(_sources_of(self._fakes))]
 
-    def refuse(self, reason: str) -> RuntimeError:
-        self.refusal = self.refusal or reason
+    def reject(self, reason: str) -> RuntimeError:
+        self.problem = self.problem or reason
         return RuntimeError(reason)
 
-    def _refuse_registration(self, module: Any, name: str, value: Any) -> None:
-        raise self.refuse(f"it replaces {name} of a {type(module).__name__}")
+    def _reject_registration(self, module: Any, name: str, value: Any) -> None:
+        raise self.reject(f"it replaces {name} of a {type(module).__name__}")
 
     def check_access(self, func: Any, tensor: Tensor) -> None:
         """Raises RuntimeError if an access that is not an operation concerns a fake tensor or memory of the model."""
         name, is_fake = getattr(func, "__name__", "data"), isinstance(tensor, _FakeTensor)
         replaces = name == "__set__" and not is_fake and storage_of(tensor) not in self._created
         if is_fake or replaces or self._targets.share_storage(tensor):
-            raise self.refuse(f"it accesses the memory of a tensor with {name}")
+            raise self.reject(f"it accesses the memory of a tensor with {name}")
 
     def _yield_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number in self._numbers:
             self.last = self._tensors.names[number]
             meta = torch.empty(self._tensors.shapes[number], dtype=self._tensors.dtypes[number], device="meta")
-            yield self.last, self._fake(meta, meta, frozenset((number,)))
+            yield self.last, self._fake(meta, _Provenance(frozenset((number,)), meta))
 
-    def _fake(
-        self, meta: Tensor, origin: Tensor | None, sources: frozenset[int], reason: str = "", exact: bool = True
-    ) -> _FakeTensor:
+    def _fake(self, meta: Tensor, provenance: _Provenance) -> _FakeTensor:
         fake: _FakeTensor = Tensor._make_wrapper_subclass(
-            _FakeTensor,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
+            _FakeTensor, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
             device=self._targets.device,
-        )
-        fake.meta, fake.origin, fake.sources, fake.load_trace = meta, origin, sources, self
-        fake.reason, fake.exact = reason, exact
+        )  # fmt: skip
+        fake.meta, fake.provenance, fake.load_trace = meta, provenance, self
         self._fakes.add(fake)
         return fake
 
@@ -165,9 +163,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet, kwargs = func.overloadpacket, kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, _FakeTensor)]
-        real = [tensor for tensor in tensors if not isinstance(tensor, _FakeTensor)]
-        touches = bool(fakes) or any(map(self._targets.share_storage, real))
-        if touches and packet not in _VIEWS and _is_composite(func):
+        touches = bool(fakes) or any(map(self._targets.share_storage, tensors))
+        if touches and packet not in _VIEWS and func._can_decompose():
             with self:  # in inference mode, composite operations arrive in one piece
                 return func.decompose(*args, **kwargs)
         if func._schema.is_mutable:
@@ -177,31 +174,32 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fakes:
             return self._derive(func, args, kwargs, fakes)
         if touches and packet not in _VIEWS | _READ_NO_VALUES:
-            raise self.refuse(f"it reads a parameter's values with {packet.__name__}")
+            raise self.reject(f"it reads a parameter's values with {packet.__name__}")
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._created |= storages - set(map(storage_of, tensors))
         return result
 
     def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        packet, origins = func.overloadpacket, None
+        packet, (_, view, reason, _) = func.overloadpacket, fake.provenance
         if packet is _aten._reshape_alias:
             func, args = _aten.view.default, args[:1]
-        metas = func(fake.meta, *args, **kwargs)
-        if packet in _VIEWS and func is not _aten.view.dtype and fake.origin is fake.meta:
-            origins = metas
-        elif packet in _VIEWS - {_aten.as_strided} and func is not _aten.view.dtype and fake.origin is not None:
-            with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
-                origins = func(fake.origin, *args, **kwargs)
-        reason = fake.reason or f"is rearranged by {packet.__name__}"
+        metas, views = func(fake.meta, *args, **kwargs), None
+        if packet in _VIEWS and func is not _aten.view.dtype:
+            if view is fake.meta:
+                views = metas
+            elif view is not None and packet is not _aten.as_strided:
+                with suppress(RuntimeError):  # the elements may not be a view of the checkpoint tensor
+                    views = func(view, *args, **kwargs)
+        provenance = fake.provenance._replace(reason=reason or f"is rearranged by {packet.__name__}")
         if isinstance(metas, Tensor):
-            return self._fake(metas, origins, fake.sources, reason, fake.exact)
-        pairs = zip(metas, origins or [None] * len(metas), strict=True)
-        return [self._fake(*pair, fake.sources, reason, fake.exact) for pair in pairs]
+            return self._fake(metas, provenance._replace(view=views))
+        pairs = zip(metas, views or [None] * len(metas), strict=True)
+        return [self._fake(meta, provenance._replace(view=view)) for meta, view in pairs]
 
     def _derive(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[_FakeTensor]) -> Any:
         """Returns new fake tensors: a copy of another, or what is computed from several."""
-        name, source = func.overloadpacket.__name__, fakes[0]
+        name = func.overloadpacket.__name__
         args, kwargs = tree_map_only(Tensor, _meta_of, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -209,72 +207,65 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            raise self.refuse(f"values are read by {name}") from error
+            raise self.reject(f"values are read by {name}") from error
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(result)):
-            raise self.refuse(f"values are read by {name}")
+            raise self.reject(f"values are read by {name}")
         if func.overloadpacket in _COPIES:
-            reason, exact = _cast(source, result.dtype)
-            return self._fake(result, None if reason else source.origin, source.sources, reason, exact)
-        sources = frozenset[int]().union(*(fake.sources for fake in fakes))
-        reason = next((fake.reason for fake in fakes if fake.origin is None), f"is changed by {name}")
-        return tree_map_only(Tensor, lambda meta: self._fake(meta, None, sources, reason), result)
+            return self._fake(result, _cast(fakes[0], result.dtype))
+        reason = next((fake.provenance.reason for fake in fakes if fake.provenance.view is None), "")
+        provenance = _Provenance(_sources_of(fakes), reason=reason or f"is changed by {name}")
+        return tree_map_only(Tensor, lambda meta: self._fake(meta, provenance), result)
 
     def _write(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        name = func.overloadpacket.__name__
+        name, arguments = func.overloadpacket.__name__, func._schema.arguments
         if func.overloadpacket is _aten._foreach_copy_:
             for pair in zip(args[0], args[1], strict=True):
                 self.__torch_dispatch__(_aten.copy_.default, (), pair)
             return None
-        changed = [
-            argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
-        ]
+        changed = [argument for argument in arguments if argument.alias_info and argument.alias_info.is_write]
         target, others = tensors[0], tensors[1:]
-        reads = any(self._targets.share_storage(tensor) for tensor in others if not isinstance(tensor, _FakeTensor))
-        if changed != func._schema.arguments[:1] or target is not args[0] or reads:
-            raise self.refuse(f"{name} writes several tensors, or reads a parameter's values")
         fakes = [tensor for tensor in others if isinstance(tensor, _FakeTensor)]
+        if changed != arguments[:1] or target is not args[0] or any(map(self._targets.share_storage, others)):
+            raise self.reject(f"{name} writes several tensors, or reads a parameter's values")
         if target.numel() == 0:
             return target
         if isinstance(target, _FakeTensor):
-            raise self.refuse(f"a tensor that it is given, or a copy, is changed by {name}")
+            raise self.reject(f"a tensor that it is given, or a copy, is changed by {name}")
         if self._targets.share_storage(target):
             self._write_target(func, target, args[1] if len(args) > 1 else None, fakes)
             return target
         if fakes or storage_of(target) not in self._created:
-            raise self.refuse(f"{name} writes to a tensor that is not one of the targets")
+            raise self.reject(f"{name} writes to a tensor that is not one of the targets")
         return func(*args, **kwargs)
 
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
         name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.refuse(
+            raise self.reject(
                 f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
             )
-        place, boxes = located[0], [(view.start, view.size) for view in located[1]]
+        place, boxes = located
+        constant, sources, reason = None, _sources_of(fakes), f"is written by {name}"
         if not fakes:
             constant = _constant(func, value)
             if constant is None:
-                raise self.refuse(f"{name} writes to {place} what no checkpoint tensor holds")
-            self.writes += [Write(place, box, value=constant) for box in boxes]
-            return
-        sources, reason = frozenset[int]().union(*(fake.sources for fake in fakes)), f"is written by {name}"
-        if func.overloadpacket in (_aten.copy_, _aten.fill_) and value is fakes[0]:
-            reason, _ = _cast(fakes[0], target.dtype)
-            if not reason and (views := self._views_of(target, fakes[0])):
+                raise self.reject(f"{name} writes to {place} what no checkpoint tensor holds")
+        elif func.overloadpacket in (_aten.copy_, _aten.fill_) and value is fakes[0]:
+            _, view, reason, _ = _cast(fakes[0], target.dtype)
+            if view is not None and (views := self._views_of(target, view)):
                 self.writes += [Write(place, (view.start, view.size), sources, view) for view in views]
                 return
-        reason = reason or "an element is used several times, or in too many boxes"
-        self.writes += [Write(place, box, sources, reason=reason) for box in boxes]
+            reason = reason or "an element is used several times, or in too many boxes"
+        self.writes += [Write(place, (box.start, box.size), sources, None, constant, reason) for box in boxes]
 
-    def _views_of(self, target: Tensor, fake: _FakeTensor) -> list[View]:
-        """Returns the regions of a checkpoint tensor that a copy of it puts into a target; empty if there are no such regions."""
-        assert fake.origin is not None
-        origin, extent = fake.origin.expand(target.shape), 0
-        for stride, size in sorted((s, n) for n, s in zip(origin.shape, origin.stride(), strict=True) if n > 1):
+    def _views_of(self, target: Tensor, view: Tensor) -> list[View]:
+        """Returns the regions of a checkpoint tensor that a copy of its view puts into a target; empty if there are none."""
+        view, extent = view.expand(target.shape), 0
+        for stride, size in sorted((s, n) for n, s in zip(view.shape, view.stride(), strict=True) if n > 1):
             if stride <= extent:  # a plan's views have strides that exceed the extent of all inner dims
                 return []
             extent += (size - 1) * stride
-        located = self._targets.locate(target, origin)
+        located = self._targets.locate(target, view)
         return located[1] if located is not None else []
 
 
@@ -300,17 +291,25 @@ def _meta_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _cast(fake: _FakeTensor, dtype: torch.dtype) -> tuple[str, bool]:
-    """Returns why a copy in another dtype has no origin, or an empty string, and whether the copy is exact.
+def _sources_of(fakes: Iterable[_FakeTensor]) -> frozenset[int]:
+    return frozenset[int]().union(*(fake.provenance.sources for fake in fakes))
+
+
+def _cast(fake: _FakeTensor, dtype: torch.dtype) -> _Provenance:
+    """Returns the provenance of a copy in another dtype.
 
     Casts one after the other are one cast only if none but the last rounds, and epload's own copies cast between wide floats
     alone.
     """
-    if fake.origin is None or fake.dtype == dtype:
-        return "" if fake.origin is not None else fake.reason, fake.exact
-    if fake.exact and dtypes.converts(fake.dtype, dtype):
-        return "", torch.promote_types(fake.dtype, dtype) == dtype
-    return f"converts {dtypes.name(fake.dtype)} to {dtypes.name(dtype)}{'' if fake.exact else ' after rounding'}", False
+    provenance = fake.provenance
+    if provenance.view is None:
+        return provenance
+    if fake.dtype == dtype or (provenance.exact and dtypes.converts(fake.dtype, dtype)):
+        exact = provenance.exact and torch.promote_types(fake.dtype, dtype) == dtype
+        return provenance._replace(reason="", exact=exact)
+    rounded = "" if provenance.exact else " after rounding"
+    reason = f"converts {dtypes.name(fake.dtype)} to {dtypes.name(dtype)}{rounded}"
+    return provenance._replace(view=None, reason=reason, exact=False)
 
 
 def _constant(func: Any, value: Any) -> float | None:
@@ -322,8 +321,3 @@ def _constant(func: Any, value: Any) -> float | None:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     return value  # type: ignore[no-any-return]
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(func._can_decompose())

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor, Shard
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from epload.mapping.mapping import Mapping
-from epload.sync.receiver import EngineRank, WeightReceiver
+from epload.model.flat_state import FlatState
+from epload.sync.participants import EngineRank
+from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
 from epload.sync.store import format_address
 
@@ -138,7 +140,7 @@ class _ActorParts:
         self._rank, self._world = rank, world
         self._layout: list[tuple[str, torch.Size, torch.dtype]] = []
         self._parts: dict[str, Tensor] = {}
-        self.model = nn.Module()
+        self.model: nn.Module = nn.Module()
 
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
         """Copies this rank's part out of each tensor; returns True if they are other tensors than before."""
@@ -156,23 +158,15 @@ class _ActorParts:
                 parts[name] = part.to("cpu", copy=True).contiguous()
         if layout == self._layout:
             return False
-        self._layout, self._parts, self.model = layout, parts, nn.Module()
-        for name, shape, _ in layout:
-            self._add(name, shape, parts[name])
+        self._layout, self._parts = layout, parts
+        self.model = FlatState({name: self._full(parts[name], shape) for name, shape, _ in layout})
         return True
 
-    def _add(self, name: str, shape: torch.Size, part: Tensor) -> None:
-        *path, last = name.split(".")
-        module = self.model
-        for key in path:
-            if key not in module._modules:
-                module.add_module(key, nn.Module())
-            module = module.get_submodule(key)
-        full = part
-        if shape:
-            stride = torch.empty(shape, device="meta").stride()
-            full = DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-        module.register_parameter(last, nn.Parameter(full, requires_grad=False))
+    def _full(self, part: Tensor, shape: torch.Size) -> Tensor:
+        if not shape:
+            return part
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def _free_address(host: str) -> str:

@@ -1,0 +1,139 @@
+"""Joining a generation: the ranks of both jobs find one another, tell each other what they have or need, and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from epload.checkpoint.manifest import Manifest
+from epload.core.attempt import attempt
+from epload.errors import LoadError
+from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import Holdings
+from epload.planning.schedule import SYNC_WAVE_BYTES
+from epload.planning.streams import ExchangePlan, Members
+from epload.ranks.contents import fetch, fetch_summaries, publish, publish_summary
+from epload.ranks.control import Control
+from epload.ranks.membership import group_equal
+from epload.ranks.rendezvous import rendezvous
+from epload.sync.devices import DeviceAccess, find_reach
+
+
+class JoinMessage(NamedTuple):
+    """A rank's message as it joins a generation."""
+
+    node: str
+    """Equal on ranks that share a machine's memory, and send or receive together."""
+    verify: bool
+    access: DeviceAccess
+    stages: bool = False
+    """True if its node keeps a whole version in host memory."""
+    summary: Sequence[str] = ()
+    """Names in the store of the summary of the rank's holdings."""
+    parts: str = ""
+    """Name of what else those need to know of a sender's holdings that copy out of its memory; empty if nobody can."""
+
+
+def join(
+    store: Store,
+    timeout: timedelta,
+    number: int,
+    ranks: int,
+    rank: int,
+    message: JoinMessage,
+    holdings: Holdings,
+    failure: Exception | None,
+) -> tuple[Control, list[JoinMessage]]:
+    """Joins generation ``number``. Collective over its ranks.
+
+    Args:
+        message: this rank's, without its holdings.
+        failure: why this rank cannot take part; raised on all.
+
+    Returns:
+        The control of the generation, and the messages of all ranks.
+
+    Raises:
+        LoadError: a rank cannot take part, or has not come in time; the same on every rank.
+        ValueError: ranks differ in ``verify``; on every rank.
+    """
+    parts = publish(store, holdings.encode_parts()) if message.access.handle else ""
+    message = message._replace(summary=publish_summary(store, holdings.summary()), parts=parts)
+    control, views = rendezvous(
+        PrefixStore(f"generation/{number}", store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank,
+        message.node,
+    )  # fmt: skip
+    messages = (JoinMessage(*view) for view in views)
+    return control, [message._replace(access=DeviceAccess(*message.access)) for message in messages]
+
+
+def _by_rank(views: dict[int, list[Any]]) -> list[list[Any]]:
+    """Returns the messages of all ranks. Raises ValueError if they differ in ``verify``."""
+    first = JoinMessage(*views[0]).verify
+    for rank, view in views.items():
+        if (verify := JoinMessage(*view).verify) != first:
+            raise ValueError(
+                f"expected the same verify= from sender and receivers, got {first!r} on rank 0 and {verify!r} on rank {rank}"
+            )
+    return [views[rank] for rank in sorted(views)]
+
+
+def find_members(senders: int, messages: Sequence[JoinMessage]) -> Members:
+    """Returns the nodes of both jobs. Ranks that may open memory of senders on their machine are a node, apart from those there
+    that cannot."""
+    shared = {(m.access.machine, m.access.memory) for m in messages if m.access.handle}
+    of_senders = {rank: message.node for rank, message in enumerate(messages[:senders])}
+    of_receivers = {
+        rank: f"{m.node} {(m.access.machine, m.access.memory) in shared}"
+        for rank, m in enumerate(messages[senders:], senders)
+    }
+    return Members(*(tuple(map(tuple, group_equal(of_rank))) for of_rank in (of_senders, of_receivers)))
+
+
+def plan_together(
+    store: Store,
+    control: Control,
+    number: int,
+    members: Members,
+    messages: Sequence[JoinMessage],
+    manifest: Manifest,
+    holdings: Holdings,
+) -> tuple[ExchangePlan, dict[int, Holdings], str]:
+    """Plans a generation. Collective over its ranks.
+
+    Returns:
+        This rank's plan; the holdings of the senders whose memory its node can open; why a sender's memory on the same machine
+        cannot be opened, empty if it can.
+
+    Raises:
+        LoadError: a receiver needs what no sender has; the same on every rank.
+    """
+    control.doing = "plans the exchange"
+    reach, not_pulled = find_reach(control, members, [message.access for message in messages])
+    node = next((i for i, ranks in enumerate(members.nodes) if control.rank in ranks), -1)
+    lenders: dict[int, Holdings] = {}
+
+    def plan() -> ExchangePlan:
+        summaries = fetch_summaries(store, [message.summary for message in messages], control.timeout)
+        for sender in reach.get(node, ()):
+            lenders[sender] = Holdings.decode(summaries[sender], fetch(store, messages[sender].parts, control.timeout))
+        return plan_exchange(
+            manifest, members, dict(enumerate(summaries)), control.rank, holdings, SYNC_WAVE_BYTES, f"generation {number}",
+            reach, lenders if messages[control.rank].stages else None,
+        )  # fmt: skip
+
+    planned, failure = attempt(plan)
+    control.settle("planning the exchange", failure, planned and planned.fingerprint.hex(), _check_equal)
+    assert planned is not None
+    return planned, lenders, not_pulled
+
+
+def _check_equal(fingerprints: dict[int, str]) -> None:
+    for rank, fingerprint in fingerprints.items():
+        if fingerprint != fingerprints[0]:
+            raise LoadError(
+                f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload"
+            )

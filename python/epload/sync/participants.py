@@ -1,0 +1,319 @@
+"""Determines the participants of each version: the sender announces it, receivers say that they are ready for it, and the sender
+names those that take part.
+
+All of it is in the store of :mod:`epload.sync.store`. Receivers wait inside the store; only the sender's first rank polls it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from epload.core import threads
+from epload.core.log import logger
+from epload.errors import LoadError, WaitTimeout, message_of
+from epload.ranks.contents import fetch, publish
+from epload.ranks.messages import read_if_set
+from epload.sync.store import answered
+
+LEASE_SECONDS = 10.0
+"""A receiver that has been silent for so long is dropped."""
+_BEAT_SECONDS = 2.0
+_LEFT = b"left"
+"""The last beat of a receiver that leaves."""
+_RECENT_VERSIONS = 8
+"""Number of announcements whose keys stay in the store, for receivers that are behind."""
+_MAX_LISTED = 8
+"""Engines in an error message."""
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """Identifies the engine, whose ranks commit together, and a rank of it, where ``torch.distributed`` does not."""
+
+    name: str
+    """Unique among the engines of a sender."""
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
+            raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
+
+
+class Participant(NamedTuple):
+    """A receiving rank."""
+
+    engine: str
+    """Equal on the ranks that commit together."""
+    rank: int
+    """Among the engine's."""
+    size: int
+    """Ranks of the engine."""
+    process: str
+    """Process id and host, as messages show them."""
+    number: int
+    """Unique among the receivers of a sender."""
+    joined: int = 0
+    """Grows each time that it has left a generation, of which it then knows nothing any more."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of engine {self.engine} ({self.process})"
+
+
+class Participants(NamedTuple):
+    """The ranks of a generation: senders are numbered first, then receivers in this order."""
+
+    senders: int
+    receivers: tuple[Participant, ...]
+    manifest: str
+    """Name of the manifest among the store's contents."""
+
+    def publish(self, store: Store) -> str:
+        """Puts them into the store; returns the name for :meth:`fetch`."""
+        return publish(store, json.dumps(self).encode())
+
+    @classmethod
+    def fetch(cls, store: Store, name: str, timeout: timedelta) -> Participants:
+        senders, receivers, manifest = json.loads(fetch(store, name, timeout))
+        return cls(senders, tuple(Participant(*fields) for fields in receivers), manifest)
+
+    def describe(self) -> str:
+        """Says which ranks belong to which job, for error messages."""
+        engines: dict[str, list[int]] = {}
+        for rank, participant in enumerate(self.receivers, self.senders):
+            engines.setdefault(participant.engine, []).append(rank)
+        texts = [f"{ranks[0]} to {ranks[-1]} engine {engine}'s" for engine, ranks in engines.items()]
+        more = f", and {len(texts) - _MAX_LISTED} more engines" if len(texts) > _MAX_LISTED else ""
+        return f"Ranks 0 to {self.senders - 1} are the sender's, {', '.join(texts[:_MAX_LISTED])}{more}."
+
+
+class Start(NamedTuple):
+    """The sender's message once it knows the receivers of an announced version, or that it is not sent."""
+
+    generation: int = 0
+    participants: str = ""
+    """Name of the :class:`Participants` in the store."""
+    failed: str = ""
+    """Why the sender has canceled the version; else empty."""
+
+
+class ReceiverRendezvous:
+    """A receiver's side. Its thread notifies the sender that the process is alive.
+
+    Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
+    """
+
+    def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
+        """
+        Args:
+            beats: a connection of the thread's own, as a wait blocks the other one.
+            timeout: of one call of the store.
+        """
+        self._store = store
+        self._beats = beats
+        self._timeout = timeout
+        self._closed = threading.Event()
+        self._ready_for: tuple[int, Participant] | None = None
+        number = answered(lambda: store.add("receivers", 1), timeout)
+        process = f"process {os.getpid()} on {os.uname().nodename}"
+        self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
+        self._key = f"alive/{number}"
+        answered(lambda: beats.set(self._key, "0"), timeout)
+        self._thread = threads.start("epload-lease", self._beat)
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is lost, which calls that wait for it notice
+            while not self._closed.wait(_BEAT_SECONDS):
+                count += 1
+                self._beats.set(self._key, str(count))
+
+    def join_again(self) -> None:
+        """Makes all that take part with this rank from now on form a new generation."""
+        self.participant = self.participant._replace(joined=self.participant.joined + 1)
+
+    def get_ready(self, timeout: timedelta) -> tuple[int, int]:
+        """Waits for the next announcement, or takes the one that is open: this rank is ready to receive the version.
+
+        Returns:
+            The number of the announcement, and the version.
+
+        Raises:
+            LoadError: the store is lost, or there is no announcement within ``timeout``.
+        """
+        number = answered(self._next_number, self._timeout)
+        version = json.loads(self._wait(f"announced/{number}", timeout, "no version was announced"))
+        if version is None:
+            raise LoadError("the sender has been closed, and sends no more versions")
+        if self._ready_for != (number, self.participant):
+            line = json.dumps(self.participant) + "\n"
+            answered(lambda: self._store.append(f"ready/{number}", line), self._timeout)  # type: ignore[attr-defined]
+            self._ready_for = number, self.participant
+        return number, version
+
+    def _next_number(self) -> int:
+        number = self._store.add("announcements", 0)
+        return number if number and not self._store.check([f"start/{number}"]) else number + 1
+
+    def wait_for_start(self, number: int, timeout: timedelta) -> Start:
+        """Returns the sender's decision on an announcement. This rank takes no part if it came too late, or was taken for dead.
+
+        Raises:
+            LoadError: the sender has canceled the version, or as :meth:`get_ready`.
+        """
+        why = "a version was announced, but the sender did not begin to send it"
+        start = Start(*json.loads(self._wait(f"start/{number}", timeout, why)))
+        if start.failed:
+            raise LoadError(start.failed)
+        return start
+
+    def acknowledge(self, number: int) -> None:
+        """Tells the sender that this rank knows how an announced version has ended."""
+        with suppress(RuntimeError):  # the sender has ended meanwhile
+            answered(lambda: self._store.add(f"acknowledged/{number}", 1), timedelta(seconds=_BEAT_SECONDS))
+
+    def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
+        def wait() -> bytes:
+            self._store.wait([key], timeout)
+            return self._store.get(key)
+
+        try:
+            return answered(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
+        except DistStoreError:
+            raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s") from None
+        except LoadError:
+            raise
+        except RuntimeError as error:
+            raise LoadError(
+                f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
+            ) from error
+
+    def close(self) -> None:
+        """Leaves: the sender drops this rank."""
+        self._closed.set()
+        self._thread.join(_BEAT_SECONDS)
+        with suppress(RuntimeError):
+            answered(lambda: self._beats.set(self._key, _LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
+
+
+Engines = dict[str, list[Participant]]
+"""Ranks of each engine that are known, by the engine's name."""
+
+
+class SenderRendezvous:
+    """The side of the sender's first rank."""
+
+    def __init__(self, store: Store, expected: int) -> None:
+        """``expected``: receiving ranks without which nothing is sent at first."""
+        self._store = store
+        self._expected = expected
+        self._required: Engines = {}
+        """The engines of the version before; those that are still alive must be ready for the next one."""
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        """Last beat of each receiver, and the time at which it was first seen."""
+        self._lost: set[int] = set()
+        """Numbers of the receivers that have left or are silent."""
+        self._number = 0
+        """Number of the last announcement."""
+
+    def announce(self, version: int | None) -> None:
+        """Announces a version; None says that there will be no more."""
+        self._number += 1
+        if (old := self._number - _RECENT_VERSIONS) > 0:
+            for key in ("announced", "ready", "start", "acknowledged"):
+                self._store.delete_key(f"{key}/{old}")
+        self._store.set(f"announced/{self._number}", json.dumps(version))
+        self._store.add("announcements", 1)
+
+    def gather(self, version: int, timeout: timedelta, check: Callable[[], None]) -> tuple[Participant, ...]:
+        """Waits for the engines that have to be ready for the announced version: at first so many that their ranks are
+        ``expected``, later those of the version before that are still alive. Returns the ranks of all that are ready, ordered.
+
+        Args:
+            check: called now and then; may raise.
+
+        Raises:
+            LoadError: they are not within ``timeout``; names them.
+        """
+        began, next_look = time.monotonic(), 0.0
+        while True:
+            engines = self._ready()
+            waited = time.monotonic() - began
+            if waited >= next_look:
+                next_look = waited + _BEAT_SECONDS
+                self._find_lost(rank for of in (engines, self._required) for ranks in of.values() for rank in ranks)
+            complete = {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
+            missing = self._alive(self._required).keys() - complete.keys()
+            count = sum(map(len, complete.values()))
+            if count >= (1 if self._required else self._expected) and not missing:
+                self._required = complete
+                return tuple(rank for engine in sorted(complete) for rank in complete[engine])
+            if waited >= timeout.total_seconds():
+                expected = (
+                    "all of the engines that are left, and at least one" if self._required else str(self._expected)
+                )
+                raise WaitTimeout(
+                    f"version {version}: {count} receiving ranks are ready after {timeout.total_seconds():.0f} s, expected "
+                    f"{expected}{self._describe_missing(engines, complete)}"
+                )
+            check()
+            time.sleep(min(0.0005 + waited / 8, 0.25))
+
+    def _ready(self) -> Engines:
+        """Returns the ranks that are ready for the announced version; the last process of each."""
+        lines = read_if_set(self._store, f"ready/{self._number}") or b""
+        ready = (Participant(*json.loads(line)) for line in lines.splitlines())
+        last = {(participant.engine, participant.rank): participant for participant in ready}
+        engines: Engines = {}
+        for key in sorted(last):
+            engines.setdefault(key[0], []).append(last[key])
+        return engines
+
+    def _alive(self, engines: Engines) -> Engines:
+        return {name: ranks for name, ranks in engines.items() if self._lost.isdisjoint(rank.number for rank in ranks)}
+
+    def _find_lost(self, participants: Iterable[Participant]) -> None:
+        now = time.monotonic()
+        by_number = {participant.number: participant for participant in participants}
+        beats = self._store.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
+        for (number, participant), beat in zip(by_number.items(), beats, strict=True):
+            if number not in self._beats or self._beats[number][0] != beat:
+                self._beats[number] = beat, now
+            if beat != _LEFT and now - self._beats[number][1] < LEASE_SECONDS:
+                self._lost.discard(number)
+            elif number not in self._lost:
+                self._lost.add(number)
+                logger.warning(
+                    "engine %s takes part no more: %s has left or is silent", participant.engine, participant
+                )
+
+    def _describe_missing(self, engines: Engines, complete: Engines) -> str:
+        missing = [(name, ranks[0].size) for name, ranks in (self._alive(self._required) | engines).items()]
+        texts = [
+            f"; engine {name}: {len(engines.get(name, ()))} of {size} ranks called receive_weights()"
+            for name, size in missing
+            if name not in complete
+        ]
+        return "".join(texts[:_MAX_LISTED])
+
+    def start(self, start: Start) -> None:
+        """Tells receivers which of them take part in the announced version, or why none does."""
+        self._store.set(f"start/{self._number}", json.dumps(start))
+
+    def wait_for_acknowledgments(self, ranks: int, seconds: float) -> None:
+        """Waits, before the store ends, until so many receivers know how the last version has ended; ``seconds`` at most."""
+        until = time.monotonic() + seconds
+        while self._store.add(f"acknowledged/{self._number}", 0) < ranks and time.monotonic() < until:
+            time.sleep(0.025)
