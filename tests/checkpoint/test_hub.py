@@ -224,4 +224,4 @@ def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, times: int, 
     caches = [tmp_path / f"cache-{node}" for node in range(nodes)]
     with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
         all_fine(ranks.run(4, _load, server.address, caches, readers))
-    assert server.fetched == server.described == {"model.safetensors": times}
+    assert server.fetched == {"model.safetensors": times}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -135,16 +136,14 @@ class ByteStore(ABC):
     def peek(self, name: str, limit: int) -> bytes:
         """Returns the content of a file, up to ``limit`` bytes, and closes it. Raises as :meth:`open_files`."""
         (file,) = self.open_files([name])
-        try:
+        with closing(file):
             return file.read(0, limit)
-        finally:
-            file.close()
 
     # ---- the open files ----
 
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
-        return next(filter(None, (file.changed() for file in chain(self.descriptions, self.files))), "")
+        return next(filter(None, (file.changed() for file in self._all_files())), "")
 
     def reopen(self) -> None:
         """Opens all files by path again, so that later reads see what other ranks find there. Raises CheckpointError if a file
@@ -154,8 +153,11 @@ class ByteStore(ABC):
 
     def close(self) -> None:
         """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
-        for file in chain(self.descriptions, self.files):
+        for file in self._all_files():
             file.close()
+
+    def _all_files(self) -> Iterator[StoredFile]:
+        return chain(self.descriptions, self.files)
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:

@@ -90,7 +90,7 @@ class ObstoreClient:
         if not self._lists:
             return None
         listed = self._call(lambda: self._obstore.list_with_delimiter(self._store))
-        return sorted(entry["path"] for entry in listed["objects"])
+        return [entry["path"] for entry in listed["objects"]]
 
     def _call(self, function: Callable[[], Any]) -> Any:
         errors = self._errors
@@ -133,7 +133,7 @@ class FsspecClient:
             return None
         self._fs.invalidate_cache()
         entries = self._call(self._fs.ls, self._root, detail=True)
-        return sorted(entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file")
+        return [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
 
     def _call(self, function: Callable[..., Any], path: str, **options: Any) -> Any:
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from torch import Tensor
@@ -101,19 +101,19 @@ def retried(call: Callable[[], T], what: str) -> T:
         FileNotFoundError: there is no such object.
         CheckpointError: it was refused, or failed in each of ATTEMPTS attempts.
     """
-    pause = FIRST_PAUSE
+    last = ""
     for attempt in range(ATTEMPTS):
+        if attempt:
+            pause = min(FIRST_PAUSE * 2 ** (attempt - 1), MAX_PAUSE)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
         try:
             return call()
         except (FileNotFoundError, CheckpointError):
             raise
-        except PermissionError as refused:
-            raise CheckpointError(f"cannot read {what}: {refused}") from None
+        except PermissionError as denied:
+            raise CheckpointError(f"cannot read {what}: {denied}") from None
         except Exception as error:  # each client has its own; what they say may quote credentials
             last = str(error) if type(error) is ConnectionError else type(error).__name__
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
-            pause = min(2 * pause, MAX_PAUSE)
     raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
 
 
@@ -134,14 +134,14 @@ class ObjectStore(ByteStore):
             listed = retried(self._client.list, str(self))
         except FileNotFoundError:
             return []
-        if listed is not None:
-            return listed
-        present = self._threads().map(self._exists, standard)
-        return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
+        if listed is None:
+            present = self._threads().map(self._exists, standard)
+            listed = [name for name, is_present in zip(standard, present, strict=True) if is_present]
+        return sorted(listed)
 
     def _exists(self, name: str) -> bool:
         try:
-            retried(lambda: self._client.head(name), self.path_of(name))
+            self._open_file(name)
         except FileNotFoundError:
             return False
         return True
@@ -150,15 +150,17 @@ class ObjectStore(ByteStore):
         return f"{self._address}/{name}"
 
     def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
-        return self._threads().map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names)
+        return self._threads().map(self._open_file, names)
+
+    def _open_file(self, name: str) -> ObjectFile:
+        return ObjectFile(self._client, name, self.path_of(name))
 
     def changed(self) -> str:
-        files = [*self.descriptions, *self.files]
-        return next(filter(None, self._threads().map(lambda file: file.changed(), files)), "")
+        return next(filter(None, self._threads().map(lambda file: file.changed(), self._all_files())), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         into = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        jobs = [self._threads().submit(self._fetch, *request, into) for request in _requests(ranges)]
+        jobs = [self._threads().submit(self._fetch, parts, into) for parts in _requests(ranges)]
         done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in pending:
             job.cancel()
@@ -166,12 +168,13 @@ class ObjectStore(ByteStore):
         for job in done:
             job.result()
 
-    def _fetch(self, number: int, begin: int, end: int, parts: list[tuple[int, int, int]], into: memoryview) -> None:
-        file = self.files[number]
+    def _fetch(self, parts: list[_Range], into: memoryview) -> None:
+        file, begin = self.files[parts[0].file], parts[0].offset
+        end = max(part.offset + part.nbytes for part in parts)
         if end > file.nbytes:
             raise CheckpointError(f"{file} ends at byte {file.nbytes}, but its header describes more")
         content = file.fetch(begin, end)
-        for offset, at, nbytes in parts:
+        for _, offset, at, nbytes in parts:
             into[at : at + nbytes] = content[offset - begin : offset - begin + nbytes]
 
     def close(self) -> None:
@@ -188,27 +191,30 @@ class ObjectStore(ByteStore):
         return self._address
 
 
-def _requests(ranges: Tensor) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
-    """Joins ranges that are close to each other in a file, and cuts them to the size of a request.
+class _Range(NamedTuple):
+    """A byte range of a file, and where in the buffer it goes."""
 
-    Returns:
-        For each request the file's number, the first byte and the end, and the parts of ranges in it: offset in the file, offset
-        in the buffer, bytes.
-    """
-    total = int(ranges[:, 3].sum())
-    size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-total // REQUESTS)))
-    requests: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
-    number, begin, end, parts = -1, 0, 0, list[tuple[int, int, int]]()
-    for file, offset, at, nbytes in sorted(ranges.tolist()):
+    file: int
+    offset: int
+    at: int
+    nbytes: int
+
+
+def _requests(ranges: Tensor) -> list[list[_Range]]:
+    """Cuts ranges to the size of a request; returns those of each request, which are close to each other in a file."""
+    size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-int(ranges[:, 3].sum()) // REQUESTS)))
+    requests: list[list[_Range]] = []
+    file, begin, end = -1, 0, 0
+    for number, offset, at, nbytes in sorted(ranges.tolist()):
         while nbytes > 0:
-            if file != number or not begin <= offset < begin + size or offset - end > _GAP_BYTES:
-                requests.append((number, begin, end, parts))
-                number, begin, end, parts = file, offset, offset, []
+            if number != file or not begin <= offset < begin + size or offset - end > _GAP_BYTES:
+                file, begin, end = number, offset, offset
+                requests.append([])
             length = min(nbytes, begin + size - offset)
-            parts.append((offset, at, length))
+            requests[-1].append(_Range(file, offset, at, length))
             offset, at, nbytes = offset + length, at + length, nbytes - length
             end = max(end, offset)
-    return [request for request in [*requests, (number, begin, end, parts)] if request[3]]
+    return requests
 
 
 def locate(

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
-from epload.core.columns import arange
+from epload.core.columns import arange, column
 from epload.core.copy_table import CopyTable
-from epload.core.pieces import Piece, Pieces, Quantization
+from epload.core.pieces import Piece, Pieces
 from epload.core.placement import box_slices, boxes_of_range
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -45,6 +45,8 @@ def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tens
 class StateDictCheckpoint(Checkpoint):
     """Full tensors in memory, or memory-mapped from torch files."""
 
+    _manifest: Manifest
+
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
@@ -73,76 +75,57 @@ class StateDictCheckpoint(Checkpoint):
                 raise CheckpointError(
                     f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})"
                 )
-        self._tensors: dict[str, Tensor] = dict(tensors)
+        self._tensors = dict(tensors)
         self._consumed = consumed
         self.read_once = consumed is not None
         self._store = store
-        self._names = tuple(tensors)
-        self._manifest = Manifest(
-            self._names,
-            tuple(tuple(t.shape) for t in tensors.values()),
-            tuple(t.dtype for t in tensors.values()),
-            source,
-            ignored=tuple(ignored),
-        )
-        self._nbytes_read = [0] * len(self._names)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    def declare(self, quantization: Quantization | None) -> None:
-        """Adds what a configuration next to the tensors declares to the manifest."""
-        self._manifest = self._manifest.with_quantization(quantization)
+        shapes, dtypes = (tuple(tuple(t.shape) for t in tensors.values()), tuple(t.dtype for t in tensors.values()))
+        self._manifest = Manifest(tuple(tensors), shapes, dtypes, source, ignored=tuple(ignored))
+        self._nbytes_read = [0] * len(tensors)
 
     def tensor(self, index: int) -> Tensor | None:
-        return self._tensors.get(self._names[index])
+        return self._tensors.get(self._manifest.names[index])
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        columns = Pieces.of(pieces).columns
-        sources, origins = self._sources(pieces)
-        copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
-        copies.target.copy_(arange(len(pieces)))
-        copies.start.copy_(origins[:, 1:])
-        if sources:
-            ops.pack(bucket, sources, copies.rows)
+        for piece in pieces:
+            source, begin = self._source(piece)
+            part = source[begin : begin + piece.nbytes]
+            bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = part
         self._release(pieces)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
         columns = Pieces.of(pieces).columns
-        sources, origins = self._sources(pieces)
-        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
+        sources = [self._source(piece) for piece in pieces]
+        origins = torch.stack([arange(len(sources)), column([begin for _, begin in sources])], 1)
+        rows = CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows
+        ops.upload([source for source, _ in sources], origins, [bucket], rows, pipe)
         self._release(pieces)
         return True
 
-    def _sources(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Tensor]:
-        """Returns bytes on CPU that have each piece, and int64 [n, 2]: the number of a piece, and where in them it begins."""
-        sources, origins = [], []
-        for i, piece in enumerate(pieces):
-            if (tensor := self._tensors.get(self._names[piece.tensor])) is None:
-                raise CheckpointError(f"{self._names[piece.tensor]} was consumed by an earlier load")
-            source, begin = _bytes_of(tensor), piece.tensor_offset
-            if source is None:
-                source, begin = _copied(tensor.detach(), piece)
-            sources.append(source)
-            origins.append([i, begin])
-        return sources, torch.tensor(origins, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    def _source(self, piece: Piece) -> tuple[Tensor, int]:
+        """Returns bytes on CPU that have a piece, and where in them it begins."""
+        name = self._manifest.names[piece.tensor]
+        if (tensor := self._tensors.get(name)) is None:
+            raise CheckpointError(f"{name} was consumed by an earlier load")
+        source = _bytes_of(tensor)
+        return (source, piece.tensor_offset) if source is not None else _copied(tensor.detach(), piece)
 
     def read_regions(self, regions: Regions) -> int | None:
-        if regions.pipe is None or self._consumed is not None:
+        if regions.pipe is None or self.read_once:
             return None
-        which, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
-        sources = [_bytes_of(self._tensors[self._names[i]]) for i in which.tolist()]
-        if any(source is None for source in sources):
+        numbers, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
+        names = self._manifest.names
+        sources = [source for i in numbers.tolist() if (source := _bytes_of(self._tensors[names[i]])) is not None]
+        if len(sources) < len(numbers):
             return None
         origins = torch.stack([tensor, regions.origins[:, 1]], 1)
-        ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)  # type: ignore[arg-type]
+        ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)
         return int(regions.copies.nbytes().sum())
 
     def _release(self, pieces: Sequence[Piece]) -> None:
         """Drops the tensors that have been read, if the caller's state dict is consumed."""
         for piece in pieces if self._consumed is not None else ():
-            name = self._names[piece.tensor]
+            name = self._manifest.names[piece.tensor]
             # A piece at the start of a tensor whose first bytes were read before: that load failed, and this is another.
             before = self._nbytes_read[piece.tensor] if piece.tensor_offset else 0
             self._nbytes_read[piece.tensor] = before + piece.nbytes
