@@ -27,7 +27,7 @@ def model() -> nn.Module:
     return nn.ParameterDict({"v": torch.zeros(4), "w": torch.zeros(2, 3), "e": torch.zeros(0)})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(content=FILES, bucket_bytes=st.sampled_from([80, 96, 1 << 20]))
 def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int) -> None:
     filled = model()
@@ -75,7 +75,7 @@ PATHS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     mapping=st.dictionaries(st.sampled_from(["w", "v", "", "../w"]), PATHS, max_size=3)
     | st.recursive(st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3))

@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from epload.saving import folder as folders
-from epload.saving import writer
 from support import ranks
 from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
-    "writing": (writer, "write_all"),
+    "writing": (folders.NewFolder, "write"),
     "syncing": (os, "fsync"),
     "before the rename": (folders, "_sync"),
     "after the rename": (folders.shutil, "rmtree"),

@@ -130,14 +130,13 @@ class ObjectStore(ByteStore):
         self._client = connect(url)
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
+        if self._address.startswith("http"):  # such a server cannot list
+            present = self._threads().map(self._exists, standard)
+            return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
         try:
-            listed = retried(self._client.list, str(self))
+            return sorted(retried(self._client.list, str(self)))
         except FileNotFoundError:
             return []
-        if listed is None:
-            present = self._threads().map(self._exists, standard)
-            listed = [name for name, is_present in zip(standard, present, strict=True) if is_present]
-        return sorted(listed)
 
     def _exists(self, name: str) -> bool:
         try:

@@ -260,10 +260,7 @@ def _quantization(store: ByteStore, manifest: Manifest) -> Quantization | None:
         return None
     for name in file_sets.CONFIGS:
         try:
-            raw = store.peek(name, _MAX_CONFIG_BYTES + 1)
-            if len(raw) > _MAX_CONFIG_BYTES:
-                raise ValueError(f"it has more than {_MAX_CONFIG_BYTES >> 20} MiB")
-            if (declared := quantization_of(json.loads(raw))) is not None:
+            if (declared := quantization_of(json.loads(store.peek(name, _MAX_CONFIG_BYTES)))) is not None:
                 return declared
         except FileNotFoundError:
             continue

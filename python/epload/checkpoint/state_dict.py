@@ -19,10 +19,10 @@ from epload.core.placement import box_slices, boxes_of_range
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
+from epload.observe.render import list_first
 
 STATE_DICT = "state dict"
 """The source of a checkpoint in memory, for messages."""
-_MAX_SHOWN = 10
 
 
 def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -32,14 +32,15 @@ def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tens
         CheckpointError: there are entries, but no tensors among them, or the name of a tensor is not a string.
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    if state and not tensors:
-        keys = ", ".join(str(name)[:100] for name in list(state)[:_MAX_SHOWN])
+    others = [str(name) for name in state if name not in tensors]
+    if others and not tensors:
         raise CheckpointError(
-            f"{source}: no tensors found; top-level keys: {keys}{', ...' if len(state) > _MAX_SHOWN else ''}"
+            f"{source}: no tensors found; top-level keys: {list_first([name[:100] for name in others])}"
         )
-    if (key := next((name for name in tensors if not isinstance(name, str)), None)) is not None:
-        raise CheckpointError(f"{source}: expected a state dict whose keys are strings, got the key {key!r}")
-    return tensors, [str(name) for name in state if name not in tensors]
+    for name in tensors:
+        if not isinstance(name, str):
+            raise CheckpointError(f"{source}: expected a state dict whose keys are strings, got the key {name!r}")
+    return tensors, others
 
 
 class StateDictCheckpoint(Checkpoint):
@@ -79,7 +80,8 @@ class StateDictCheckpoint(Checkpoint):
         self._consumed = consumed
         self.read_once = consumed is not None
         self._store = store
-        shapes, dtypes = (tuple(tuple(t.shape) for t in tensors.values()), tuple(t.dtype for t in tensors.values()))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+        dtypes = tuple(tensor.dtype for tensor in tensors.values())
         self._manifest = Manifest(tuple(tensors), shapes, dtypes, source, ignored=tuple(ignored))
         self._nbytes_read = [0] * len(tensors)
 
@@ -146,10 +148,6 @@ def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:
     """Returns a copy of a piece on CPU, as bytes, and where in it the piece is. Copies no more than whole elements."""
     item = tensor.element_size()
     begin, end = piece.tensor_offset // item, -(-(piece.tensor_offset + piece.nbytes) // item)
-    if tensor.is_contiguous():
-        boxes = [tensor.view(-1)[begin:end]]
-    else:
-        boxes = [tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
+    boxes = (tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end))
     parts = [box.resolve_conj().resolve_neg().cpu().reshape(-1) for box in boxes]
-    copied = (torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()).view(torch.uint8)
-    return copied, piece.tensor_offset - begin * item
+    return torch.cat(parts).view(torch.uint8), piece.tensor_offset - begin * item

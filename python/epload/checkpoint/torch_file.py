@@ -43,13 +43,10 @@ def check_pickles(stream: BinaryIO) -> None:
     if is_archive:
         with zipfile.ZipFile(stream) as archive:
             nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
-        stream.seek(0)
-        reader = torch._C.PyTorchFileReader(stream)  # which finds the same pickle as torch.load
-        if hasattr(reader, "get_record_size"):  # since torch 2.12
-            nbytes = reader.get_record_size("data.pkl")
         if nbytes > _MAX_PICKLE_BYTES:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
-        read_pickle(reader.get_record("data.pkl"))
+        stream.seek(0)
+        read_pickle(torch._C.PyTorchFileReader(stream).get_record("data.pkl"))  # the same pickle as torch.load finds
     else:
         raw, end = stream.read(_MAX_LEGACY_BYTES), 0
         for _ in range(_LEGACY_PICKLES):
