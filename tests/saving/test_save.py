@@ -11,22 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
 
 import epload
 from epload.mapping.mapping import Rename
 from support import ranks
+from support.checkpoints import read_folder
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """What the safetensors library finds."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
 
 
 def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) -> epload.SaveReport:
@@ -47,7 +37,7 @@ def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) 
 def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "step" / "1"
     reports = ranks.run(4, save_and_load, layout, str(folder), options)
-    found = read(folder)
+    found = read_folder(folder)
     dtype = options.get("dtype", torch.float32)
     assert found.keys() == SHAPES.keys()
     for name in SHAPES:
@@ -56,6 +46,9 @@ def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any
     assert sum(report.written for report in reports) == nbytes, "each byte once"
     assert max(report.written for report in reports) <= 0.35 * nbytes, "evenly"
     assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
     files = sorted(file.name for file in folder.iterdir())
     if "max_shard_bytes" in options:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -109,7 +102,7 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
         strict=True,
     ):
         assert error.startswith(start), error
-    found = read(folder)
+    found = read_folder(folder)
     assert torch.equal(found.pop("step"), torch.tensor(7)), "the first checkpoint is still there"
     assert found.keys() == {f"model.{name}" for name in SHAPES}
     assert all(torch.equal(found[f"model.{name}"], values(name, 1)) for name in SHAPES)
@@ -130,7 +123,7 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     ranks.run(2, save_again, str(folder), str(tmp_path / "tokenizer.json"))
     assert sorted(os.listdir(folder)) == ["model.safetensors", "tokenizer.json"]
-    assert all(torch.equal(found, values(name, 2)) for name, found in read(folder).items())
+    assert all(torch.equal(found, values(name, 2)) for name, found in read_folder(folder).items())
     assert sorted(os.listdir(tmp_path)) == ["c", "tokenizer.json"]
 
 
@@ -156,7 +149,9 @@ def test_saves_in_the_background(tmp_path: Path) -> None:
         assert seconds > 0
         assert error.startswith(f"{tmp_path}/1 exists")
     for version in (1, 2):
-        assert all(torch.equal(found, values(name, version)) for name, found in read(tmp_path / str(version)).items())
+        assert all(
+            torch.equal(found, values(name, version)) for name, found in read_folder(tmp_path / str(version)).items()
+        )
 
 
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ A storage scheme is one module with a :class:`ByteStore` and a function ``locate
 from __future__ import annotations
 
 import io
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from epload.core.columns import batches
 from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -24,6 +26,8 @@ from epload.errors import CheckpointError
 _STREAM_BYTES = 256 << 10
 SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
+Source = str | os.PathLike[str]
+"""A path or URL."""
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
 
@@ -184,14 +188,11 @@ class ByteStore(ABC):
         Returns the bytes read. Raises as :meth:`read`.
         """
         spans = regions.copies.spans()
-        batch = (spans.cumsum(0) - spans) // SPAN_BYTES
-        for number in torch.unique(batch).tolist():
-            rows = batch == number
+        for rows in batches(spans, SPAN_BYTES):
             copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]
-            ends = (-(span // -ALIGNMENT) * ALIGNMENT).cumsum(0)
-            copies.offset[:1] = 0
-            copies.offset[1:] = ends[:-1]
-            buffer = torch.empty(int(ends[-1]), dtype=torch.uint8)
+            aligned = -(span // -ALIGNMENT) * ALIGNMENT
+            copies.offset[:] = aligned.cumsum(0) - aligned
+            buffer = torch.empty(int(aligned.sum()), dtype=torch.uint8)
             file, begin = files[origin[:, 0]], offsets[origin[:, 0]] + origin[:, 1]
             self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
             regions.unpack_other(copies, buffer)

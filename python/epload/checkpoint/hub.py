@@ -17,7 +17,7 @@ from typing import Any
 
 from epload.checkpoint import file_sets
 from epload.checkpoint.base import Progress
-from epload.checkpoint.byte_store import Shared
+from epload.checkpoint.byte_store import Shared, Source
 from epload.checkpoint.local_store import LocalStore
 from epload.errors import CheckpointError
 from epload.files import read_regular
@@ -30,9 +30,7 @@ _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
 
-def locate(
-    source: str | os.PathLike[str], variant: str, progress: Progress, shared: Shared | None
-) -> tuple[LocalStore, str] | None:
+def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[LocalStore, str] | None:
     """See :data:`epload.checkpoint.opening.STORES`. Brings the weights, their index and the configuration into the cache, if they
     are not there yet; with ``shared`` those of the commit that the other rank reads."""
     if (model := parse(source)) is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -192,7 +192,7 @@ class LocalStore(ByteStore):
 
 
 def locate(
-    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    source: Source, variant: str, progress: Callable[[int], None], shared: Shared | None
 ) -> tuple[ByteStore, str]:
     """See :data:`epload.checkpoint.opening.STORES`."""
     try:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
 from epload.errors import CheckpointError, redact_url
 
@@ -35,6 +34,8 @@ _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
 T = TypeVar("T")
+_Range = tuple[int, int, int, int]
+"""A row of what :meth:`ByteStore.read` takes: index of the file, offset in it, offset in the buffer, length."""
 
 
 class ObjectFile(StoredFile):
@@ -168,8 +169,8 @@ class ObjectStore(ByteStore):
             job.result()
 
     def _fetch(self, parts: list[_Range], into: memoryview) -> None:
-        file, begin = self.files[parts[0].file], parts[0].offset
-        end = max(part.offset + part.nbytes for part in parts)
+        number, begin, _, _ = parts[0]
+        file, end = self.files[number], max(offset + nbytes for _, offset, _, nbytes in parts)
         if end > file.nbytes:
             raise CheckpointError(f"{file} ends at byte {file.nbytes}, but its header describes more")
         content = file.fetch(begin, end)
@@ -190,15 +191,6 @@ class ObjectStore(ByteStore):
         return self._address
 
 
-class _Range(NamedTuple):
-    """A byte range of a file, and where in the buffer it goes."""
-
-    file: int
-    offset: int
-    at: int
-    nbytes: int
-
-
 def _requests(ranges: Tensor) -> list[list[_Range]]:
     """Cuts ranges to the size of a request; returns those of each request, which are close to each other in a file."""
     size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-int(ranges[:, 3].sum()) // REQUESTS)))
@@ -210,14 +202,14 @@ def _requests(ranges: Tensor) -> list[list[_Range]]:
                 file, begin, end = number, offset, offset
                 requests.append([])
             length = min(nbytes, begin + size - offset)
-            requests[-1].append(_Range(file, offset, at, length))
+            requests[-1].append((file, offset, at, length))
             offset, at, nbytes = offset + length, at + length, nbytes - length
             end = max(end, offset)
     return requests
 
 
 def locate(
-    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    source: Source, variant: str, progress: Callable[[int], None], shared: Shared | None
 ) -> tuple[ByteStore, str] | None:
     """See :data:`epload.checkpoint.opening.STORES`. The URL of a file ends with a suffix of files."""
     if not isinstance(source, str) or "://" not in source:

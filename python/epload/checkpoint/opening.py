@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epload.checkpoint import dcp, file_sets, hub, local_store, object_store, safetensors, torch_file, unsupported
 from epload.checkpoint.base import Checkpoint, Progress
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest
@@ -23,7 +23,7 @@ from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
 
-Locate = Callable[[str | os.PathLike[str], str, Progress, Shared | None], tuple[ByteStore, str] | None]
+Locate = Callable[[Source, str, Progress, Shared | None], tuple[ByteStore, str] | None]
 STORES: tuple[Locate, ...] = (hub.locate, object_store.locate, local_store.locate)
 """The stores: functions that find what a path or URL means. The first that knows it has it. A store that downloads does so here.
 
@@ -140,7 +140,7 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
 
 @contextmanager
 def _located(
-    source: str | os.PathLike[str],
+    source: Source,
     variant: str = "",
     progress: Progress = lambda nbytes: None,
     shared: Shared | None = None,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.attempt import Attempt, attempt
+from epload.core.columns import batches
 from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices
 from epload.native import ops
@@ -161,9 +162,7 @@ def _write_from_device(
     numbers = torch.arange(len(folder.layout.names))
     used = set(plan.origins[:, 0].tolist())
     descriptors = [folder.open(file) if file in used else -1 for file in numbers.tolist()]
-    nbytes = plan.copies.nbytes()
-    _, counts = torch.unique_consecutive((nbytes.cumsum(0) - nbytes) // CALL_BYTES, return_counts=True)
-    for rows in torch.split(torch.arange(len(nbytes)), counts.tolist()):
+    for rows in batches(plan.copies.nbytes(), CALL_BYTES):
         table = plan.copies.select(rows)
         sources = [tensors[target] for target in table.renumber_targets()]
         with report.timed("write") as block, stream:
