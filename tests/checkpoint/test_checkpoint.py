@@ -92,17 +92,6 @@ def test_consume_frees_each_tensor_once_it_was_taken() -> None:
         checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
 
 
-def test_consume_starts_over_after_a_load_that_stopped_inside_a_tensor() -> None:
-    state = {"a": tensor(1, (20,))}
-    checkpoint = Checkpoint.from_state_dict(state, consume=True)
-    bucket = torch.zeros(80, dtype=torch.uint8)
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])  # and then some rank failed
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
-    checkpoint.fill(bucket, [Piece(0, 40, 40, 40)])
-    assert not state
-    assert raw_bytes(tensor(1, (20,))) == bytes(bucket.tolist())
-
-
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:
     with pytest.raises(TypeError, match="no tensors found; top-level keys: a, b"):
         Checkpoint.open({"a": {"w": tensor(1, (2,))}, "b": [1, 2]})

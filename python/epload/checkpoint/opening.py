@@ -86,12 +86,9 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
                 f"{store.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
                 "every rank"
             )
-        for file, other in zip(store.open([name] if is_file else names), expected, strict=True):
-            facts = _facts(file)
-            if facts[1:] != other[1:]:
-                part = (
-                    "size" if facts.nbytes != other.nbytes else "header" if facts.header != other.header else "content"
-                )
+        for file, facts in zip(store.open([name] if is_file else names), expected, strict=True):
+            parts = zip(("size", "header", "content"), _facts(file)[1:], facts[1:], strict=True)
+            if part := next((part for part, own, other in parts if own != other), ""):
                 raise CheckpointError(
                     f"{file} is not the file that the source rank has: its {part} differs; "
                     'copy it again, or let one rank read (readers="one")'
@@ -104,8 +101,8 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     Raises CheckpointError."""
     if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
         return {}
-    with _located(source) as (store, name):
-        if name or dcp.FILE not in store.names([dcp.FILE]):
+    with _located(source) as (store, file_name):
+        if file_name or dcp.FILE not in store.names([dcp.FILE]):
             return {}
         saved = dcp.DcpIndex(store.open_description(dcp.FILE), dcp.ROOT).metadata.items
         items = {name: saved[name, None] for name in names if (name, None) in saved}

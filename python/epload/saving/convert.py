@@ -100,19 +100,20 @@ def convert(
             "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
         )
         checkpoint, new, layout, _ = planned.value
-        chunks = _own_chunks(topology, checkpoint.manifest)
 
         def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
-            for tensor, begin, count in chunks:
-                values = read_elements(checkpoint, tensor, begin, count)
-                converted = values.to(new.dtypes[tensor])
-                data = memoryview(converted.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-                offset = int(layout.offset[tensor]) + begin * converted.itemsize
-                folder.write(int(layout.file[tensor]), offset, data)
-                report.written += len(data)
-                if progress is not None:
-                    progress(values.nbytes)
-                wrote(values.nbytes)
+            for tensor in _own_tensors(topology, checkpoint.manifest):
+                count = prod(new.shapes[tensor])
+                for begin in range(0, count, _CHUNK_ELEMENTS):
+                    values = read_elements(checkpoint, tensor, begin, min(_CHUNK_ELEMENTS, count - begin))
+                    converted = values.to(new.dtypes[tensor])
+                    data = memoryview(converted.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+                    offset = int(layout.offset[tensor]) + begin * converted.itemsize
+                    folder.write(int(layout.file[tensor]), offset, data)
+                    report.written += len(data)
+                    if progress is not None:
+                        progress(values.nbytes)
+                    wrote(values.nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
@@ -164,11 +165,9 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
         ) from error
 
 
-def _own_chunks(topology: Topology, old: Manifest) -> list[tuple[int, int, int]]:
-    """Divides all tensors into chunks: tensor, first element, and number of elements. Returns those that this rank rewrites."""
-    counts, step = list(map(prod, old.shapes)), _CHUNK_ELEMENTS
-    chunks = [(i, begin, min(step, count - begin)) for i, count in enumerate(counts) for begin in range(0, count, step)]
-    rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
+def _own_tensors(topology: Topology, old: Manifest) -> range:
+    """Divides the tensors among the ranks; returns the numbers of those that this rank rewrites."""
+    numbers, rank, ranks = range(len(old.names)), topology.ranks.index(topology.rank), len(topology.ranks)
     if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
-        return chunks if rank == 0 else []
-    return chunks[len(chunks) * rank // ranks : len(chunks) * (rank + 1) // ranks]
+        return numbers if rank == 0 else range(0)
+    return numbers[len(numbers) * rank // ranks : len(numbers) * (rank + 1) // ranks]
