@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -176,8 +177,8 @@ class Checkpoint(ABC):
         return wrapped
 
 
-def read_elements(checkpoint: Checkpoint, tensor: int, begin: int, count: int) -> Tensor:
-    """Returns elements [begin, begin + count) of a tensor on CPU, in row-major order.
+def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:
+    """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
 
     Args:
         tensor: its index in the manifest.
@@ -185,10 +186,11 @@ def read_elements(checkpoint: Checkpoint, tensor: int, begin: int, count: int) -
     Raises:
         CheckpointError: they cannot be read.
     """
-    dtype = checkpoint.manifest.dtypes[tensor]
-    buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu")
-    checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
-    return buffer.view(dtype)
+    dtype, count = checkpoint.manifest.dtypes[tensor], prod(checkpoint.manifest.shapes[tensor])
+    for begin in range(0, count, elements):
+        buffer = torch.empty(min(elements, count - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
+        yield buffer.view(dtype)
 
 
 def _ignore(nbytes: int) -> None:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from epload.checkpoint.base import Checkpoint, read_elements
+from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
@@ -23,7 +22,6 @@ from epload.core import dtypes as dtype_names
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError
-from epload.files import read_regular
 from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.precision import kept_by_config
 from epload.planning.holdings import digest_of
@@ -103,13 +101,11 @@ def convert(
 
         def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
-                count = prod(new.shapes[tensor])
-                for begin in range(0, count, _CHUNK_ELEMENTS):
-                    values = read_elements(checkpoint, tensor, begin, min(_CHUNK_ELEMENTS, count - begin))
-                    converted = values.to(new.dtypes[tensor])
-                    data = memoryview(converted.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-                    offset = int(layout.offset[tensor]) + begin * converted.itemsize
-                    folder.write(int(layout.file[tensor]), offset, data)
+                file, offset = int(layout.file[tensor]), int(layout.offset[tensor])
+                for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
+                    data = values.to(new.dtypes[tensor]).view(torch.uint8)
+                    folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
+                    offset += len(data)
                     report.written += len(data)
                     if progress is not None:
                         progress(values.nbytes)
@@ -117,15 +113,8 @@ def convert(
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        write_checkpoint(
-            topology,
-            Path(report.path),
-            overwrite,
-            Attempt(lambda: layout),
-            write,
-            lambda: {file.name: read_regular(file) for file in map(Path, files)},
-            report,
-        )
+        copied = tuple(map(Path, files))
+        write_checkpoint(topology, Path(report.path), overwrite, Attempt(lambda: layout), write, {}, copied, report)
     report.seconds = perf_counter() - began
     return report
 

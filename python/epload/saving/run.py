@@ -16,17 +16,17 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log
 from epload.core.attempt import Attempt, attempt
-from epload.files import read_regular
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
+from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import check_equal, exclusively, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
 
 
 class SaveJob:
@@ -97,17 +97,12 @@ class SaveJob:
             with report.timed("plan"), garbage_collection.paused():
                 summaries = self._agree()
                 planned = Attempt(lambda: self._plan(summaries))
-            write_checkpoint(
-                topology,
-                self._path,
-                self._overwrite,
-                Attempt(lambda: planned.value[0]),
-                lambda folder, wrote: write_regions(
-                    planned.value[1], self._tensors.value, folder, len(topology.node), report, wrote
-                ),
-                lambda: self._model.value.config | {file.name: read_regular(file) for file in self._files},
-                report,
-            )
+
+            def write(folder: NewFolder, wrote: Wrote) -> None:
+                write_regions(planned.value[1], self._tensors.value, folder, len(topology.node), report, wrote)
+
+            config, layout = self._model.value.config, Attempt(lambda: planned.value[0])
+            write_checkpoint(topology, self._path, self._overwrite, layout, write, config, self._files, report)
         report.written = int(planned.value[1].copies.nbytes().sum())
         report.seconds = perf_counter() - self._began
         return report

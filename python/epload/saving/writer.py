@@ -18,6 +18,7 @@ from epload.core.attempt import Attempt, attempt
 from epload.core.columns import batches
 from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices
+from epload.files import read_regular
 from epload.native import ops
 from epload.ranks.activity import working
 from epload.ranks.single_flight import Call, Refused, exclusive
@@ -60,7 +61,8 @@ def write_checkpoint(
     overwrite: bool,
     layout: Attempt[FilesLayout],
     write: Callable[[NewFolder, Wrote], None],
-    small_files: Callable[[], Mapping[str, bytes]],
+    config: Mapping[str, bytes],
+    files: Sequence[Path],
     report: SaveReport,
 ) -> None:
     """Writes a checkpoint that appears at its path once it is complete and on disk. Collective.
@@ -68,7 +70,8 @@ def write_checkpoint(
     Args:
         path, overwrite, layout: equal on all ranks.
         write: writes this rank's part.
-        small_files: returns the content of other files by name. Called on the first rank.
+        config: content of other files, by name.
+        files: to be copied into the folder by the first rank.
 
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
@@ -92,7 +95,8 @@ def write_checkpoint(
 
         def complete() -> None:
             with report.timed("sync"):
-                for name, content in {**folder.layout.index, **small_files()}.items():
+                copied = {file.name: read_regular(file) for file in files}
+                for name, content in {**folder.layout.index, **config, **copied}.items():
                     folder.add(name, content)
                 folder.commit()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint, read_elements
+from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.core.dtypes import name as dtype_name
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -40,7 +40,8 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
     manifest = checkpoint.manifest
     for number, (name, shape) in enumerate(zip(manifest.names, manifest.shapes, strict=True)):
         nans = infs = 0
-        for values in _read(checkpoint, number, progress):
+        for values in read_in_chunks(checkpoint, number, _CHUNK_ELEMENTS):
+            progress(values.nbytes)
             if values.is_complex():  # as pairs: torch counts neither kind in complex numbers
                 values = torch.view_as_real(values)
             if values.is_floating_point():
@@ -100,7 +101,9 @@ def compare_values(
         i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
         differing, largest, total = 0, 0.0, 0.0
-        for a, b in zip(_read(first, i, progress), _read(second, j, lambda nbytes: None), strict=True):
+        chunks = (read_in_chunks(first, i, _CHUNK_ELEMENTS), read_in_chunks(second, j, _CHUNK_ELEMENTS))
+        for a, b in zip(*chunks, strict=True):
+            progress(a.nbytes)
             if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 continue
             off, distance = _differences(a, b, rtol, atol)
@@ -109,15 +112,6 @@ def compare_values(
             total += float(distance.sum())
         if differing:
             yield ValueDifference(name, differing, count, largest, total / count)
-
-
-def _read(checkpoint: Checkpoint, number: int, progress: Progress) -> Iterator[Tensor]:
-    """Yields the elements of a tensor, a million at a time."""
-    count = prod(checkpoint.manifest.shapes[number])
-    for begin in range(0, count, _CHUNK_ELEMENTS):
-        values = read_elements(checkpoint, number, begin, min(_CHUNK_ELEMENTS, count - begin))
-        progress(values.nbytes)
-        yield values
 
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
