@@ -96,9 +96,9 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     metadata = index.metadata
     names, siblings = _select(list(metadata.tensors), metadata.paths, index.prefix, source)
     number_of = {file.name: i for i, file in enumerate(opened.store.files)}
-    items: list[_Item] = []
-    shapes: dict[str, tuple[int, ...]] = {}
-    located: list[StoredTensor] = []
+    items = []
+    shapes = {}
+    located = []
     for saved_name, name in names.items():
         dtype, shape, boxes = metadata.tensors[saved_name]
         shapes[name] = shape
@@ -265,7 +265,7 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
     similar: dict[tuple[object, ...], list[_Item]] = defaultdict(list)
     for item in items:
         similar[item.nbytes, item.chunk.shape, item.chunk.dtype].append(item)
-    headers: dict[tuple[int, int], dict[str, StoredTensor]] = {}
+    headers = {}
     for members in similar.values():
         first = members[0]
         if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == _ZIP:

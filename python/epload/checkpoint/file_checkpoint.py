@@ -105,7 +105,7 @@ class OpenFiles:
                 chunks_of.setdefault(tensor.name, []).append(tensor)
         if index is not None:
             index.check_complete({*chunks_of, *ignored})
-        shape_of: dict[str, tuple[int, ...]] = {}
+        shape_of = {}
         for name, chunks in chunks_of.items():
             shape_of[name] = chunks[0].shape
             if len(chunks) > 1 or chunks[0].start is not None:

@@ -174,7 +174,7 @@ def _is_container(value: Any) -> bool:
 
 def _check_size(root: Any, limit: int) -> None:
     """Checks that a value consists of at most ``limit`` values, each counted as often as it occurs, and of few levels."""
-    measured: dict[int, tuple[int, int]] = {}
+    measured = {}
 
     def measure(value: Any, depth: int) -> tuple[int, int]:
         """Returns the number of values in a value and how deep they nest."""

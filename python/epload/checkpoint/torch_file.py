@@ -58,7 +58,7 @@ def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
     """Locates the tensors without reading them, or, if some are not one byte range each, loads the files: views that are not
     contiguous, another byte order, the format before torch 1.6, or a torch that does not report offsets.
     Raises CheckpointError, OSError."""
-    located: list[StoredTensor] = []
+    located = []
     ignored: dict[str, None] = {}
     try:
         for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
@@ -109,7 +109,7 @@ def _byte_range(tensor: Any, members: Mapping[int, int]) -> StoredTensor:
 
 def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
     """Raises as :func:`read`."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     file_of: dict[str, StoredFile] = {}
     ignored: dict[str, None] = {}
     for file in opened.store.files:

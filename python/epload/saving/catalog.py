@@ -118,7 +118,7 @@ def _distinct_regions(placed: Sequence[tuple[Place, ...]], targets: Targets) -> 
     """Returns the regions of each checkpoint tensor, in order; none of a tensor whose regions another one before it has, as where
     the model's weights are tied. A tensor that shares only some of its elements keeps all, and is an error later."""
     taken: set[_Region] = set()
-    regions: list[dict[_Region, None]] = []
+    regions = []
     for places in placed:
         of_tensor = dict.fromkeys((targets.index[name], view) for name, view in places)
         regions.append(of_tensor if of_tensor.keys() - taken else {})

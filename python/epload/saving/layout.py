@@ -52,7 +52,7 @@ def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
         files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     file, offset = torch.zeros(2, len(names), dtype=torch.int64)
     layout = FilesLayout(files, [], [], file, offset, sum(sizes), {})
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     for number, shard in enumerate(shards):
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
