@@ -18,49 +18,48 @@ from support import ranks
 from support.checkpoints import read_folder
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
-
-def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) -> epload.SaveReport:
-    model = build(layout, dist.get_world_size())
-    write(model, 3)
-    report = epload.save(model, folder, **options)
-    again = build(layout, dist.get_world_size())
-    epload.load(again, folder, progress=False)
-    dtype = options.get("dtype")
-    check(again, 3, dtype or torch.float32)
-    return report
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((layout, {"max_shard_bytes": 4096}) for layout in LAYOUTS), ("fsdp", {}), ("tp0", {"dtype": torch.bfloat16}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [*((layout, {"max_shard_bytes": 4096}) for layout in LAYOUTS), ("fsdp", {}), ("tp0", {"dtype": torch.bfloat16})],
-)
-def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "step" / "1"
-    reports = ranks.run(4, save_and_load, layout, str(folder), options)
-    found = read_folder(folder)
-    dtype = options.get("dtype", torch.float32)
-    assert found.keys() == SHAPES.keys()
-    for name in SHAPES:
-        assert torch.equal(found[name], values(name, 3).to(dtype)), name
-    nbytes = sum(tensor.nbytes for tensor in found.values())
-    assert sum(report.written for report in reports) == nbytes, "each byte once"
-    assert max(report.written for report in reports) <= 0.35 * nbytes, "evenly"
-    assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-    files = sorted(file.name for file in folder.iterdir())
-    if "max_shard_bytes" in options:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == nbytes
-        for name, file in index["weight_map"].items():
-            with safe_open(folder / file, "pt") as opened:
-                assert name in opened.keys()  # noqa: SIM118
-        assert reports[0].files == len(files) - 1 > 2
-    else:
-        assert files == ["model.safetensors"]
-    assert os.listdir(tmp_path) == ["step"]
-    assert os.listdir(tmp_path / "step") == ["1"], "nothing is left beside the folder"
+def save_and_load(rank: int, folder: str) -> list[epload.SaveReport]:
+    reports = []
+    for number, (layout, options) in enumerate(CASES):
+        model, again = build(layout, dist.get_world_size()), build(layout, dist.get_world_size())
+        write(model, 3)
+        reports.append(epload.save(model, f"{folder}/{number}", **options))
+        epload.load(again, f"{folder}/{number}", progress=False)
+        check(again, 3, options.get("dtype", torch.float32))
+    return reports
+
+
+def test_saved_files_have_the_models_tensors(tmp_path: Path) -> None:
+    of_cases = zip(*ranks.run(4, save_and_load, str(tmp_path / "steps")), strict=True)
+    for number, reports in enumerate(of_cases):
+        layout, options = CASES[number]
+        folder = tmp_path / "steps" / str(number)
+        found = read_folder(folder)
+        assert found.keys() == SHAPES.keys()
+        for name in SHAPES:
+            assert torch.equal(found[name], values(name, 3).to(options.get("dtype", torch.float32))), (layout, name)
+        nbytes = sum(tensor.nbytes for tensor in found.values())
+        assert sum(report.written for report in reports) == nbytes, f"{layout}: each byte once"
+        assert max(report.written for report in reports) <= 0.35 * nbytes, f"{layout}: evenly"
+        assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
+        files = sorted(file.name for file in folder.iterdir())
+        if "max_shard_bytes" in options:
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == nbytes
+            for name, file in index["weight_map"].items():
+                with safe_open(folder / file, "pt") as opened:
+                    assert opened.metadata() == {"format": "pt"}
+                    assert name in opened.keys()  # noqa: SIM118
+            assert reports[0].files == len(files) - 1 > 2
+        else:
+            assert files == ["model.safetensors"]
+    assert os.listdir(tmp_path) == ["steps"]
+    assert len(os.listdir(tmp_path / "steps")) == len(CASES), "nothing is left beside the folders"
 
 
 def save_states(rank: int, folder: str) -> list[str]:

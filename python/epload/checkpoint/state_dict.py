@@ -89,28 +89,36 @@ class StateDictCheckpoint(Checkpoint):
         return self._tensors.get(self._manifest.names[index])
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            source, begin = self._source(piece)
-            part = source[begin : begin + piece.nbytes]
-            bucket[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = part
+        columns = Pieces.of(pieces).columns
+        sources, begins = self._sources(pieces)
+        copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
+        copies.target.copy_(arange(len(sources)))
+        copies.start.copy_(begins[:, None])
+        if sources:
+            ops.pack(bucket, sources, copies.rows)
         self._release(pieces)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
         columns = Pieces.of(pieces).columns
-        sources = [self._source(piece) for piece in pieces]
-        origins = torch.stack([arange(len(sources)), column([begin for _, begin in sources])], 1)
-        rows = CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows
-        ops.upload([source for source, _ in sources], origins, [bucket], rows, pipe)
+        sources, begins = self._sources(pieces)
+        origins = torch.stack([arange(len(sources)), begins], 1)
+        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
         self._release(pieces)
         return True
 
-    def _source(self, piece: Piece) -> tuple[Tensor, int]:
-        """Returns bytes on CPU that have a piece, and where in them it begins."""
-        name = self._manifest.names[piece.tensor]
-        if (tensor := self._tensors.get(name)) is None:
-            raise CheckpointError(f"{name} was consumed by an earlier load")
-        source = _bytes_of(tensor)
-        return (source, piece.tensor_offset) if source is not None else _copied(tensor.detach(), piece)
+    def _sources(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Tensor]:
+        """Returns for each piece bytes on CPU that have it, and int64 [n]: where in them it begins."""
+        sources, begins = [], []
+        for piece in pieces:
+            name = self._manifest.names[piece.tensor]
+            if (tensor := self._tensors.get(name)) is None:
+                raise CheckpointError(f"{name} was consumed by an earlier load")
+            source, begin = _bytes_of(tensor), piece.tensor_offset
+            if source is None:
+                source, begin = _copied(tensor.detach(), piece)
+            sources.append(source)
+            begins.append(begin)
+        return sources, column(begins)
 
     def read_regions(self, regions: Regions) -> int | None:
         if regions.pipe is None or self.read_once:
