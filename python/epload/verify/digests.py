@@ -21,7 +21,6 @@ from epload.core.columns import column, from_raw, to_raw
 from epload.errors import LoadError
 from epload.native import ops
 from epload.observe.render import list_first
-from epload.planning.buckets import Bucket
 from epload.planning.plan import LoadPlan
 
 
@@ -79,15 +78,16 @@ def verify_digests(
     wrong: dict[str, set[int]] = defaultdict(set)
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
+        tensor, _, begin, _ = plan.pieces(bucket).columns.T.contiguous()
         content = scratch[: bucket.nbytes]
         checkpoint.fill(content, plan.pieces(bucket))
         expected: dict[bytes, Tensor] = {}  # ranks that hold the same regions have equal tables
         for holder, table, digests in by_bucket[number]:
             if (key := to_raw(table)) not in expected:
                 expected[key] = ops.digest_bucket(content, table)
-            origins = _origins(plan, bucket, table)
-            for tensor in origins[expected[key] != digests, 0].tolist():
-                wrong[manifest.names[tensor]].add(holder)
+            piece = torch.searchsorted(begin, table[:, 1].contiguous(), right=True) - 1
+            for index in tensor[piece[expected[key] != digests]].tolist():
+                wrong[manifest.names[index]].add(holder)
         yield bucket.nbytes
     if wrong:
         shown = [
@@ -98,14 +98,6 @@ def verify_digests(
             f"after the load, shards differ from {manifest.source} as rank {rank} reads it: {list_first(shown)}; the memory, "
             "the network or the storage of a machine corrupted bits, or something wrote to the model during the load"
         )
-
-
-def _origins(plan: LoadPlan, bucket: Bucket, table: Tensor) -> Tensor:
-    """Returns the tensor of each row of a copy table and where in it it starts. See ``buckets.Bucket.origins``."""
-    tensor, tensor_offset, begin, _ = plan.pieces(bucket).columns.T.contiguous()
-    offset = table[:, 1].contiguous()
-    piece = torch.searchsorted(begin, offset, right=True) - 1
-    return torch.stack([tensor[piece], tensor_offset[piece] + offset - begin[piece]], 1)
 
 
 def _encode(rows: Sequence[Tensor]) -> bytes:
