@@ -24,6 +24,8 @@ from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
+PEEK_BYTES = 16 << 20
+"""Maximum number of bytes of a configuration."""
 SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
 Source = str | os.PathLike[str]
@@ -137,11 +139,11 @@ class ByteStore(ABC):
         self.descriptions += self.open_files([name])
         return self.descriptions[-1]
 
-    def peek(self, name: str, limit: int) -> bytes:
-        """Returns the content of a file, up to ``limit`` bytes, and closes it. Raises as :meth:`open_files`."""
+    def peek(self, name: str) -> bytes:
+        """Returns the content of a file, up to PEEK_BYTES, and closes it. Raises as :meth:`open_files`."""
         (file,) = self.open_files([name])
         with closing(file):
-            return file.read(0, limit)
+            return file.read(0, PEEK_BYTES)
 
     # ---- the open files ----
 

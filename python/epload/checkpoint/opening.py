@@ -32,7 +32,6 @@ another rank has opened, if this one joins it. They return the folder and the na
 folder itself; None if the path or URL is of another store. They raise CheckpointError if there is nothing."""
 FORMATS: tuple[Format, ...] = (safetensors.FORMAT, dcp.FORMAT, torch_file.FORMAT)
 """The formats. The first that knows a file's suffix has it."""
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress) -> Checkpoint:
@@ -120,7 +119,7 @@ def read_config(source: Any) -> dict[str, Any]:
         return {}
     with _located(source) as (store, _):
         try:
-            config = json.loads(store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES))
+            config = json.loads(store.peek(file_sets.CONFIG))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
     return config if isinstance(config, dict) else {}
@@ -184,7 +183,7 @@ def _choose(store: ByteStore, prefix: str, variant: str) -> list[str]:
             raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
         return [dcp.FILE]
     _check_no_options(str(store), prefix)
-    config = store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES) if file_sets.CONFIG in names else b""
+    config = store.peek(file_sets.CONFIG) if file_sets.CONFIG in names else b""
     return file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
 
 
@@ -257,7 +256,7 @@ def _quantization(store: ByteStore, manifest: Manifest) -> Quantization | None:
         return None
     for name in file_sets.CONFIGS:
         try:
-            if (declared := quantization_of(json.loads(store.peek(name, _MAX_CONFIG_BYTES)))) is not None:
+            if (declared := quantization_of(json.loads(store.peek(name)))) is not None:
                 return declared
         except FileNotFoundError:
             continue
