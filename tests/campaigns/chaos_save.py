@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 import epload
 from campaigns import seeds
 from epload.ranks.control import Control
-from epload.saving import plan, writer
+from epload.saving import plan
+from epload.saving.folder import NewFolder
 from support import ranks
 from support.synced_models import LAYOUTS, SHAPES, build, values, write
 
@@ -36,7 +37,7 @@ IN_TIME = 4 * TIMEOUT + 20
 KINDS = ("kill", "stop", "raise", "full")
 PLACES: dict[str, tuple[Any, str, int]] = {
     "round": (Control, "settle", 7),
-    "write": (writer, "write_all", 12),
+    "write": (NewFolder, "write", 12),
     "sync": (os, "fsync", 4),
     "rename": (os, "rename", 1),
     "make": (os, "open", 4),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,25 +25,18 @@ from support.checkpoints import State, assert_same, framed, raw_bytes, read_all,
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
 def test_every_source_gives_the_same_tensors(source: Callable[[Path, State], Any], tmp_path: Path) -> None:
-    state = small_state()
+    state = {**small_state(), "x": tensor(1, (50,)), "y": tensor(2, (31,), torch.bfloat16)}
     checkpoint = Checkpoint.open(source(tmp_path, state))
     assert_same(read_all(checkpoint), state)
     assert checkpoint.manifest.nbytes == sum(value.nbytes for value in state.values())
     checkpoint.close()
     assert_same(read_all(checkpoint), state)  # usable again after close
-    checkpoint.close()
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
-def test_any_pieces_in_any_order(source: Callable[[Path, State], Any], tmp_path: Path) -> None:
-    state = {"x": tensor(1, (50,)), "y": tensor(2, (31,), torch.bfloat16), "z": tensor(3, (9, 9), torch.uint8)}
-    checkpoint = Checkpoint.open(source(tmp_path, state))
-    number = {name: i for i, name in enumerate(checkpoint.manifest.names)}
-    wanted = [("z", 5, 0, 7), ("x", 100, 16, 100), ("y", 0, 128, 62), ("x", 0, 192, 4), ("z", 80, 208, 1)]
+    pieces = [("odd", 5, 0, 7), ("x", 100, 16, 100), ("y", 0, 128, 62), ("x", 0, 192, 4), ("odd", 12, 208, 1)]
     bucket = torch.full((256,), 255, dtype=torch.uint8)
-    checkpoint.fill(bucket, [Piece(number[name], start, at, nbytes) for name, start, at, nbytes in wanted])
+    index = checkpoint.manifest.names.index
+    checkpoint.fill(bucket, [Piece(index(name), start, at, nbytes) for name, start, at, nbytes in pieces])
     expected = torch.full((256,), 255, dtype=torch.uint8)
-    for name, start, at, nbytes in wanted:
+    for name, start, at, nbytes in pieces:
         expected[at : at + nbytes] = state[name].reshape(-1).view(torch.uint8)[start : start + nbytes]
     assert torch.equal(bucket, expected)
     checkpoint.fill(bucket, [])
@@ -82,28 +74,6 @@ def test_metadata_is_no_tensor_and_order_is_that_of_the_bytes(tmp_path: Path) ->
     checkpoint.close()
 
 
-# ---- files that change ----
-
-
-def test_a_file_that_shrinks_after_opening(tmp_path: Path) -> None:
-    path = one_file(tmp_path, {"a": tensor(1, (100,)), "b": tensor(2, (100,))})
-    checkpoint = Checkpoint.open(path)
-    os.truncate(path, path.stat().st_size - 10)
-    with pytest.raises(CheckpointError, match=str(path)):
-        read_all(checkpoint)
-    checkpoint.close()
-
-
-def test_a_file_that_goes_away_after_opening(tmp_path: Path) -> None:
-    path = one_file(tmp_path, {"a": tensor(1, (100,))})
-    checkpoint = Checkpoint.open(path)
-    checkpoint.close()
-    path.unlink()
-    assert checkpoint.changed() == f"{path} was removed"
-    with pytest.raises(CheckpointError, match=str(path)):
-        read_all(checkpoint)
-
-
 # ---- state dicts ----
 
 
@@ -120,32 +90,6 @@ def test_consume_frees_each_tensor_once_it_was_taken() -> None:
     assert raw_bytes(kept["b"])[32:] == bytes(bucket[:48].tolist())
     with pytest.raises(CheckpointError, match="a was consumed"):
         checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
-
-
-def test_consume_starts_over_after_a_load_that_stopped_inside_a_tensor() -> None:
-    state = {"a": tensor(1, (20,))}
-    checkpoint = Checkpoint.from_state_dict(state, consume=True)
-    bucket = torch.zeros(80, dtype=torch.uint8)
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])  # and then some rank failed
-    checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
-    checkpoint.fill(bucket, [Piece(0, 40, 40, 40)])
-    assert not state
-    assert raw_bytes(tensor(1, (20,))) == bytes(bucket.tolist())
-
-
-def test_tensors_that_are_not_contiguous() -> None:
-    base = tensor(1, (6, 8))
-    values = torch.complex(tensor(2, (4,), torch.int32).float(), torch.ones(4))
-    state = {
-        "transposed": base.t(),
-        "sliced": base[::2, 1:5],
-        "expanded": base[:1].expand(3, 8),
-        "parameter": torch.nn.Parameter(tensor(3, (4,), torch.bfloat16)),
-        "conjugate": values.conj(),
-        "imaginary": values.conj().imag,
-    }
-    expected = {name: value.detach().clone().resolve_conj().resolve_neg() for name, value in state.items()}
-    assert_same(read_all(Checkpoint.open(state)), expected)
 
 
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:

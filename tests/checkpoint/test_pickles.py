@@ -16,6 +16,7 @@ from torch import nn
 
 import epload
 from epload import Checkpoint, CheckpointError
+from epload.checkpoint import torch_file
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -139,25 +140,14 @@ class Bomb:
         return collections.OrderedDict, ([[key, 1]],)
 
 
-def _load_value(folder: Path) -> None:
-    torch.distributed.checkpoint.save({"w": STATE["weight"], "value": Bomb()}, checkpoint_id=folder)
+def _load_values(folder: Path) -> None:
+    """The second takes the place of a tensor's item, which is loaded to find the tensor in it."""
+    torch.distributed.checkpoint.save({"w": torch.ones(4, 3), "value": Bomb()}, checkpoint_id=folder)
     with pytest.raises(CheckpointError, match=r"value of value cannot be loaded .*many times as large"):
         epload.load_state({"w": torch.zeros(4, 3), "value": 1}, folder, progress=False)
-
-
-STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
-
-
-def test_a_value_of_a_state_dict(tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_load_value, tmp_path, limit=LIMIT)
-    assert status == 0, output
-
-
-def _item_in_dcp(folder: Path) -> None:
-    """The bomb takes the place of a tensor's item, which is loaded to find the tensor in it."""
     stream = io.BytesIO()
     torch.save(Bomb(), stream)
-    torch.distributed.checkpoint.save({"w": STATE["weight"]}, checkpoint_id=folder)
+    torch.distributed.checkpoint.save({"w": torch.ones(4, 3)}, checkpoint_id=folder)
     next(folder.glob("*.distcp")).write_bytes(stream.getvalue())
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -167,12 +157,12 @@ def _item_in_dcp(folder: Path) -> None:
         Checkpoint.open(folder)
 
 
-def test_an_item_of_a_dcp_file(tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_item_in_dcp, tmp_path, limit=LIMIT)
+def test_a_value_and_an_item_of_a_dcp_folder(tmp_path: Path) -> None:
+    status, output = ranks.run_alone(_load_values, tmp_path, limit=LIMIT)
     assert status == 0, output
 
 
-def test_compressed_archives(tmp_path: Path) -> None:
+def test_compressed_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive that was zipped again. torch loads them unless it maps them, and then takes the compressed bytes."""
     state = {"zeros": torch.zeros(1000), "noise": torch.randint(256, (20_000,), dtype=torch.uint8)}
     torch.save(state, tmp_path / "stored.bin")
@@ -184,8 +174,9 @@ def test_compressed_archives(tmp_path: Path) -> None:
         for entry in stored.infolist():
             packed.writestr(entry.filename, stored.read(entry))
     assert_same(read_all(Checkpoint.open(tmp_path / "other")), state)
-    archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 30) + b".", zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match=f"its pickle has {(1 << 30) + 3} bytes, expected at most"):
+    archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 20) + b".", zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", 1 << 20)
+    with pytest.raises(CheckpointError, match=f"its pickle has {(1 << 20) + 3} bytes, expected at most"):
         Checkpoint.open(tmp_path / "other")
 
 

@@ -25,7 +25,7 @@ from epload.loading import run as load_run
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
-SAMPLE = [Run.of(seed) for seed in range(1000, 1016)]
+SAMPLE = [Run.of(seed) for seed in range(1000, 1006)]
 IN_THE_MIDDLE = [
     Run(readers, how, file, moment, actor=0, nth=1, container=container)
     for (readers, how, file), (moment, container) in zip(
@@ -87,8 +87,7 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
         _loader().load(model, path)
 
 
-@pytest.mark.parametrize("change", ["replaced", "overwritten", "grown", "removed"])
-@pytest.mark.parametrize("how", ["mapped", "before torch 1.6"])
+@pytest.mark.parametrize(("how", "change"), [("mapped", "replaced"), ("before torch 1.6", "overwritten")])
 def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path) -> None:
     """Not truncated: that would be the end of a process that has the file mapped."""
     path, weight = tmp_path / "model.pt", tensor(1, (3, 4)).t()
@@ -159,11 +158,9 @@ def test_a_checkpoint_that_is_kept_and_whose_file_changes(tmp_path: Path) -> Non
     assert torch.equal(model.weight, torch.full((4, 3), 2.0))
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_checkpoint_that_was_closed_reads_the_same_file_or_none(suffix: str, tmp_path: Path) -> None:
-    path, state = tmp_path / f"model.{suffix}", {"a": tensor(1, (10, 10))}
-    keep: Callable[..., Any] = save_file if suffix == "safetensors" else torch.save
-    keep(state, path)
+def test_a_checkpoint_that_was_closed_reads_the_same_file_or_none(tmp_path: Path) -> None:
+    path, state = tmp_path / "model.safetensors", {"a": tensor(1, (10, 10))}
+    save_file(state, path)
     checkpoint = Checkpoint.open(path)
     checkpoint.close()
     assert_same(read_all(checkpoint), state)
@@ -176,7 +173,7 @@ def test_a_checkpoint_that_was_closed_reads_the_same_file_or_none(suffix: str, t
 def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:
     """Also within the same tick of the file system's clock as the change before."""
     path = tmp_path / "file"
-    for turn in range(50):
+    for turn in range(10):
         path.write_bytes(bytes([turn]))
         file = LocalFile(path)
         write(path, b"x", "in place")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epload.core.copy_table import CopyTable
 from epload.native import ops
 from page_cache import cached, drop
 from support.checkpoints import make_cold, tensor
@@ -44,10 +45,16 @@ def descriptor(path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
+def read(descriptor: int, offset: int, nbytes: int, target: Tensor, direct: bool = True) -> tuple[int, int, int, int]:
+    zero = torch.zeros(1, dtype=torch.int64)
+    rows = CopyTable.of_bytes(zero, zero + nbytes).rows
+    return ops.read_regions([descriptor], zero, zero, torch.tensor([[0, offset]]), [target], rows, 2, direct)
+
+
 @pytest.mark.parametrize(("offset", "nbytes"), RANGES)
 def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descriptor: int, content: Tensor) -> None:
     buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
-    outcome = ops.read_ranges([descriptor], torch.tensor([[0, offset, 33, nbytes]]), buffer, 2, direct=True)
+    outcome = read(descriptor, offset, nbytes, buffer[33:])
     assert outcome == (nbytes, -1, 0, 0)
     assert torch.equal(buffer[33 : 33 + nbytes], content[offset : offset + nbytes])
     assert buffer[:33].eq(255).all()
@@ -56,10 +63,9 @@ def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descript
 
 def test_what_is_read_directly_is_not_in_the_cache_afterwards(path: Path, descriptor: int) -> None:
     buffer = torch.zeros(NBYTES, dtype=torch.uint8)
-    whole = torch.tensor([[0, 0, 0, NBYTES]])
-    ops.read_ranges([descriptor], whole, buffer, 2, direct=True)
+    read(descriptor, 0, NBYTES, buffer)
     assert cached(path) < 0.1
-    ops.read_ranges([descriptor], whole, buffer, 2, direct=False)
+    read(descriptor, 0, NBYTES, buffer, direct=False)
     assert cached(path) > 0.9
 
 
@@ -69,7 +75,7 @@ def test_what_is_in_the_cache_is_read_there(path: Path, descriptor: int, content
     with open(path, "r+b") as file:
         file.write(changed.numpy().tobytes())
     buffer = torch.zeros(NBYTES, dtype=torch.uint8)
-    ops.read_ranges([descriptor], torch.tensor([[0, 0, 0, NBYTES]]), buffer, 2, direct=True)
+    read(descriptor, 0, NBYTES, buffer)
     assert torch.equal(buffer, changed)
 
 
@@ -77,5 +83,5 @@ def test_a_file_that_is_too_short(path: Path, descriptor: int) -> None:
     os.truncate(path, 5 * MIB + 17)
     drop(path)
     buffer = torch.zeros(NBYTES, dtype=torch.uint8)
-    _, failed, offset, error = ops.read_ranges([descriptor], torch.tensor([[0, 0, 0, NBYTES]]), buffer, 1, direct=True)
+    _, failed, offset, error = read(descriptor, 0, NBYTES, buffer)
     assert (failed, offset, error) == (0, 5 * MIB + 17, 0)

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import epload
 from epload.cli.main import main
 from epload.saving import convert as converting
 from support import ranks
+from support.checkpoints import read_folder
 from support.checks import as_bytes
 from support.fp8 import Tree
 
@@ -29,10 +30,6 @@ STATE = {
     "model.d": torch.linspace(-1, 1, 64, dtype=torch.float64),
     "model.e": torch.empty(0, 3, dtype=torch.bfloat16),
 }
-
-
-def found(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -59,7 +56,7 @@ def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest
     else:
         source = STATE
     report = epload.convert(source, tmp_path / "new", max_shard_bytes=200)
-    assert same(found(tmp_path / "new"), STATE)
+    assert same(read_folder(tmp_path / "new"), STATE)
     assert report.files > 1
     assert epload.Checkpoint.open(tmp_path / "new").manifest.nbytes == report.nbytes
 
@@ -76,7 +73,7 @@ def test_the_command(tmp_path: Path) -> None:
         name.removeprefix("model.").replace("a", "first"): each.bfloat16() if name[-1] in "ade" else each
         for name, each in STATE.items()
     }
-    assert same(found(tmp_path / "new"), expected)
+    assert same(read_folder(tmp_path / "new"), expected)
     assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
     for more, status, text in (
         ([], 1, "exists and is not empty"),
@@ -86,7 +83,7 @@ def test_the_command(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(main, [*arguments[:3], *more])
         assert (result.exit_code, text in result.stderr) == (status, True), result.stderr
-    assert same(found(tmp_path / "new"), expected), "it is still there"
+    assert same(read_folder(tmp_path / "new"), expected), "it is still there"
     assert sorted(os.listdir(tmp_path)) == ["config.json", "m.safetensors", "new"]
 
 
@@ -108,7 +105,7 @@ QUANTIZED = {
 
 
 def check_copied(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    new = found(folder)
+    new = read_folder(folder)
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in new.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in state.items()
     }
@@ -173,9 +170,11 @@ def convert_together(rank: int, source: str, target: str) -> tuple[str, int, lis
 def test_ranks_divide_the_work(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "m.safetensors")
     results = ranks.run(3, convert_together, str(tmp_path / "m.safetensors"), str(tmp_path / "new"))
-    assert same(found(tmp_path / "new"), {name: t.bfloat16() if name[-1] in "ade" else t for name, t in STATE.items()})
+    assert same(
+        read_folder(tmp_path / "new"), {name: t.bfloat16() if name[-1] in "ade" else t for name, t in STATE.items()}
+    )
     written = [each for _, each, _ in results]
-    assert sum(written) == sum(tensor.nbytes for tensor in found(tmp_path / "new").values()), "each byte once"
+    assert sum(written) == sum(tensor.nbytes for tensor in read_folder(tmp_path / "new").values()), "each byte once"
     assert all(written)
     assert results[0][2] == results[1][2] == results[2][2]
     exists, different, paths, files = results[0][2]
@@ -196,7 +195,7 @@ def convert_old_files(rank: int, folder: str) -> str:
 
 def test_files_that_ranks_cannot_compare_are_converted_by_the_first(tmp_path: Path) -> None:
     ranks.run(2, convert_old_files, str(tmp_path))
-    assert same(found(tmp_path / "new"), {"w": torch.zeros(8)})
+    assert same(read_folder(tmp_path / "new"), {"w": torch.zeros(8)})
 
 
 def convert_slowly(rank: int, source: str, target: str, dies: bool) -> tuple[str, float]:
@@ -221,12 +220,12 @@ def convert_slowly(rank: int, source: str, target: str, dies: bool) -> tuple[str
 
 def test_a_slow_rank_is_waited_for_and_a_killed_one_is_not(tmp_path: Path) -> None:
     source, target = tmp_path / "m.safetensors", tmp_path / "new"
-    save_file({"w": torch.zeros(100_000)}, source)
+    save_file({"v": torch.zeros(50_000), "w": torch.zeros(50_000)}, source)
     (error, seconds), _ = ranks.run(2, convert_slowly, str(source), str(target), True, dying=[1], tcp=True)
     assert "rank 1 has exited" in error
     assert seconds < 15, "its own part takes 20 s"
     assert os.listdir(tmp_path) == ["m.safetensors"]
-    save_file({"w": torch.zeros(30_000)}, source)
+    save_file({"v": torch.zeros(15_000), "w": torch.zeros(15_000)}, source)
     (error, _), (_, seconds) = ranks.run(2, convert_slowly, str(source), str(target), False)
     assert error == ""
     assert seconds > 4, "it was slower than the timeout"

@@ -13,7 +13,7 @@ from epload.saving import folder as folders
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout
 
-NO_FILES = FilesLayout([], [], [], torch.empty(0), torch.empty(0), None)
+NO_FILES = FilesLayout([], [], [], torch.empty(0), torch.empty(0), 0, {})
 
 
 def old(path: Path) -> Path:
@@ -29,7 +29,7 @@ def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Pa
     first = NewFolder.create(path, overwrite=True, layout=NO_FILES)
     first.add("a", b"a")
     first.add("b", b"b")
-    other = NewFolder(path, first.temporary, overwrite=True)
+    other = NewFolder(path, first.temporary, True, NO_FILES)
     delete, errors = folders.shutil.rmtree, []
 
     def delete_while_the_first_commits(folder: Path, **options: bool) -> None:

@@ -11,63 +11,55 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
 
 import epload
 from epload.mapping.mapping import Rename
 from support import ranks
+from support.checkpoints import read_folder
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """What the safetensors library finds."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((layout, {"max_shard_bytes": 4096}) for layout in LAYOUTS), ("fsdp", {}), ("tp0", {"dtype": torch.bfloat16}),
+]  # fmt: skip
 
 
-def save_and_load(rank: int, layout: str, folder: str, options: dict[str, Any]) -> epload.SaveReport:
-    model = build(layout, dist.get_world_size())
-    write(model, 3)
-    report = epload.save(model, folder, **options)
-    again = build(layout, dist.get_world_size())
-    epload.load(again, folder, progress=False)
-    dtype = options.get("dtype")
-    check(again, 3, dtype or torch.float32)
-    return report
+def save_and_load(rank: int, folder: str) -> list[epload.SaveReport]:
+    reports = []
+    for number, (layout, options) in enumerate(CASES):
+        model, again = build(layout, dist.get_world_size()), build(layout, dist.get_world_size())
+        write(model, 3)
+        reports.append(epload.save(model, f"{folder}/{number}", **options))
+        epload.load(again, f"{folder}/{number}", progress=False)
+        check(again, 3, options.get("dtype", torch.float32))
+    return reports
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [*((layout, {"max_shard_bytes": 4096}) for layout in LAYOUTS), ("fsdp", {}), ("tp0", {"dtype": torch.bfloat16})],
-)
-def test_saved_files_have_the_models_tensors(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "step" / "1"
-    reports = ranks.run(4, save_and_load, layout, str(folder), options)
-    found = read(folder)
-    dtype = options.get("dtype", torch.float32)
-    assert found.keys() == SHAPES.keys()
-    for name in SHAPES:
-        assert torch.equal(found[name], values(name, 3).to(dtype)), name
-    nbytes = sum(tensor.nbytes for tensor in found.values())
-    assert sum(report.written for report in reports) == nbytes, "each byte once"
-    assert max(report.written for report in reports) <= 0.35 * nbytes, "evenly"
-    assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
-    files = sorted(file.name for file in folder.iterdir())
-    if "max_shard_bytes" in options:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == nbytes
-        for name, file in index["weight_map"].items():
-            with safe_open(folder / file, "pt") as opened:
-                assert name in opened.keys()  # noqa: SIM118
-        assert reports[0].files == len(files) - 1 > 2
-    else:
-        assert files == ["model.safetensors"]
-    assert os.listdir(tmp_path) == ["step"]
-    assert os.listdir(tmp_path / "step") == ["1"], "nothing is left beside the folder"
+def test_saved_files_have_the_models_tensors(tmp_path: Path) -> None:
+    of_cases = zip(*ranks.run(4, save_and_load, str(tmp_path / "steps")), strict=True)
+    for number, reports in enumerate(of_cases):
+        layout, options = CASES[number]
+        folder = tmp_path / "steps" / str(number)
+        found = read_folder(folder)
+        assert found.keys() == SHAPES.keys()
+        for name in SHAPES:
+            assert torch.equal(found[name], values(name, 3).to(options.get("dtype", torch.float32))), (layout, name)
+        nbytes = sum(tensor.nbytes for tensor in found.values())
+        assert sum(report.written for report in reports) == nbytes, f"{layout}: each byte once"
+        assert max(report.written for report in reports) <= 0.35 * nbytes, f"{layout}: evenly"
+        assert [(report.nbytes, report.tensors) for report in reports] == [(nbytes, len(SHAPES))] * 4
+        files = sorted(file.name for file in folder.iterdir())
+        if "max_shard_bytes" in options:
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == nbytes
+            for name, file in index["weight_map"].items():
+                with safe_open(folder / file, "pt") as opened:
+                    assert opened.metadata() == {"format": "pt"}
+                    assert name in opened.keys()  # noqa: SIM118
+            assert reports[0].files == len(files) - 1 > 2
+        else:
+            assert files == ["model.safetensors"]
+    assert os.listdir(tmp_path) == ["steps"]
+    assert len(os.listdir(tmp_path / "steps")) == len(CASES), "nothing is left beside the folders"
 
 
 def save_states(rank: int, folder: str) -> list[str]:
@@ -109,7 +101,7 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
         strict=True,
     ):
         assert error.startswith(start), error
-    found = read(folder)
+    found = read_folder(folder)
     assert torch.equal(found.pop("step"), torch.tensor(7)), "the first checkpoint is still there"
     assert found.keys() == {f"model.{name}" for name in SHAPES}
     assert all(torch.equal(found[f"model.{name}"], values(name, 1)) for name in SHAPES)
@@ -130,7 +122,7 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     ranks.run(2, save_again, str(folder), str(tmp_path / "tokenizer.json"))
     assert sorted(os.listdir(folder)) == ["model.safetensors", "tokenizer.json"]
-    assert all(torch.equal(found, values(name, 2)) for name, found in read(folder).items())
+    assert all(torch.equal(found, values(name, 2)) for name, found in read_folder(folder).items())
     assert sorted(os.listdir(tmp_path)) == ["c", "tokenizer.json"]
 
 
@@ -156,7 +148,9 @@ def test_saves_in_the_background(tmp_path: Path) -> None:
         assert seconds > 0
         assert error.startswith(f"{tmp_path}/1 exists")
     for version in (1, 2):
-        assert all(torch.equal(found, values(name, version)) for name, found in read(tmp_path / str(version)).items())
+        assert all(
+            torch.equal(found, values(name, version)) for name, found in read_folder(tmp_path / str(version)).items()
+        )
 
 
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,13 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from epload.saving import folder as folders
-from epload.saving import writer
 from support import ranks
 from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
-    "writing": (writer, "write_all"),
-    "syncing": (os, "fsync"),
+    "writing": (folders.NewFolder, "write"),
     "before the rename": (folders, "_sync"),
     "after the rename": (folders.shutil, "rmtree"),
 }
@@ -40,10 +39,7 @@ def save_with(rank: int, folder: str, place: str, act: Callable[[], None] | None
 
     began = time.monotonic()
     try:
-        if act is not None:
-            with mock.patch.object(owner, name, instead):
-                epload.save(model, folder, overwrite=True, timeout=30)
-        else:
+        with mock.patch.object(owner, name, instead) if act is not None else nullcontext():
             epload.save(model, folder, overwrite=True, timeout=30)
     except epload.LoadError as error:
         assert time.monotonic() - began < 20
@@ -79,7 +75,7 @@ def version_at(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("place", "culprit", "version"),
-    [("writing", 1, 1), ("syncing", 0, 1), ("before the rename", 0, 1), ("after the rename", 0, 2)],
+    [("writing", 1, 1), ("before the rename", 0, 1), ("after the rename", 0, 2)],
 )
 def test_a_rank_is_killed(place: str, culprit: int, version: int, tmp_path: Path) -> None:
     path = old_checkpoint(tmp_path / "c")
@@ -92,7 +88,7 @@ def test_a_rank_is_killed(place: str, culprit: int, version: int, tmp_path: Path
         assert os.listdir(tmp_path) == ["c"], "those that live delete what was written"
 
 
-@pytest.mark.parametrize(("place", "culprit"), [("writing", 1), ("syncing", 2), ("before the rename", 0)])
+@pytest.mark.parametrize(("place", "culprit"), [("writing", 1), ("before the rename", 0)])
 def test_a_rank_fails(place: str, culprit: int, tmp_path: Path) -> None:
     path = old_checkpoint(tmp_path / "c")
     texts = ranks.run(3, one_acts, str(path), place, culprit, full)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 
 import epload
 from epload.cli.main import main
 from support import ranks
+from support.checkpoints import read_folder
 from support.pretrained import by_the_library, fsdp, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
@@ -46,10 +46,6 @@ def save(rank: int, folder: str) -> None:
             epload.save(model, f"{folder}/{kind}-{number}", max_shard_bytes=20_000)
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
@@ -62,11 +58,11 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
     quiet()
     model = random(kind, 1)
     model.save_pretrained(tmp_path)
-    expected = read(tmp_path)
+    expected = read_folder(tmp_path)
     ids = torch.arange(12).reshape(2, 6)
     for number in range(len(CASES[kind])):
         folder = saved / f"{kind}-{number}"
-        found = read(folder)
+        found = read_folder(folder)
         if parallelized_apart := found.keys() - expected.keys():  # the library's TP makes two tensors of tied ones
             assert (kind, number, parallelized_apart) == ("llama", 1, {"lm_head.weight"})
             assert torch.equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from epload import Checkpoint, Manifest
@@ -44,6 +45,11 @@ def index(folder: Path, content: Any) -> Path:
     path = folder / "model.safetensors.index.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
+
+
+def read_folder(folder: Path) -> State:
+    """Returns what the safetensors library finds in a folder's files."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def raw_bytes(value: Tensor) -> bytes:

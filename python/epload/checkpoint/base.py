@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece
 from epload.core.regions import Regions
-from epload.errors import CheckpointError
 from epload.native.ops import Pipe
 
 Progress = Callable[[int], None]
@@ -34,7 +35,8 @@ class Checkpoint(ABC):
 
             @property
             def manifest(self) -> epload.Manifest:
-                return self._manifest
+                assert self._manifest is not None, f"{type(self).__name__} does not define manifest"
+        return self._manifest
 
             def fill(self, bucket: torch.Tensor, pieces: Sequence[epload.Piece]) -> None:
                 for piece in pieces:
@@ -45,13 +47,16 @@ class Checkpoint(ABC):
     """True if its tensors can be read only once."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
+    _manifest: Manifest | None = None
+    """The manifest, unless a subclass has it elsewhere."""
     _opener: ClassVar[Any]
     """The module ``opening``, set by the package, since the formats are subclasses of this class."""
 
     @property
-    @abstractmethod
     def manifest(self) -> Manifest:
         """Names, shapes and dtypes, known without reading any tensor. Asked for often, so that it should be computed once."""
+        assert self._manifest is not None, f"{type(self).__name__} does not define manifest"
+        return self._manifest
 
     @abstractmethod
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
@@ -137,20 +142,8 @@ class Checkpoint(ABC):
             TypeError: ``source`` has another type.
             ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
-        if not isinstance(source, Checkpoint):
-            opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
-            return opened
-        for name, value, path in (("prefix", prefix, "a DCP folder"), ("variant", variant, "a folder")):
-            if value:
-                raise ValueError(
-                    f"{name}={value!r} is for the path of {path}, not for a Checkpoint: open it with the {name}"
-                )
-        if changed := source.changed():
-            raise CheckpointError(
-                f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
-            )
-        source.prepare()
-        return source
+        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
+        return opened
 
     @staticmethod
     def join(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
@@ -182,6 +175,22 @@ class Checkpoint(ABC):
         """
         wrapped: Checkpoint = Checkpoint._opener.from_state_dict(state_dict, consume)
         return wrapped
+
+
+def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:
+    """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
+
+    Args:
+        tensor: its index in the manifest.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    dtype, count = checkpoint.manifest.dtypes[tensor], prod(checkpoint.manifest.shapes[tensor])
+    for begin in range(0, count, elements):
+        buffer = torch.empty(min(elements, count - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
+        yield buffer.view(dtype)
 
 
 def _ignore(nbytes: int) -> None:

@@ -7,8 +7,10 @@ A storage scheme is one module with a :class:`ByteStore` and a function ``locate
 from __future__ import annotations
 
 import io
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -16,13 +18,18 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from epload.core.columns import batches
 from epload.core.copy_table import ALIGNMENT
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _STREAM_BYTES = 256 << 10
+PEEK_BYTES = 16 << 20
+"""Maximum number of bytes of a configuration."""
 SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
+Source = str | os.PathLike[str]
+"""A path or URL."""
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
 
@@ -132,19 +139,17 @@ class ByteStore(ABC):
         self.descriptions += self.open_files([name])
         return self.descriptions[-1]
 
-    def peek(self, name: str, limit: int) -> bytes:
-        """Returns the content of a file, up to ``limit`` bytes, and closes it. Raises as :meth:`open_files`."""
+    def peek(self, name: str) -> bytes:
+        """Returns the content of a file, up to PEEK_BYTES, and closes it. Raises as :meth:`open_files`."""
         (file,) = self.open_files([name])
-        try:
-            return file.read(0, limit)
-        finally:
-            file.close()
+        with closing(file):
+            return file.read(0, PEEK_BYTES)
 
     # ---- the open files ----
 
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
-        return next(filter(None, (file.changed() for file in chain(self.descriptions, self.files))), "")
+        return next(filter(None, (file.changed() for file in self._all_files())), "")
 
     def reopen(self) -> None:
         """Opens all files by path again, so that later reads see what other ranks find there. Raises CheckpointError if a file
@@ -154,8 +159,11 @@ class ByteStore(ABC):
 
     def close(self) -> None:
         """Releases connections and files. Later reads open the files again, provided that they are unchanged."""
-        for file in chain(self.descriptions, self.files):
+        for file in self._all_files():
             file.close()
+
+    def _all_files(self) -> Iterator[StoredFile]:
+        return chain(self.descriptions, self.files)
 
     @abstractmethod
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
@@ -182,14 +190,11 @@ class ByteStore(ABC):
         Returns the bytes read. Raises as :meth:`read`.
         """
         spans = regions.copies.spans()
-        batch = (spans.cumsum(0) - spans) // SPAN_BYTES
-        for number in torch.unique(batch).tolist():
-            rows = batch == number
+        for rows in batches(spans, SPAN_BYTES):
             copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]
-            ends = (-(span // -ALIGNMENT) * ALIGNMENT).cumsum(0)
-            copies.offset[:1] = 0
-            copies.offset[1:] = ends[:-1]
-            buffer = torch.empty(int(ends[-1]), dtype=torch.uint8)
+            aligned = -(span // -ALIGNMENT) * ALIGNMENT
+            copies.offset[:] = aligned.cumsum(0) - aligned
+            buffer = torch.empty(int(aligned.sum()), dtype=torch.uint8)
             file, begin = files[origin[:, 0]], offsets[origin[:, 0]] + origin[:, 1]
             self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
             regions.unpack_other(copies, buffer)

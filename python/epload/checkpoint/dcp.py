@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
+from reprlib import repr as brief
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from epload.checkpoint.pickles import PickledCall, read_pickle
 from epload.core import dtypes
 from epload.core.placement import Box
 from epload.errors import CheckpointError
+from epload.observe.render import list_first
 
 FILE = ".metadata"
 ROOT = "."
@@ -66,11 +68,7 @@ class DcpIndex(Index):
         """Raises as :class:`Index`. ``prefix``: see :func:`_select`."""
         super().__init__(file, _MAX_BYTES, b"\0" + prefix.encode())
         self.prefix = prefix
-
-    @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """Empty: the metadata name the files of chunks, not of tensors."""
-        return {}
+        self.weight_map = {}  # the metadata name the files of chunks, not of tensors
 
     @cached_property
     def metadata(self) -> DcpMetadata:
@@ -98,30 +96,29 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     metadata = index.metadata
     names, siblings = _select(list(metadata.tensors), metadata.paths, index.prefix, source)
     number_of = {file.name: i for i, file in enumerate(opened.store.files)}
-    items: list[_Item] = []
-    located: list[StoredTensor] = []
+    items = []
+    shapes = {}
+    located = []
     for saved_name, name in names.items():
         dtype, shape, boxes = metadata.tensors[saved_name]
-        for start, size in dict.fromkeys(boxes):
-            if len(start) != len(shape) or len(size) != len(shape):
+        shapes[name] = shape
+        chunks = dict.fromkeys(box for box in boxes if 0 not in box[1])
+        if 0 in shape:
+            located.append(StoredTensor(name, dtype, shape, 0))
+        elif not chunks:
+            raise CheckpointError(f"{source}: {name} of shape {list(shape)} has no chunks; save it again")
+        for start, size in chunks:
+            if not len(start) == len(size) == len(shape):
                 raise CheckpointError(f"{source}: {saved_name} of shape {list(shape)} has a chunk of other dims")
-            if 0 in size:
-                continue
             if (item := metadata.items.get((saved_name, start))) is None:
                 raise CheckpointError(
                     f"{source}: no file has the chunk of {saved_name} at {list(start)}; save it again"
                 )
-            file, offset, length = item
-            items.append((saved_name, StoredTensor(name, dtype, size, offset, start, number_of[file]), length))
-        if 0 in shape:
-            located.append(StoredTensor(name, dtype, shape, 0))
+            number = number_of[item[0]]
+            chunk = StoredTensor(name, dtype, size, item[1], start, number)
+            items.append(_Item(opened.store.files[number], saved_name, chunk, item[2]))
     located += _locate(items, opened.store)
     located.sort(key=lambda tensor: (tensor.file, tensor.offset))
-    shapes = {name: metadata.tensors[saved_name][1] for saved_name, name in names.items()}
-    if missing := shapes.keys() - {tensor.name for tensor in located}:
-        raise CheckpointError(
-            f"{source}: {min(missing)} of shape {list(shapes[min(missing)])} has no chunks; save it again"
-        )
     # Entries in the model that are no tensors, such as _extra_state.
     inside = {name.rpartition(".")[0] for name in names}
     others = [name for name in metadata.others if name not in siblings and name.rpartition(".")[0] in inside]
@@ -137,13 +134,13 @@ FORMAT = Format((".distcp",), FileFacts.of, read)
 def _parse(root: Any) -> DcpMetadata:
     """Raises any exception."""
     metadata = _fields(root)
-    tensors, others = {}, []
+    parsed = DcpMetadata({}, [], {}, {})
     for name, entry in _pairs(metadata["state_dict_metadata"]):
         if not isinstance(name, str):
-            raise TypeError(f"expected names to be strings, got {_show(name)}")
+            raise TypeError(f"expected names to be strings, got {brief(name)}")
         fields = _fields(entry)
         if "chunks" not in fields:
-            others.append(name)
+            parsed.others.append(name)
             continue
         state = fields["properties"][-1]  # a tuple, whose first part is the dtype, or a dict
         dtype = _DTYPES.get(state[0] if isinstance(state, tuple) else dict(_pairs(state))["dtype"])
@@ -151,23 +148,23 @@ def _parse(root: Any) -> DcpMetadata:
             raise ValueError(f"{name} has no dtype that epload knows")
         chunks = map(_fields, fields["chunks"])
         boxes = [(_integers(*chunk["offsets"]), _integers(*chunk["sizes"])) for chunk in chunks]
-        tensors[name] = dtype, _integers(*fields["size"]), boxes
-    items = {}
+        parsed.tensors[name] = dtype, _integers(*fields["size"]), boxes
     for index, info in _pairs(metadata["storage_data"] or []):
         place, fields = _fields(index), _fields(info)
         if transforms := fields.get("transform_descriptors"):
             raise ValueError(
-                f"{place['fqn']} was saved through an extension ({_show(transforms)}), such as compression"
+                f"{place['fqn']} was saved through an extension ({brief(transforms)}), such as compression"
             )
         file, offset = fields["relative_path"], place.get("offset")
-        if not isinstance(file, str) or not is_plain(file):
-            raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {_show(file)}")
-        key = str(place["fqn"]), None if offset is None else _integers(*offset)
+        if not is_plain(file):
+            raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {brief(file)}")
         begin, length = _integers((fields["offset"], fields["length"]))
-        items[key] = file, begin, length
+        parsed.items[str(place["fqn"]), None if offset is None else _integers(*offset)] = file, begin, length
     planned = metadata["planner_data"] if isinstance(metadata["planner_data"], list) else []
-    paths = {str(name): tuple(map(str, path)) for name, path in _pairs(planned) if path and isinstance(path, tuple)}
-    return DcpMetadata(tensors, others, paths, items)
+    for name, path in _pairs(planned):
+        if path and isinstance(path, tuple):
+            parsed.paths[str(name)] = tuple(map(str, path))
+    return parsed
 
 
 def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -178,24 +175,14 @@ def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the attributes of a pickled object of a dataclass."""
     if not isinstance(value, PickledCall):
-        raise TypeError(f"expected an object with attributes, got {_show(value)}")
+        raise TypeError(f"expected an object with attributes, got {brief(value)}")
     return {str(key): part for key, part in _pairs(value[-1])} if value else {}
 
 
 def _integers(values: Any = ()) -> tuple[int, ...]:
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
-        raise ValueError(f"expected non-negative integers, got {_show(values)}")
+        raise ValueError(f"expected non-negative integers, got {brief(values)}")
     return tuple(values)
-
-
-def _show(value: Any) -> str:
-    """Formats a value for messages, without the text of a nested object, which a small pickle can make as long as it likes."""
-    if isinstance(value, tuple | list) and len(value) <= 8 and all(isinstance(part, str | int) for part in value):
-        return f"[{', '.join(map(_show, value))}]"
-    if isinstance(value, str):
-        return repr(value[:80])
-    small = isinstance(value, int) and abs(value) < 1 << 80
-    return str(value) if small else f"a {type(value).__name__}"
 
 
 # ---- the model's entries: jobs save an optimizer's state and the like with the model ----
@@ -218,118 +205,97 @@ def _select(
     if prefix:
         start = "" if prefix == ROOT else prefix.rstrip(".") + "."
         inner = {name: name.removeprefix(start) for name in names if name.startswith(start)}
-        if not inner and prefix != ROOT:
-            listed = ", ".join(names[:5]) + (f", ... ({len(names) - 5} more)" if len(names) > 5 else "") or "none"
-            raise CheckpointError(f"{source}: no tensor is under prefix={prefix!r}; there are {listed}")
+        if not inner and start:
+            raise CheckpointError(
+                f"{source}: no tensor is under prefix={prefix!r}; there are {list_first(names) or 'none'}"
+            )
         return inner, []
     rest_of = {**paths, **{name: paths.get(name, (name,)) for name in names}}
     at: list[str] = []
-    others: list[str] = []
+    siblings: list[str] = []
     while True:
         tensors = {name: rest_of[name] for name in names if name in rest_of}
-        keys = {rest[0] for rest in tensors.values()}
-        nested = {rest[0] for rest in tensors.values() if len(rest) > 1}
-        wrappers = [key for key in torch_file.WRAPPERS if key in nested]
-        if len(wrappers) > 1:
-            choices = " or ".join(f"prefix={'.'.join((*at, key))!r}" for key in wrappers)
-            raise CheckpointError(f"{source} has a state dict under each of {' and '.join(wrappers)}: pass {choices}")
-        if not wrappers and not len(keys) == len(nested) == 1:
-            return {name: ".".join(rest) for name, rest in tensors.items()}, others
-        key = wrappers[0] if wrappers else nested.pop()
+        is_nested = {keys[0]: len(keys) > 1 for keys in tensors.values()}
+        models = [key for key in torch_file.WRAPPERS if is_nested.get(key)]
+        if len(models) > 1:
+            choices = " or ".join(f"prefix={'.'.join((*at, key))!r}" for key in models)
+            raise CheckpointError(f"{source} has a state dict under each of {' and '.join(models)}: pass {choices}")
+        if not models and list(is_nested.values()) != [True]:
+            return {name: ".".join(keys) for name, keys in tensors.items()}, siblings
+        key = models[0] if models else next(iter(is_nested))
         at.append(key)
-        others += dict.fromkeys(rest[0] for rest in rest_of.values() if rest[0] != key)
-        rest_of = {name: rest[1:] for name, rest in rest_of.items() if rest[0] == key and len(rest) > 1}
+        siblings += dict.fromkeys(keys[0] for keys in rest_of.values() if keys[0] != key)
+        rest_of = {name: keys[1:] for name, keys in rest_of.items() if keys[0] == key and len(keys) > 1}
 
 
 # ---- the elements of saved items ----
 
-_Item = tuple[str, StoredTensor, int]
-"""A saved chunk: the name of its tensor in the checkpoint, the place of the item that it is in, and the item's length."""
+
+class _Item(StoredFile):
+    """A saved chunk: a byte range of a file as a file of its own."""
+
+    def __init__(self, file: StoredFile, saved_name: str, chunk: StoredTensor, nbytes: int) -> None:
+        """``chunk``: its offset is that of the item. ``saved_name``: of its tensor in the checkpoint."""
+        if chunk.offset + nbytes > file.nbytes:
+            raise CheckpointError(
+                f"{file} has {file.nbytes} bytes, but {saved_name} is to end at byte {chunk.offset + nbytes}: the file is "
+                "truncated or of another checkpoint; copy it again"
+            )
+        self.name, self.nbytes = file.name, nbytes
+        self.file, self.saved_name, self.chunk = file, saved_name, chunk
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.file.read(self.chunk.offset + offset, max(0, min(nbytes, self.nbytes - offset)))
+
+    def locate(self, tensor: StoredTensor) -> StoredTensor:
+        """Returns the chunk with the place of a tensor that is stored in the item."""
+        if (tensor.dtype, tensor.shape) != (self.chunk.dtype, self.chunk.shape):
+            raise CheckpointError(
+                f"{self}: expected {self.chunk.dtype} {list(self.chunk.shape)} by the metadata, got {tensor.dtype} "
+                f"{list(tensor.shape)}; save the checkpoint again"
+            )
+        return self.chunk._replace(offset=self.chunk.offset + tensor.offset)
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.saved_name}, at byte {self.chunk.offset})"
 
 
 def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
-    """Yields the chunks with the offset of the first element in place of that of the item.
-
-    An item of ``torch.save`` is a zip archive of its own: a pickle of a few hundred bytes, then the tensor. Items of one shape
-    have equal archives but for the tensor's bytes and what follows them. So the pickle is loaded once for each shape, and the
-    beginnings of all other items are compared with that one's.
-    """
+    """Yields the chunks with the offset of the first element in place of that of the item."""
     similar: dict[tuple[object, ...], list[_Item]] = defaultdict(list)
     for item in items:
-        name, chunk, length = item
-        file = store.files[chunk.file]
-        if chunk.offset + length > file.nbytes:
-            raise CheckpointError(
-                f"{file} has {file.nbytes} bytes, but {name} is to end at byte {chunk.offset + length}: the file is truncated "
-                "or of another checkpoint; copy it again"
-            )
-        similar[length, chunk.shape, chunk.dtype].append(item)
-    headers: dict[tuple[int, int], dict[str, StoredTensor]] = {}
+        similar[item.nbytes, item.chunk.shape, item.chunk.dtype].append(item)
+    headers = {}
     for members in similar.values():
-        _, chunk, length = members[0]
-        # A length that the elements alone fill: they are part of a safetensors file that begins there.
-        is_full = length == prod(chunk.shape) * chunk.dtype.itemsize
-        if is_full and store.files[chunk.file].read(chunk.offset, 4) != _ZIP:
-            yield from (_in_safetensors(item, store, headers) for item in members)
-        else:
+        first = members[0]
+        if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == _ZIP:
             yield from _in_archives(members, store)
+            continue
+        for (
+            item
+        ) in members:  # its elements alone have this length: they are part of a safetensors file that begins there
+            key = item.chunk.file, item.chunk.offset
+            if key not in headers:
+                item.nbytes = item.file.nbytes - item.chunk.offset
+                headers[key] = {tensor.name: tensor for tensor in safetensors.read_layout(item)}
+            if item.saved_name not in headers[key]:
+                raise CheckpointError(f"{item}: the header there does not contain it; save the checkpoint again")
+            yield item.locate(headers[key][item.saved_name])
 
 
 def _in_archives(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
-    """Locates chunks of one shape."""
-    _, first, _ = items[0]
-    begin = _in_archive(items[0], store).offset - first.offset
-    head = torch.frombuffer(bytearray(store.files[first.file].read(first.offset, begin)), dtype=torch.uint8)
+    """Locates chunks of one shape in items of ``torch.save``, each a zip archive: a short pickle, then the tensor.
+
+    Items of one shape have equal archives but for the tensor's bytes and what follows them. So one pickle is loaded, and the
+    beginnings of all other items are compared with that item's.
+    """
+    tensor = torch_file.locate_tensor(items[0])
+    begin = tensor.offset
+    head = torch.frombuffer(bytearray(items[0].read(0, begin)), dtype=torch.uint8)
     step = max(1, _BATCH_BYTES // begin)
     for batch in (items[at : at + step] for at in range(0, len(items), step)):
-        rows = [[chunk.file, chunk.offset, n * begin, begin] for n, (_, chunk, _) in enumerate(batch)]
+        ranges = [[item.chunk.file, item.chunk.offset, n * begin, begin] for n, item in enumerate(batch)]
         heads = torch.empty(len(batch), begin, dtype=torch.uint8)
-        store.read(torch.tensor(rows, dtype=torch.int64), heads.view(-1))
-        for item, same in zip(batch, (heads == head).all(1).tolist(), strict=True):
-            yield item[1]._replace(offset=item[1].offset + begin) if same else _in_archive(item, store)
-
-
-def _in_archive(item: _Item, store: ByteStore) -> StoredTensor:
-    name, chunk, length = item
-    section = _Section(store.files[chunk.file], chunk.offset, length, name)
-    return _checked(section, chunk, torch_file.locate_tensor(section))
-
-
-def _in_safetensors(
-    item: _Item, store: ByteStore, headers: dict[tuple[int, int], dict[str, StoredTensor]]
-) -> StoredTensor:
-    """``headers``: those that were read, by file and offset."""
-    name, chunk, _ = item
-    file = store.files[chunk.file]
-    section = _Section(file, chunk.offset, file.nbytes - chunk.offset, name)
-    if (header := headers.get((chunk.file, chunk.offset))) is None:
-        header = {tensor.name: tensor for tensor in safetensors.read_layout(section)}
-        headers[chunk.file, chunk.offset] = header
-    if name not in header:
-        raise CheckpointError(f"{section}: the header there does not contain it; save the checkpoint again")
-    return _checked(section, chunk, header[name])
-
-
-def _checked(section: _Section, chunk: StoredTensor, tensor: StoredTensor) -> StoredTensor:
-    """Returns the chunk with the place of a tensor that is stored in the section."""
-    if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.shape):
-        raise CheckpointError(
-            f"{section}: expected {chunk.dtype} {list(chunk.shape)} by the metadata, got {tensor.dtype} {list(tensor.shape)}; "
-            "save the checkpoint again"
-        )
-    return chunk._replace(offset=chunk.offset + tensor.offset)
-
-
-class _Section(StoredFile):
-    """A byte range of a file as a file of its own."""
-
-    def __init__(self, file: StoredFile, begin: int, nbytes: int, item: str) -> None:
-        """``item``: the name of what it has, for error messages."""
-        self.name, self.nbytes = file.name, nbytes
-        self._file, self._begin, self._item = file, begin, item
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return self._file.read(self._begin + offset, max(0, min(nbytes, self.nbytes - offset)))
-
-    def __str__(self) -> str:
-        return f"{self._file} ({self._item}, at byte {self._begin})"
+        store.read(torch.tensor(ranges, dtype=torch.int64), heads.view(-1))
+        for item, is_same in zip(batch, (heads == head).all(1).tolist(), strict=True):
+            yield item.locate(tensor if is_same else torch_file.locate_tensor(item))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -18,11 +19,10 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor, TensorLocations
-from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
-from epload.core.pieces import Piece, Pieces, Quantization
+from epload.core.pieces import Piece, Pieces
 from epload.core.placement import Box, intersect
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
@@ -33,6 +33,7 @@ class FileCheckpoint(Checkpoint):
     """Files in which each tensor, or each chunk of it, is one byte range."""
 
     _store: ByteStore
+    _manifest: Manifest
 
     def __init__(self, store: ByteStore, manifest: Manifest) -> None:
         """Takes ownership of the store. ``manifest`` has locations, which refer to the files of the store."""
@@ -41,33 +42,26 @@ class FileCheckpoint(Checkpoint):
         self._manifest = manifest
         self._locations = manifest.locations
 
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    def declare(self, quantization: Quantization | None) -> None:
-        """Adds what a configuration next to the files declares to the manifest."""
-        self._manifest = self._manifest.with_quantization(quantization)
-
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        columns, locations = Pieces.of(pieces).columns, self._locations
-        if locations.chunks is not None:
-            regions = Regions(*locations.chunks.fill(bucket, columns))
-            self._store.read_regions(locations.file, locations.offset, regions)
+        if self._locations.chunks is not None:
+            self._fill_regions(bucket, pieces)
             return
-        tensor, tensor_offset, bucket_offset, nbytes = columns.unbind(1)
-        offset = locations.offset[tensor] + tensor_offset
-        self._store.read(torch.stack([locations.file[tensor], offset, bucket_offset, nbytes], 1), bucket)
+        tensor, tensor_offset, bucket_offset, nbytes = Pieces.of(pieces).columns.unbind(1)
+        offset = self._locations.offset[tensor] + tensor_offset
+        self._store.read(torch.stack([self._locations.file[tensor], offset, bucket_offset, nbytes], 1), bucket)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe) -> bool:
-        columns, locations = Pieces.of(pieces).columns, self._locations
-        if locations.chunks is not None:
-            regions = Regions(*locations.chunks.fill(bucket, columns), pipe)
+        self._fill_regions(bucket, pieces, pipe)
+        return True
+
+    def _fill_regions(self, bucket: Tensor, pieces: Sequence[Piece], pipe: Pipe | None = None) -> None:
+        columns, chunks = Pieces.of(pieces).columns, self._locations.chunks
+        if chunks is not None:
+            regions = Regions(*chunks.fill(bucket, columns), pipe)
         else:
             copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
             regions = Regions([bucket], copies, columns[:, :2].contiguous(), pipe)
-        self._store.read_regions(locations.file, locations.offset, regions)
-        return True
+        self._store.read_regions(self._locations.file, self._locations.offset, regions)
 
     def read_regions(self, regions: Regions) -> int | None:
         locations = self._locations
@@ -105,33 +99,35 @@ class OpenFiles:
             CheckpointError: a tensor is in two files, the index names one that is in none, or chunks are missing or overlap.
         """
         index, files = self.index, self.store.files
-        tensors: dict[str, list[StoredTensor]] = {}
+        chunks_of: dict[str, list[StoredTensor]] = {}
         for tensor in stored:
             if index is None or index.places(tensor.name, files[tensor.file].name):
-                tensors.setdefault(tensor.name, []).append(tensor)
+                chunks_of.setdefault(tensor.name, []).append(tensor)
         if index is not None:
-            index.check_complete({*tensors, *ignored})
-        shape_of = {name: chunks[0].shape for name, chunks in tensors.items()}
-        covered: set[tuple[object, ...]] = set()
-        for name, chunks in tensors.items():
+            index.check_complete({*chunks_of, *ignored})
+        shape_of = {}
+        for name, chunks in chunks_of.items():
+            shape_of[name] = chunks[0].shape
             if len(chunks) > 1 or chunks[0].start is not None:
                 shape_of[name] = shape = self._shape(chunks) if shapes is None else shapes[name]
-                tensors[name] = [chunk for chunk in chunks if 0 not in chunk.shape] or chunks[:1]
-                boxes = tuple(_box(chunk) for chunk in tensors[name])
-                if (shape, boxes) not in covered and (fault := _fault(shape, boxes)):
+                chunks[:] = [chunk for chunk in chunks if 0 not in chunk.shape] or chunks[:1]
+                if fault := _fault(shape, tuple(map(_box, chunks))):
                     raise CheckpointError(f"{self.source}: {name} of shape {list(shape)} {fault}")
-                covered.add((shape, boxes))
-        dtypes = tuple(chunks[0].dtype for chunks in tensors.values())
-        names, whole_shapes = tuple(tensors), tuple(shape_of.values())
+        located = list(chain.from_iterable(chunks_of.values()))
+        dtypes = tuple(chunks[0].dtype for chunks in chunks_of.values())
         table = None
-        if any(len(chunks) > 1 for chunks in tensors.values()):
-            boxes_of = [list(map(_box, chunks)) for chunks in tensors.values()]
-            table = Chunks.of(whole_shapes, [dtype.itemsize for dtype in dtypes], boxes_of)
-        located = list(chain.from_iterable(tensors.values()))
-        file, offset = column([chunk.file for chunk in located]), column([chunk.offset for chunk in located])
-        digest = "" if index is None else index.digest
-        locations = TensorLocations(tuple(self.facts), file, offset, digest, table)
-        return FileCheckpoint(self.store, Manifest(names, whole_shapes, dtypes, self.source, locations, tuple(ignored)))
+        if len(located) > len(chunks_of):
+            boxes = [list(map(_box, chunks)) for chunks in chunks_of.values()]
+            table = Chunks.of(list(shape_of.values()), [dtype.itemsize for dtype in dtypes], boxes)
+        locations = TensorLocations(
+            tuple(self.facts),
+            column([chunk.file for chunk in located]),
+            column([chunk.offset for chunk in located]),
+            "" if index is None else index.digest,
+            table,
+        )
+        manifest = Manifest(tuple(chunks_of), tuple(shape_of.values()), dtypes, self.source, locations, tuple(ignored))
+        return FileCheckpoint(self.store, manifest)
 
     def _shape(self, chunks: Sequence[StoredTensor]) -> tuple[int, ...]:
         """Returns the shape of the tensor that these are the chunks of, which files describe one by one."""
@@ -139,11 +135,11 @@ class OpenFiles:
         for chunk in chunks:
             if chunk.start is None:
                 raise CheckpointError(f"{first.name} is both in {files[first.file]} and in {files[chunks[1].file]}")
-            if len({len(chunk.start), len(chunk.shape), len(first.shape)}) > 1 or chunk.dtype != first.dtype:
+            if not len(chunk.start) == len(chunk.shape) == len(first.shape) or chunk.dtype != first.dtype:
                 raise CheckpointError(
                     f"{files[chunk.file]}: {first.name} has other dims or another dtype than its part in another file"
                 )
-        ends = [[a + n for a, n in zip(*_box(chunk), strict=True)] for chunk in chunks]
+        ends = (map(int.__add__, *_box(chunk)) for chunk in chunks)
         return tuple(map(max, zip(*ends, strict=True)))
 
 
@@ -151,16 +147,18 @@ def _box(chunk: StoredTensor) -> Box:
     return chunk.start or (0,) * len(chunk.shape), chunk.shape
 
 
+@lru_cache
 def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     """Returns why boxes do not cover a shape exactly once; empty if they do."""
     for start, size in boxes:
         if any(a + n > length for a, n, length in zip(start, size, shape, strict=True)):
             return f"has a chunk at {list(start)} of {list(size)}, which reaches outside"
-    covered, ordered = sum(prod(size) for _, size in boxes), sorted(boxes)
+    covered = sum(prod(size) for _, size in boxes)
     if covered < prod(shape):
         return (
             f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
         )
+    ordered = sorted(boxes)
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
             if shape and b[0][0] >= a[0][0] + a[1][0]:
@@ -177,5 +175,5 @@ class Format(NamedTuple):
     """The suffixes of its files; "" for files of all names that no other format has."""
     facts: Callable[[StoredFile], FileFacts]
     """Returns the facts of a file. Raises CheckpointError if it has changed, OSError if it cannot be read."""
-    read: Callable[[OpenFiles], FileCheckpoint | StateDictCheckpoint]
+    read: Callable[[OpenFiles], Checkpoint]
     """Parses files. Raises CheckpointError if they are malformed, OSError if they cannot be read."""

@@ -10,11 +10,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from epload.checkpoint import unsupported
 from epload.errors import CheckpointError
+from epload.observe.render import list_first
 
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "hf_quant_config.json")
@@ -36,7 +36,6 @@ _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|dl_state_dict
 _RANK_FILE = re.compile(r"shard-\d+-(?=model-\d+-of-\d+)")
 """Start of the names of the files that torch's HuggingFaceStorageWriter writes for each rank."""
 _NUMBERED = re.compile(r"(?P<begin>.*?)(?P<number>[0-9]{1,9})(-of-(?P<total>[0-9]{1,9})(?P<end>.*)|)")
-_MAX_SHOWN = 6
 
 
 class FileSet(NamedTuple):
@@ -96,9 +95,9 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
         return standard
     if not variant and (name := next(filter(names.__contains__, (DCP, *_PEFT)), "")):
         return [name]
-    candidates = [each for each in sets if (each.base.endswith(f".{variant}") if variant else not each.variant)]
+    candidates = [s for s in sets if (s.base.endswith(f".{variant}") if variant else not s.variant)]
     reason = unsupported.of_folder(where, names) if DCP not in names else ""
-    if reason and not any(name.endswith(".safetensors") for each in candidates for name in each.files):
+    if reason and not any(candidate.files[0].endswith(".safetensors") for candidate in candidates):
         raise CheckpointError(reason)
     if len(candidates) > 1:
         raise _ambiguous(where, candidates)
@@ -112,10 +111,9 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
 def weights_in_config(content: bytes) -> str:
     """Returns the name of the weights that a ``config.json`` states as ``transformers_weights``; empty if it states none."""
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
+        name = json.loads(content)["transformers_weights"]
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ""
-    name = config.get("transformers_weights") if isinstance(config, dict) else None
     return name if isinstance(name, str) else ""
 
 
@@ -125,9 +123,8 @@ def _of_variant(family: Sequence[str], variant: str) -> list[str]:
         return list(family)
     names = []
     for name in family:
-        stem, _, suffix = name.rpartition(".")
-        names.append(f"{stem}.{variant}.{suffix}")
-        if family is _DIFFUSERS and name.endswith(".index.json"):
+        names.append(f".{variant}.".join(name.rsplit(".", 1)))
+        if family is _DIFFUSERS and ".index." in name:
             names.append(name.replace(".index.", f".{variant}.index."))
     return names
 
@@ -135,23 +132,19 @@ def _of_variant(family: Sequence[str], variant: str) -> list[str]:
 def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, variant: str) -> CheckpointError:
     """Returns the error for a folder in which no set is meant."""
     if variant:
-        present = [*sets, *["a DCP checkpoint"] * (DCP in names)] or ["none"]
-        return CheckpointError(f"{where} has no weights of variant={variant!r}; it has {_listed(present)}")
-    if variants := sorted({each.variant for each in sets}):
-        choices = " or ".join(f"variant={name!r}" for name in variants[:_MAX_SHOWN])
-        return CheckpointError(f"{where} has weights of a variant only: {_listed(sets)}; pass {choices}")
+        present = [*sets, *["a DCP checkpoint"] * (DCP in names)]
+        return CheckpointError(f"{where} has no weights of variant={variant!r}; it has {list_first(present) or 'none'}")
+    if variants := sorted({file_set.variant for file_set in sets}):
+        choices = " or ".join(f"variant={name!r}" for name in variants)
+        return CheckpointError(f"{where} has weights of a variant only: {list_first(sets)}; pass {choices}")
     return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:
     return CheckpointError(
-        f"{where} has several sets of weights: {_listed(choices)}; pass the file that is meant, or an index that names its files"
+        f"{where} has several sets of weights: {list_first(choices)}; pass the file that is meant, or an index that names its "
+        "files"
     )
-
-
-def _listed(choices: Sequence[object]) -> str:
-    shown = ", ".join(map(str, choices[:_MAX_SHOWN]))
-    return shown + (f", ... ({len(choices)} in total)" if len(choices) > _MAX_SHOWN else "")
 
 
 def _group(names: Collection[str]) -> list[FileSet]:
@@ -165,26 +158,28 @@ def _group(names: Collection[str]) -> list[FileSet]:
         stem, _, suffix = _RANK_FILE.sub("shard-*-", name).rpartition(".")
         match = _NUMBERED.fullmatch(stem)
         if match and (match["total"] or not stem.startswith(_STEMS)):
-            numbered[match["begin"], match["total"] or "", match["end"] or "", suffix].append(
-                (int(match["number"]), name)
-            )
+            begin, number, total, end = match.group("begin", "number", "total", "end")
+            numbered[begin, total or "", end or "", suffix].append((int(number), name))
         else:
             sets.append(FileSet(stem, [name]))
     for (begin, total, end, _), files in numbered.items():
         listed = [name for _, name in sorted(files)]
         numbers = {number for number, _ in files}
-        # Each rank has files of all numbers, or of some.
-        is_unique = len(numbers) == len(files) or _RANK_FILE.match(listed[0]) is not None
-        count = int(total) if total else len(files)
-        is_complete = len(numbers) == count and (min(numbers), max(numbers)) in ((0, count - 1), (1, count))
-        if total or (is_complete and is_unique and len(files) > 1):
-            fault = ""
-            if not is_complete or not is_unique:
-                first = 0 if 0 in numbers else 1
-                lacking = islice((n for n in range(first, first + count) if n not in numbers), _MAX_SHOWN)
-                fault = f"expected {count} files with the numbers from {first} on"
-                fault += f"; missing: {text}" if (text := ", ".join(map(str, lacking))) else ""
+        first, count = min(1, *numbers), int(total or len(files))
+        is_complete = len(numbers) == count and max(numbers) == first + count - 1
+        if len(numbers) < len(files) and not _RANK_FILE.match(
+            listed[0]
+        ):  # each rank has files of all numbers, or of some
+            is_complete = False
+        if total or (is_complete and count > 1):
+            fault = "" if is_complete else _fault(numbers, first, count)
             sets.append(FileSet(begin.rstrip("-_.") + end, listed, fault))
         else:
             sets += [FileSet(name.rpartition(".")[0], [name]) for name in listed]
-    return sorted(sets, key=lambda each: each.files)
+    return sorted(sets, key=lambda file_set: file_set.files)
+
+
+def _fault(numbers: Collection[int], first: int, count: int) -> str:
+    fault = f"expected {count} files with the numbers from {first} on"
+    missing = [number for number in range(first, first + min(count, len(numbers) + 6)) if number not in numbers]
+    return fault + (f"; missing: {', '.join(map(str, missing[:6]))}" if missing else "")

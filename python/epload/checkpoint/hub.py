@@ -1,25 +1,23 @@
 """Models on the Hugging Face Hub, through huggingface_hub: its cache, its offline mode, its tokens.
 
-Of the processes that share a cache one downloads and the others wait for it, by a lock in the cache: one rank of each node, or of
-the job if the cache is on a shared file system.
+Of the processes that share a cache one downloads a file and the others wait for it, by huggingface_hub's own locks.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from epload.checkpoint import file_sets
 from epload.checkpoint.base import Progress
-from epload.checkpoint.byte_store import Shared
+from epload.checkpoint.byte_store import Shared, Source
 from epload.checkpoint.local_store import LocalStore
 from epload.errors import CheckpointError
 from epload.files import read_regular
@@ -32,9 +30,7 @@ _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
 
-def locate(
-    source: str | os.PathLike[str], variant: str, progress: Progress, shared: Shared | None
-) -> tuple[LocalStore, str] | None:
+def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[LocalStore, str] | None:
     """See :data:`epload.checkpoint.opening.STORES`. Brings the weights, their index and the configuration into the cache, if they
     are not there yet; with ``shared`` those of the commit that the other rank reads."""
     if (model := parse(source)) is None:
@@ -42,12 +38,16 @@ def locate(
     name, revision = model
     hub = _library(name)
     if shared is None:
-        return _download(hub, name, revision, variant, progress), ""
-    commit = _COMMIT.search(shared[0])
-    if commit is None:
-        raise CheckpointError(f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank")
-    with _locked(hub, name, commit[1], progress):
-        return _snapshot(hub, name, commit[1], commit[1], shared[1]), ""
+        snapshot = _download(hub, name, revision, variant, progress)
+    else:
+        commit = _COMMIT.search(shared[0])
+        if commit is None:
+            raise CheckpointError(
+                f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank"
+            )
+        with _downloading(hub, name, commit[1], progress):
+            snapshot = _fetch(hub, name, commit[1], commit[1], shared[1])
+    return LocalStore(snapshot, _address(name, snapshot.name)), ""
 
 
 def parse(source: object) -> tuple[str, str] | None:
@@ -69,39 +69,33 @@ def _address(name: str, revision: str) -> str:
     return f"{SCHEME}{name}" + (f"@{revision}" if revision else "")
 
 
-def _download(hub: Any, name: str, revision: str, variant: str, progress: Progress) -> LocalStore:
-    """Raises CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached."""
+def _download(hub: Any, name: str, revision: str, variant: str, progress: Progress) -> Path:
+    """Returns the folder in the cache.
+
+    Raises:
+        CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached.
+    """
     try:
         info = hub.HfApi().model_info(name, revision=revision or None)
     except Exception as error:
-        refused = isinstance(error, hub.errors.HfHubHTTPError) and error.response.status_code < 500
-        names = [] if refused else [*file_sets.standard_names(variant), file_sets.CONFIG]
-        cached = (hub.try_to_load_from_cache(name, file, revision=revision or None) for file in names)
-        if (file := next((path for path in cached if isinstance(path, str)), None)) is not None:
-            return _store(Path(file).parent, name)
+        if not isinstance(error, hub.errors.HfHubHTTPError) or error.response.status_code >= 500:
+            for file in (*file_sets.standard_names(variant), file_sets.CONFIG):
+                path = hub.try_to_load_from_cache(name, file, revision=revision or None)
+                if isinstance(path, str):
+                    return Path(path).parent
         raise _describe(hub, name, revision, error) from None
     commit: str = info.sha
-    with _locked(hub, name, commit, progress):
-
-        def content(file: str) -> bytes:
-            return read_regular(Path(hub.hf_hub_download(name, file, revision=commit)))
-
-        names = [sibling.rfilename for sibling in info.siblings or ()]
-        required = _required(names, _address(name, commit), variant, content)
-        return _snapshot(hub, name, revision, commit, required)
+    with _downloading(hub, name, commit, progress):
+        names = [sibling.rfilename for sibling in info.siblings or () if "/" not in sibling.rfilename]
+        return _fetch(hub, name, revision, commit, _required(hub, names, name, commit, variant))
 
 
-def _store(snapshot: Path, name: str) -> LocalStore:
-    """Returns the folder of a snapshot in the cache."""
-    return LocalStore(snapshot, _address(name, snapshot.name))
-
-
-def _snapshot(hub: Any, name: str, revision: str, commit: str, files: Sequence[str]) -> LocalStore:
-    """Downloads files, unless the cache has them for this revision and commit."""
-    cached = [hub.try_to_load_from_cache(name, file, revision=revision or None) for file in files]
-    if cached and all(isinstance(path, str) and Path(path).parent.name == commit for path in cached):
-        return _store(Path(cached[0]).parent, name)
-    return _store(Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files))), name)
+def _fetch(hub: Any, name: str, revision: str, commit: str, files: Sequence[str]) -> Path:
+    """Downloads files, unless the cache has them for this revision and commit. Returns the folder in the cache."""
+    paths = [hub.try_to_load_from_cache(name, file, revision=revision or None) for file in files]
+    if paths and all(isinstance(path, str) and Path(path).parent.name == commit for path in paths):
+        return Path(paths[0]).parent
+    return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
 
 
 def _library(name: str) -> Any:
@@ -116,26 +110,26 @@ def _library(name: str) -> Any:
         ) from error
 
 
-def _required(names: Sequence[str], where: str, variant: str, content: Callable[[str], bytes]) -> list[str]:
-    """Returns the files of a repository that are loaded: one set of weights, with its index and the configuration.
+def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: str) -> list[str]:
+    """Returns the files of a model that are loaded: one set of weights, with its index and the configuration.
 
     Args:
-        names: all files.
-        where: the repository, for messages.
-        variant: of the weights.
-        content: downloads a file.
+        names: all files, but for those in folders.
     """
-    top = [name for name in names if "/" not in name]
-    configs = [name for name in file_sets.CONFIGS if name in top]
-    named = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in configs else ""
-    chosen = file_sets.choose(top, where, variant, named)
-    if chosen[0].endswith(".json"):
+
+    def content(file: str) -> bytes:
+        return read_regular(hub.hf_hub_download(name, file, revision=commit))
+
+    configs = [file for file in file_sets.CONFIGS if file in names]
+    stated = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in configs else ""
+    chosen = file_sets.choose(names, _address(name, commit), variant, stated)
+    if chosen == [file_sets.DCP]:
+        chosen = chosen + [file for file in names if file.endswith((".distcp", ".safetensors"))]
+    elif chosen[0].endswith(".json"):
         # Opening the index reports what is wrong with it.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            in_index = json.loads(content(chosen[0]))["weight_map"].values()
-            chosen = chosen + sorted({name for name in in_index if isinstance(name, str)})
-    elif chosen == [file_sets.DCP]:
-        chosen = chosen + [name for name in top if name.endswith((".distcp", ".safetensors"))]
+            in_index = set(json.loads(content(chosen[0]))["weight_map"].values())
+            chosen = chosen + sorted(in_index.intersection(names))
     return [*configs, *chosen]
 
 
@@ -168,11 +162,10 @@ def _describe(hub: Any, name: str, revision: str, error: Exception) -> Checkpoin
 
 
 @contextmanager
-def _locked(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[None]:
-    """Holds the lock of one snapshot in the cache, which a process that dies releases. Calls ``progress`` when the cache grows,
-    by whatever process. Raises CheckpointError in place of what huggingface_hub raises."""
-    cache, flat = Path(hub.constants.HF_HUB_CACHE), name.replace("/", "--")
-    (cache / ".locks").mkdir(parents=True, exist_ok=True)
+def _downloading(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[None]:
+    """Calls ``progress`` when the cache grows, by whatever process. Raises CheckpointError in place of what huggingface_hub
+    raises."""
+    blobs = Path(hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
     done = threading.Event()
 
     def watch() -> None:
@@ -180,7 +173,7 @@ def _locked(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[No
         while not last:
             last = done.wait(_POLL_SECONDS)
             with suppress(OSError):  # it is not there yet, or a file was just renamed
-                now = sum(entry.stat().st_size for entry in os.scandir(cache / f"models--{flat}" / "blobs"))
+                now = sum(entry.stat().st_size for entry in os.scandir(blobs))
                 if now != before:
                     progress(abs(now - before))
                     before = now
@@ -188,9 +181,7 @@ def _locked(hub: Any, name: str, commit: str, progress: Progress) -> Iterator[No
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        with open(cache / ".locks" / f"epload--{flat}--{commit}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        yield
     except CheckpointError:
         raise
     except Exception as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
+from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.files import open_regular
@@ -62,17 +63,17 @@ class LocalFile(StoredFile):
         Raises:
             CheckpointError: the file has changed or cannot be opened.
         """
-        try:
-            fd = open_regular(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} was removed after it was opened; load again") from error
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-        if difference := _difference(self._status, os.fstat(fd)):
-            os.close(fd)
-            raise CheckpointError(f"{self.path} {difference} after it was opened; load again")
         self.close()
-        self._fd = fd
+        failure = ""
+        try:
+            self._fd = open_regular(self.path)
+        except OSError as error:
+            failure = f"cannot read {self.path}: {error.strerror}"
+        if changed := self.changed():
+            failure = f"{changed} after it was opened; load again"
+        if failure:
+            self.close()
+            raise CheckpointError(failure)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         parts = []
@@ -95,8 +96,8 @@ class LocalFile(StoredFile):
     def changed(self) -> str:
         try:
             difference = _difference(self._status, os.stat(self.path))
-            if not difference and self._fd >= 0:
-                difference = _difference(self._status, os.fstat(self._fd))
+            if self._fd >= 0:
+                difference = difference or _difference(self._status, os.fstat(self._fd))
         except FileNotFoundError:
             difference = "was removed"
         except OSError as error:
@@ -155,23 +156,28 @@ class LocalStore(ByteStore):
         return (LocalFile(self.path / name) for name in names)
 
     def reopen(self) -> None:
-        for file in chain(self.descriptions, self.files):
+        for file in self._all_files():
             file.reopen()  # type: ignore[attr-defined]
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        self._check(ops.read_ranges(self._descriptors(), ranges, buffer, self.threads or READ_THREADS, self.direct_io))
+        origins, copies = ranges[:, :2].contiguous(), CopyTable.of_bytes(ranges[:, 2], ranges[:, 3])
+        files = torch.arange(len(self.files), device="cpu")
+        self.read_regions(files, torch.zeros_like(files), Regions([buffer], copies, origins))
 
     def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
         targets, copies, origins, pipe = regions
-        table = self._descriptors(), files, offsets, origins, targets, copies.rows
-        return self._check(ops.read_regions(*table, self.threads or READ_THREADS, self.direct_io, pipe))
-
-    def _descriptors(self) -> list[int]:
-        return [file.fd for file in self.files]  # type: ignore[attr-defined]
-
-    def _check(self, outcome: tuple[int, int, int, int]) -> int:
-        """Returns the bytes read. ``outcome``: of ``ops.read_ranges``. Raises CheckpointError if a file could not be read."""
-        nbytes, failed, offset, error = outcome
+        descriptors = [file.fd for file in self.files]  # type: ignore[attr-defined]
+        nbytes, failed, offset, error = ops.read_regions(
+            descriptors,
+            files,
+            offsets,
+            origins,
+            targets,
+            copies.rows,
+            self.threads or READ_THREADS,
+            self.direct_io,
+            pipe,
+        )
         if failed < 0:
             return nbytes
         file = self.files[failed]
@@ -186,7 +192,7 @@ class LocalStore(ByteStore):
 
 
 def locate(
-    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    source: Source, variant: str, progress: Callable[[int], None], shared: Shared | None
 ) -> tuple[ByteStore, str]:
     """See :data:`epload.checkpoint.opening.STORES`."""
     try:

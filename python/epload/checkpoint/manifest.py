@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import mul
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -52,41 +52,34 @@ class Manifest:
     def _tensors(self) -> list[Any]:
         """Names, shapes, dtypes and quantization as JSON, in which each distinct shape and dtype is listed once."""
         shapes, shape_of, types, dtype_of = self.kinds
-        dims = [list(map(int, shape)) for shape in shapes]
         declared = self.quantization and self.quantization.to_json()
-        return [self.names, dims, shape_of.tolist(), list(map(dtypes.name, types)), dtype_of.tolist(), declared]
-
-    @cached_property
-    def _content(self) -> bytes:
-        """Everything but :attr:`provenance`, as JSON."""
-        return _to_json([self._tensors, self.locations and self.locations.to_json()])
+        return [self.names, shapes, shape_of.tolist(), list(map(dtypes.name, types)), dtype_of.tolist(), declared]
 
     @cached_property
     def compact(self) -> bytes:
         """Everything but :attr:`provenance`, as compressed JSON."""
-        return zlib.compress(self._content, level=1)
+        return zlib.compress(_to_json([self._tensors, self.locations and self.locations.to_json()]), level=1)
 
     @classmethod
     def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
         """Returns the manifest with this :attr:`compact` form and :attr:`provenance`."""
-        tensors, locations = json.loads(zlib.decompress(raw))
-        names, dims, shape_of, types, dtype_of, declared = tensors
-        shapes, kinds = list(map(tuple, dims)), list(map(dtypes.from_name, types))
+        (names, shapes, shape_of, types, dtype_of, declared), locations = json.loads(zlib.decompress(raw))
+        distinct_shapes, distinct_dtypes = list(map(tuple, shapes)), list(map(dtypes.from_name, types))
         return cls(
             tuple(names),
-            tuple(map(shapes.__getitem__, shape_of)),
-            tuple(map(kinds.__getitem__, dtype_of)),
+            tuple(distinct_shapes[i] for i in shape_of),
+            tuple(distinct_dtypes[i] for i in dtype_of),
             source="",
-            locations=TensorLocations.from_json(locations) if locations is not None else None,
-            quantization=Quantization.from_json(declared) if declared is not None else None,
+            locations=locations and TensorLocations.from_json(locations),
+            quantization=declared and Quantization.from_json(declared),
         ).with_provenance(provenance)
 
     @property
     def provenance(self) -> list[Any]:
         """Facts that may differ between two checkpoints with the same tensors at the same locations, as JSON: the source, the
         facts of its files, and the names of its other entries."""
-        files = None if self.locations is None else [self.locations.index, *map(list, self.locations.files)]
-        return [self.source, files, list(self.ignored)]
+        files = self.locations and [self.locations.index, *self.locations.files]
+        return [self.source, files, self.ignored]
 
     def with_provenance(self, provenance: list[Any]) -> Manifest:
         """Returns the manifest of another checkpoint with the same tensors at the same locations."""
@@ -107,19 +100,19 @@ class Manifest:
             index: digest of the index that names the files; empty without one.
             files: the facts of the files.
         """
-        locations, layout = self.locations, [(facts.nbytes, facts.header) for facts in files]
-        if locations is None or index != locations.index or layout != [(f.nbytes, f.header) for f in locations.files]:
+        locations = self.locations
+        if locations is None or [index, *map(_layout, files)] != [locations.index, *map(_layout, locations.files)]:
             return None
         return self.with_provenance([source, [index, *files], self.ignored])
 
-    def with_quantization(self, quantization: Quantization | None) -> Manifest:
-        """Returns the manifest of the same tensors with another declared quantization."""
-        return self if quantization == self.quantization else replace(self, quantization=quantization)
-
     def nbytes_of(self) -> list[int]:
         """Returns the size of each tensor in bytes."""
-        sizes, kind_of = self.kinds.sizes()
-        return list(map(sizes.__getitem__, kind_of.tolist()))
+        return [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(self.nbytes_of())
 
     @cached_property
     def digest(self) -> bytes:
@@ -129,23 +122,12 @@ class Manifest:
     @cached_property
     def identity(self) -> str:
         """Equal for two manifests only if they differ in nothing but :attr:`provenance`."""
-        return hashlib.sha256(self._content).hexdigest()[:32]
+        return hashlib.sha256(zlib.decompress(self.compact)).hexdigest()[:32]
 
     @property
     def in_object_storage(self) -> bool:
         """True if the files are objects, each of which has an identity and needs no samples."""
         return self.locations is not None and any(not facts.samples for facts in self.locations.files)
-
-    @property
-    def version(self) -> str:
-        """Equal for two manifests only if their files have the same names and facts."""
-        return hashlib.sha256(_to_json(self.provenance[1])).hexdigest()[:32]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        sizes, kind_of = self.kinds.sizes()
-        return sum(map(mul, sizes, torch.bincount(kind_of, minlength=len(sizes)).tolist()))
 
 
 def _to_json(values: Any) -> bytes:
@@ -172,13 +154,15 @@ class FileFacts(NamedTuple):
             header: the content of its header; empty if it has none.
             data: offset at which the tensors' bytes begin.
         """
-        samples = hashlib.sha256()
         nbytes = max(file.nbytes - data, 0)  # a malformed file may end inside its header
-        for i in range(_SAMPLES):
-            samples.update(file.read(nbytes * i // _SAMPLES + data, _SAMPLE_BYTES))
+        samples = b"".join(file.read(nbytes * i // _SAMPLES + data, _SAMPLE_BYTES) for i in range(_SAMPLES))
         # Processors have instructions for SHA-256, and a header can have megabytes that every reader hashes in every load.
-        digest = hashlib.sha256(header).hexdigest()[:32] if header else ""
-        return cls(file.name, file.nbytes, digest, samples.hexdigest()[:32])
+        header_digest, digest = (hashlib.sha256(content).hexdigest()[:32] for content in (header, samples))
+        return cls(file.name, file.nbytes, header_digest if header else "", digest)
+
+
+def _layout(facts: FileFacts) -> tuple[int, str]:
+    return facts.nbytes, facts.header
 
 
 @dataclass(frozen=True)
@@ -197,12 +181,11 @@ class TensorLocations:
 
     def of_tensor(self, number: int) -> tuple[object, ...]:
         """Returns the location of one tensor; equal for two of the same shape and dtype only if they are the same bytes."""
-        chunks = slice(number, number + 1)
-        boxes: list[list[int]] = []
+        columns, rows = [self.file, self.offset], slice(number, number + 1)
         if self.chunks is not None:
-            chunks = slice(*self.chunks.first[number : number + 2].tolist())
-            boxes = [*self.chunks.start[chunks].tolist(), *self.chunks.size[chunks].tolist()]
-        return tuple(self.file[chunks].tolist()), tuple(self.offset[chunks].tolist()), repr(boxes)
+            columns += [self.chunks.start, self.chunks.size]
+            rows = slice(*self.chunks.first[number : number + 2].tolist())
+        return tuple(str(values[rows].tolist()) for values in columns)
 
     def to_json(self) -> list[Any]:
         """Returns all but what :attr:`Manifest.provenance` has. Distances between offsets repeat, and so compress well."""
@@ -215,9 +198,7 @@ class TensorLocations:
         """Reads what :meth:`to_json` returns."""
         file, steps, chunks = columns
         if chunks is not None:
-            first, shape, itemsize, *boxes = (torch.tensor(v, dtype=torch.int64, device="cpu") for v in chunks)
-            start, size = (values.reshape(-1, shape.shape[1]) for values in boxes)
-            chunks = Chunks(first, shape, itemsize, start, size)
+            chunks = Chunks(*(torch.tensor(values, dtype=torch.int64, device="cpu") for values in chunks))
         return cls((), column(file), column(steps).cumsum(0), chunks=chunks)
 
 

@@ -39,20 +39,18 @@ def connect(url: str) -> Client:
     Args:
         url: of a folder, with credentials and query if it has them.
     """
-    scheme, address, missing = url.partition("://")[0], redact_url(url), []
-    clients: tuple[tuple[str, Callable[[Any, str], Client]], ...] = (
-        ("obstore.store", ObstoreClient),
-        ("fsspec", FsspecClient),
-    )
-    for library, client in clients if scheme in _OBSTORE else clients[1:]:
+    scheme, missing = url.partition("://")[0], []
+    for client in (ObstoreClient, FsspecClient) if scheme in _OBSTORE else (FsspecClient,):
         try:
-            return client(importlib.import_module(library), url)
+            return client(url)
         except ImportError as error:
-            missing.append(str(error.name or library))
+            missing.append(str(error.name))
         except Exception as error:
-            raise CheckpointError(f"cannot open {address}: {type(error).__name__} in {library}") from None
+            raise CheckpointError(
+                f"cannot open {redact_url(url)}: {type(error).__name__} ({client.__name__})"
+            ) from None
     raise CheckpointError(
-        f"cannot open {address}: no client for {scheme}:// is installed (missing: {', '.join(missing)}); "
+        f"cannot open {redact_url(url)}: no client for {scheme}:// is installed (missing: {', '.join(missing)}); "
         f"pip install epload[{_OBSTORE.get(scheme, 'fsspec')}]"
     )
 
@@ -60,15 +58,14 @@ def connect(url: str) -> Client:
 class ObstoreClient:
     """obstore, in Rust. Retries are made by the caller, so that each is counted once."""
 
-    def __init__(self, library: Any, url: str) -> None:
-        """``library``: ``obstore.store``."""
+    def __init__(self, url: str) -> None:
         self._obstore = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions")
+        stores = importlib.import_module("obstore.store")
         options: dict[str, Any] = {"retry_config": {"max_retries": 0}}
         if url.startswith("http://"):
             options["client_options"] = {"allow_http": True}
-        self._store = library.from_url(url.replace("s3a://", "s3://", 1), **options)
-        self._lists = not url.startswith("http")
+        self._store = stores.from_url(url.replace("s3a://", "s3://", 1), **options)
 
     def head(self, name: str) -> Version:
         """Returns the object's version."""
@@ -85,12 +82,10 @@ class ObstoreClient:
             return None
         return self._call(result.bytes) if _version(result.meta) == version else None
 
-    def list(self) -> list[str] | None:
-        """Returns the names of the objects, without those in folders; None if this kind of server cannot list."""
-        if not self._lists:
-            return None
+    def list(self) -> list[str]:
+        """Returns the names of the objects, without those in folders."""
         listed = self._call(lambda: self._obstore.list_with_delimiter(self._store))
-        return sorted(entry["path"] for entry in listed["objects"])
+        return [entry["path"] for entry in listed["objects"]]
 
     def _call(self, function: Callable[[], Any]) -> Any:
         errors = self._errors
@@ -115,10 +110,9 @@ def _version(meta: Any) -> Version:
 class FsspecClient:
     """Any file system of fsspec. Its methods are those of :class:`ObstoreClient`; ``get`` cannot tell another version."""
 
-    def __init__(self, library: Any, url: str) -> None:
-        self._fs, root = library.core.url_to_fs(url)
+    def __init__(self, url: str) -> None:
+        self._fs, root = importlib.import_module("fsspec.core").url_to_fs(url)
         self._root = root.rstrip("/")
-        self._lists = not url.startswith(("http://", "https://"))
 
     def head(self, name: str) -> Version:
         self._fs.invalidate_cache()
@@ -128,12 +122,10 @@ class FsspecClient:
     def get(self, name: str, begin: int, end: int, version: Version) -> Any:
         return self._call(self._fs.cat_file, f"{self._root}/{name}", start=begin, end=end)
 
-    def list(self) -> list[str] | None:
-        if not self._lists:
-            return None
+    def list(self) -> list[str]:
         self._fs.invalidate_cache()
         entries = self._call(self._fs.ls, self._root, detail=True)
-        return sorted(entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file")
+        return [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
 
     def _call(self, function: Callable[..., Any], path: str, **options: Any) -> Any:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
 from epload.errors import CheckpointError, redact_url
 
@@ -35,6 +34,8 @@ _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
 T = TypeVar("T")
+_Range = tuple[int, int, int, int]
+"""A row of what :meth:`ByteStore.read` takes: index of the file, offset in it, offset in the buffer, length."""
 
 
 class ObjectFile(StoredFile):
@@ -101,19 +102,19 @@ def retried(call: Callable[[], T], what: str) -> T:
         FileNotFoundError: there is no such object.
         CheckpointError: it was refused, or failed in each of ATTEMPTS attempts.
     """
-    pause = FIRST_PAUSE
+    last = ""
     for attempt in range(ATTEMPTS):
+        if attempt:
+            pause = min(FIRST_PAUSE * 2 ** (attempt - 1), MAX_PAUSE)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
         try:
             return call()
         except (FileNotFoundError, CheckpointError):
             raise
-        except PermissionError as refused:
-            raise CheckpointError(f"cannot read {what}: {refused}") from None
+        except PermissionError as denied:
+            raise CheckpointError(f"cannot read {what}: {denied}") from None
         except Exception as error:  # each client has its own; what they say may quote credentials
             last = str(error) if type(error) is ConnectionError else type(error).__name__
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
-            pause = min(2 * pause, MAX_PAUSE)
     raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
 
 
@@ -130,18 +131,17 @@ class ObjectStore(ByteStore):
         self._client = connect(url)
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
+        if self._address.startswith("http"):  # such a server cannot list
+            present = self._threads().map(self._exists, standard)
+            return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
         try:
-            listed = retried(self._client.list, str(self))
+            return sorted(retried(self._client.list, str(self)))
         except FileNotFoundError:
             return []
-        if listed is not None:
-            return listed
-        present = self._threads().map(self._exists, standard)
-        return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
 
     def _exists(self, name: str) -> bool:
         try:
-            retried(lambda: self._client.head(name), self.path_of(name))
+            self._open_file(name)
         except FileNotFoundError:
             return False
         return True
@@ -150,15 +150,17 @@ class ObjectStore(ByteStore):
         return f"{self._address}/{name}"
 
     def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
-        return self._threads().map(lambda name: ObjectFile(self._client, name, self.path_of(name)), names)
+        return self._threads().map(self._open_file, names)
+
+    def _open_file(self, name: str) -> ObjectFile:
+        return ObjectFile(self._client, name, self.path_of(name))
 
     def changed(self) -> str:
-        files = [*self.descriptions, *self.files]
-        return next(filter(None, self._threads().map(lambda file: file.changed(), files)), "")
+        return next(filter(None, self._threads().map(lambda file: file.changed(), self._all_files())), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         into = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        jobs = [self._threads().submit(self._fetch, *request, into) for request in _requests(ranges)]
+        jobs = [self._threads().submit(self._fetch, parts, into) for parts in _requests(ranges)]
         done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in pending:
             job.cancel()
@@ -166,12 +168,13 @@ class ObjectStore(ByteStore):
         for job in done:
             job.result()
 
-    def _fetch(self, number: int, begin: int, end: int, parts: list[tuple[int, int, int]], into: memoryview) -> None:
-        file = self.files[number]
+    def _fetch(self, parts: list[_Range], into: memoryview) -> None:
+        number, begin, _, _ = parts[0]
+        file, end = self.files[number], max(offset + nbytes for _, offset, _, nbytes in parts)
         if end > file.nbytes:
             raise CheckpointError(f"{file} ends at byte {file.nbytes}, but its header describes more")
         content = file.fetch(begin, end)
-        for offset, at, nbytes in parts:
+        for _, offset, at, nbytes in parts:
             into[at : at + nbytes] = content[offset - begin : offset - begin + nbytes]
 
     def close(self) -> None:
@@ -188,31 +191,25 @@ class ObjectStore(ByteStore):
         return self._address
 
 
-def _requests(ranges: Tensor) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
-    """Joins ranges that are close to each other in a file, and cuts them to the size of a request.
-
-    Returns:
-        For each request the file's number, the first byte and the end, and the parts of ranges in it: offset in the file, offset
-        in the buffer, bytes.
-    """
-    total = int(ranges[:, 3].sum())
-    size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-total // REQUESTS)))
-    requests: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
-    number, begin, end, parts = -1, 0, 0, list[tuple[int, int, int]]()
-    for file, offset, at, nbytes in sorted(ranges.tolist()):
+def _requests(ranges: Tensor) -> list[list[_Range]]:
+    """Cuts ranges to the size of a request; returns those of each request, which are close to each other in a file."""
+    size = min(REQUEST_BYTES, max(MIN_REQUEST_BYTES, -(-int(ranges[:, 3].sum()) // REQUESTS)))
+    requests: list[list[_Range]] = []
+    file, begin, end = -1, 0, 0
+    for number, offset, at, nbytes in sorted(ranges.tolist()):
         while nbytes > 0:
-            if file != number or not begin <= offset < begin + size or offset - end > _GAP_BYTES:
-                requests.append((number, begin, end, parts))
-                number, begin, end, parts = file, offset, offset, []
+            if number != file or not begin <= offset < begin + size or offset - end > _GAP_BYTES:
+                file, begin, end = number, offset, offset
+                requests.append([])
             length = min(nbytes, begin + size - offset)
-            parts.append((offset, at, length))
+            requests[-1].append((file, offset, at, length))
             offset, at, nbytes = offset + length, at + length, nbytes - length
             end = max(end, offset)
-    return [request for request in [*requests, (number, begin, end, parts)] if request[3]]
+    return requests
 
 
 def locate(
-    source: str | os.PathLike[str], variant: str, progress: Callable[[int], None], shared: Shared | None
+    source: Source, variant: str, progress: Callable[[int], None], shared: Shared | None
 ) -> tuple[ByteStore, str] | None:
     """See :data:`epload.checkpoint.opening.STORES`. The URL of a file ends with a suffix of files."""
     if not isinstance(source, str) or "://" not in source:

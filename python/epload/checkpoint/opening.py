@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from epload.checkpoint import dcp, file_sets, hub, local_store, object_store, safetensors, torch_file, unsupported
 from epload.checkpoint.base import Checkpoint, Progress
-from epload.checkpoint.byte_store import ByteStore, Shared, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest
@@ -22,7 +23,7 @@ from epload.core.dtypes import FP8, INTEGERS
 from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
 
-Locate = Callable[[str | os.PathLike[str], str, Progress, Shared | None], tuple[ByteStore, str] | None]
+Locate = Callable[[Source, str, Progress, Shared | None], tuple[ByteStore, str] | None]
 STORES: tuple[Locate, ...] = (hub.locate, object_store.locate, local_store.locate)
 """The stores: functions that find what a path or URL means. The first that knows it has it. A store that downloads does so here.
 
@@ -31,11 +32,18 @@ another rank has opened, if this one joins it. They return the folder and the na
 folder itself; None if the path or URL is of another store. They raise CheckpointError if there is nothing."""
 FORMATS: tuple[Format, ...] = (safetensors.FORMAT, dcp.FORMAT, torch_file.FORMAT)
 """The formats. The first that knows a file's suffix has it."""
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress) -> Checkpoint:
     """See :meth:`Checkpoint.open`."""
+    if isinstance(source, Checkpoint):
+        _check_no_options("an open epload.Checkpoint", prefix, variant)
+        if changed := source.changed():
+            raise CheckpointError(
+                f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
+            )
+        source.prepare()
+        return source
     if isinstance(source, Mapping):
         _check_no_options("a dict of tensors", prefix, variant)
         return from_state_dict(source)
@@ -51,21 +59,17 @@ def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, 
     with _located(source, variant, progress) as (store, name):
         if name:
             _check_no_options(store.path_of(name), prefix, variant)
-            return _open_file(store, name, known)
-        names = store.names([file_sets.CONFIG, dcp.FILE, *file_sets.standard_names(variant)])
-        chosen = [dcp.FILE]
-        if not prefix or dcp.FILE not in names:  # a prefix is not for the other weights that the folder may have
-            _check_no_options(str(store), prefix)
-            config = store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES) if file_sets.CONFIG in names else b""
-            chosen = file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
-        elif variant:
-            raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
-        if chosen == [dcp.FILE]:
-            return _open_index(store, dcp.DcpIndex(store.open_description(dcp.FILE), prefix), known)
-        if len(chosen) == 1:
-            return _open_file(store, chosen[0], known, is_folder=True)
-        store.open(chosen)
-        return _read(store, str(store), known)
+            chosen, has_config = [name], False
+        else:
+            chosen, has_config = _choose(store, prefix, variant), True
+        if chosen[0].endswith(".json") or (has_config and chosen == [dcp.FILE]):
+            return _open_index(store, chosen[0], prefix, known)
+        file, *others = store.open(chosen)
+        if others:
+            return _read(store, str(store), known)
+        if not file.name.endswith(safetensors.FORMAT.suffixes) and (reason := unsupported.of_file(file)):
+            raise CheckpointError(reason)
+        return _read(store, store.path_of(file.name), known, has_config=has_config)
 
 
 def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
@@ -81,12 +85,9 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
                 f"{store.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
                 "every rank"
             )
-        for file, other in zip(store.open([name] if is_file else names), expected, strict=True):
-            facts = _facts(file)
-            if facts[1:] != other[1:]:
-                part = (
-                    "size" if facts.nbytes != other.nbytes else "header" if facts.header != other.header else "content"
-                )
+        for file, facts in zip(store.open([name] if is_file else names), expected, strict=True):
+            parts = zip(("size", "header", "content"), _facts(file)[1:], facts[1:], strict=True)
+            if part := next((part for part, own, other in parts if own != other), ""):
                 raise CheckpointError(
                     f"{file} is not the file that the source rank has: its {part} differs; "
                     'copy it again, or let one rank read (readers="one")'
@@ -99,8 +100,8 @@ def read_objects(source: Any, names: Sequence[str]) -> dict[str, bytes]:
     Raises CheckpointError."""
     if not isinstance(source, str | os.PathLike) or hub.parse(source) is not None:
         return {}
-    with _located(source) as (store, name):
-        if name or dcp.FILE not in store.names([dcp.FILE]):
+    with _located(source) as (store, file_name):
+        if file_name or dcp.FILE not in store.names([dcp.FILE]):
             return {}
         saved = dcp.DcpIndex(store.open_description(dcp.FILE), dcp.ROOT).metadata.items
         items = {name: saved[name, None] for name in names if (name, None) in saved}
@@ -118,7 +119,7 @@ def read_config(source: Any) -> dict[str, Any]:
         return {}
     with _located(source) as (store, _):
         try:
-            config = json.loads(store.peek(file_sets.CONFIG, _MAX_CONFIG_BYTES))
+            config = json.loads(store.peek(file_sets.CONFIG))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
     return config if isinstance(config, dict) else {}
@@ -135,22 +136,21 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
 
 @contextmanager
 def _located(
-    source: str | os.PathLike[str],
+    source: Source,
     variant: str = "",
     progress: Progress = lambda nbytes: None,
     shared: Shared | None = None,
 ) -> Iterator[tuple[ByteStore, str]]:
     """Yields what one of :data:`STORES` returns. If the body fails, closes the files."""
-    store: ByteStore | None = None
     try:
         store, name = next(filter(None, (locate(source, variant, progress, shared) for locate in STORES)))
-        yield store, name
-    except BaseException as error:
-        if store is not None:
+        try:
+            yield store, name
+        except BaseException:
             store.close()
-        if isinstance(error, OSError):
-            raise unreadable(error) from error
-        raise
+            raise
+    except OSError as error:
+        raise unreadable(error) from error
 
 
 def unreadable(error: OSError) -> CheckpointError:
@@ -175,20 +175,23 @@ def _check_no_options(source: str, prefix: str, variant: str = "") -> None:
 # ---- files ----
 
 
-def _open_file(store: ByteStore, name: str, known: Manifest | None, is_folder: bool = False) -> Checkpoint:
-    """Opens a file or an index. ``is_folder``: True if the folder was passed, so that its configuration is that of the file."""
-    if name.endswith(".json"):
-        index = Index(store.open_description(name))
-        if name.endswith(".index.json") or index.is_valid:
-            return _open_index(store, index, known)
-        raise CheckpointError(unsupported.of_file(index.file))
-    (file,) = store.open([name])
-    if not name.endswith(safetensors.FORMAT.suffixes) and (reason := unsupported.of_file(file)):
-        raise CheckpointError(reason)
-    return _read(store, store.path_of(name), known, is_folder=is_folder)
+def _choose(store: ByteStore, prefix: str, variant: str) -> list[str]:
+    """Returns the files of a folder to open, or the index of them."""
+    names = store.names([file_sets.CONFIG, dcp.FILE, *file_sets.standard_names(variant)])
+    if prefix and dcp.FILE in names:  # a prefix is not for the other weights that the folder may have
+        if variant:
+            raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
+        return [dcp.FILE]
+    _check_no_options(str(store), prefix)
+    config = store.peek(file_sets.CONFIG) if file_sets.CONFIG in names else b""
+    return file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
 
 
-def _open_index(store: ByteStore, index: Index, known: Manifest | None) -> Checkpoint:
+def _open_index(store: ByteStore, name: str, prefix: str, known: Manifest | None) -> Checkpoint:
+    file = store.open_description(name)
+    index = dcp.DcpIndex(file, prefix) if name == dcp.FILE else Index(file)
+    if not name.endswith((dcp.FILE, ".index.json")) and not index.is_valid:
+        raise CheckpointError(unsupported.of_file(file))
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
     else:
@@ -197,18 +200,22 @@ def _open_index(store: ByteStore, index: Index, known: Manifest | None) -> Check
         store.open(names)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"cannot read {error.filename}, which {index.file} names: there is no such file in its folder; copy it again"
+            f"cannot read {error.filename}, which {file} names: there is no such file in its folder; copy it again"
         ) from error
     return _read(store, str(store), known, index)
 
 
 def _read(
-    store: ByteStore, source: str, known: Manifest | None, index: Index | None = None, is_folder: bool = True
+    store: ByteStore, source: str, known: Manifest | None, index: Index | None = None, has_config: bool = True
 ) -> Checkpoint:
-    """Returns the checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest."""
+    """Returns the checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest.
+
+    Args:
+        has_config: True if the configuration in their folder is theirs.
+    """
     facts = list(map(_facts, store.files))
     manifest = known and known.with_files(source, index.digest if index is not None else "", facts)
-    checkpoint: FileCheckpoint | StateDictCheckpoint
+    checkpoint: Checkpoint
     if manifest is not None:
         checkpoint = FileCheckpoint(store, manifest)
     else:
@@ -219,9 +226,11 @@ def _read(
             raise CheckpointError(
                 f"{source} has files of several formats ({', '.join(name_of.values())}); expected one format"
             )
-        format = next(iter(name_of), FORMATS[0])
-        checkpoint = format.read(OpenFiles(store, facts, source, index))
-    checkpoint.declare(_quantization(store, checkpoint.manifest) if is_folder else None)
+        checkpoint = next(iter(name_of), FORMATS[0]).read(OpenFiles(store, facts, source, index))
+    manifest = checkpoint.manifest
+    quantization = _quantization(store, manifest) if has_config else None
+    if quantization != manifest.quantization:
+        checkpoint._manifest = replace(manifest, quantization=quantization)
     return checkpoint
 
 
@@ -247,10 +256,7 @@ def _quantization(store: ByteStore, manifest: Manifest) -> Quantization | None:
         return None
     for name in file_sets.CONFIGS:
         try:
-            raw = store.peek(name, _MAX_CONFIG_BYTES + 1)
-            if len(raw) > _MAX_CONFIG_BYTES:
-                raise ValueError(f"it has more than {_MAX_CONFIG_BYTES >> 20} MiB")
-            if (declared := quantization_of(json.loads(raw))) is not None:
+            if (declared := quantization_of(json.loads(store.peek(name)))) is not None:
                 return declared
         except FileNotFoundError:
             continue

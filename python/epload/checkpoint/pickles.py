@@ -58,6 +58,9 @@ class PickledCall(list[Any]):
         super().__init__(arguments)
         self.function = function
 
+    def __repr__(self) -> str:
+        return f"a call of {self.function}"
+
 
 def read_pickle(raw: bytes, begin: int = 0, allowed: Collection[str] | None = None) -> tuple[Any, int]:
     """Reads the pickle that begins at byte ``begin``. Returns stand-ins for its value, and where it ends.
@@ -150,46 +153,48 @@ class _Reader(pickle._Unpickler):
 
 def _call(function: str, arguments: tuple[Any, ...]) -> Any:
     """Returns the stand-in for what a function returns, if its time and memory are in proportion to its arguments."""
-    shown = function.replace(" ", ".")
+    fault = ""
     if function in _TEXT_CALLS:
         is_text = all(type(part) in (str, bytes) for part in arguments)
-        if not is_text or not all(part in _ENCODINGS for part in arguments[1:]):
-            raise Suspicious(f"the pickle calls {shown} with something else than text")
-        return arguments[0] if arguments else b""
-    if function == _COPIES:
-        raise Suspicious(f"the pickle calls {shown}, which no checkpoint needs")
-    if function in _CONTAINERS:
-        for part in arguments:
-            is_object = isinstance(part, PickledCall) and part.function not in _CONTAINERS
-            if is_object or not isinstance(part, list | tuple):
-                raise Suspicious(f"the pickle calls {shown} with something else than a list, tuple or dict")
+        if is_text and all(part in _ENCODINGS for part in arguments[1:]):
+            return arguments[0] if arguments else b""
+        fault = "with something else than text"
+    elif function == _COPIES:
+        fault = "which no checkpoint needs"
+    elif function in _CONTAINERS and not all(map(_is_container, arguments)):
+        fault = "with something else than a list, tuple or dict"
+    if fault:
+        raise Suspicious(f"the pickle calls {function.replace(' ', '.')}, {fault}")
     return PickledCall(function, arguments)
+
+
+def _is_container(value: Any) -> bool:
+    return value.function in _CONTAINERS if isinstance(value, PickledCall) else isinstance(value, list | tuple)
 
 
 def _check_size(root: Any, limit: int) -> None:
     """Checks that a value consists of at most ``limit`` values, each counted as often as it occurs, and of few levels."""
-    known: dict[int, tuple[int, int]] = {}
+    measured = {}
 
     def measure(value: Any, depth: int) -> tuple[int, int]:
         """Returns the number of values in a value and how deep they nest."""
+        if isinstance(value, PickledName) and value in _DIRECT_CALLS:
+            raise Suspicious("the pickle passes a function as a value")  # which hides its arguments
         if isinstance(value, str | bytes):
-            if isinstance(value, PickledName) and value in _DIRECT_CALLS:
-                raise Suspicious("the pickle passes a function as a value")  # which hides its arguments
             return 1 + len(value) // 16, 0  # hashing a string again is free, showing it is not
         if not isinstance(value, tuple | list):
             return 1, 0
-        if id(value) in known:
-            return known[id(value)]
-        nodes, height = 1, 0
-        if depth < _MAX_DEPTH:
-            for part in value:
-                inner, below = measure(part, depth + 1)
-                nodes, height = nodes + inner, max(height, below + 1)
-        if depth >= _MAX_DEPTH or height > _MAX_DEPTH:
+        if id(value) not in measured:
+            parts = [measure(part, depth + 1) for part in value] if depth < _MAX_DEPTH else [(0, _MAX_DEPTH)]
+            measured[id(value)] = (
+                1 + sum(nodes for nodes, _ in parts),
+                max((1 + height for _, height in parts), default=0),
+            )
+        nodes, height = measured[id(value)]
+        if height > _MAX_DEPTH:
             raise Suspicious(f"the pickle nests values more than {_MAX_DEPTH} deep")
         if nodes > limit:
             raise Suspicious("the pickle builds values that are many times as large as the pickle itself")
-        known[id(value)] = nodes, height
         return nodes, height
 
     measure(root, 0)

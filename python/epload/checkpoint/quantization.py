@@ -60,10 +60,9 @@ def quantization_of(config: Any) -> Quantization | None:
     """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization."""
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a JSON object, got {type(config).__name__}")
-    text = config.get("text_config")
-    for section in (config, text if isinstance(text, Mapping) else {}):
+    for section in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config", "quantization"):
-            if isinstance(declared := section.get(key), Mapping):
+            if isinstance(section, Mapping) and isinstance(declared := section.get(key), Mapping):
                 return declared_quantization(declared)
     return None
 
@@ -83,8 +82,8 @@ def quantized_with(
         if dtype in stored and (dtype in FP8 or len(shape) > 1) and not _is_companion(name):
             weights.setdefault(name.rpartition(".")[0], name)
             weights.setdefault(name, name)  # bitsandbytes adds to the weight's own name
-    weight_of = {name: weights.get(name.rpartition(".")[0]) for name in filter(_is_companion, names)}
-    return {name: weight for name, weight in weight_of.items() if weight is not None}
+    scopes = {name: name.rpartition(".")[0] for name in filter(_is_companion, names)}
+    return {name: weights[scope] for name, scope in scopes.items() if scope in weights}
 
 
 def _is_companion(name: str) -> bool:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import chain
 from math import prod
-from operator import itemgetter
 from typing import Any
-
-import torch
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
@@ -42,11 +40,11 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     """Reads the headers of files. Raises as :func:`read_layout`."""
     layouts = [read_layout(file, number) for number, file in enumerate(opened.store.files)]
     tensors = list(chain.from_iterable(layouts))
-    if any(tensor.start is not None for tensor in tensors):
-        if opened.index is None:  # some files have one rank's parts
-            tensors = [tensor._replace(start=tensor.start or (0,) * len(tensor.shape)) for tensor in tensors]
-        else:
-            tensors = [tensor._replace(start=None) for tensor in tensors]
+    if any(
+        tensor.start is not None for tensor in tensors
+    ):  # some files have one rank's parts, unless an index names them
+        starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
+        tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
     return opened.checkpoint(tensors)
 
 
@@ -59,15 +57,14 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
     Args:
         number: of the file in its store.
     """
-    size = file.nbytes
-    prefix = file.read(0, 8)
+    prefix, size = file.read(0, 8), file.nbytes
     if len(prefix) < 8:
         raise CheckpointError(
             f"{file}: expected a safetensors file, got {size} bytes, which is less than its shortest header"
         )
-    length = int.from_bytes(prefix, "little")
     if reason := unsupported.lfs_pointer(file, prefix + file.read(8, 56)):
         raise CheckpointError(reason)
+    length = int.from_bytes(prefix, "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"{file}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
@@ -79,70 +76,49 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: expected the header to be a JSON object, got a {type(entries).__name__}")
     metadata = entries.pop("__metadata__", None)
-    data = 8 + length
-    tensors = []
-    nbytes_of: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
-    for name, entry in entries.items():
-        dtype, shape, begin, end = _parse(file, name, entry)
-        if (nbytes := nbytes_of.get((dtype, shape))) is None:
-            nbytes = nbytes_of[dtype, shape] = _checked_size(file, name, dtype, shape)
-        if end - begin != nbytes:
-            takes = f"{entry['dtype']} {_show(list(shape))} takes {_show(nbytes)}"
-            raise _invalid(file, name, f"has {end - begin} bytes, but {takes}")
-        tensors.append((begin, end, StoredTensor(name, dtype, shape, data + begin, None, number)))
-    tensors.sort(key=itemgetter(0, 1))
-    position, previous = 0, "the header"
-    for begin, end, tensor in tensors:
-        if begin != position:
-            what = "overlaps" if begin < position else "leaves a hole after"
+    tensors = [_parse(file, name, entry, 8 + length, number) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, prod(tensor.shape)))
+    position, previous = 8 + length, "the header"
+    for tensor in tensors:
+        if tensor.offset != position:
+            what = "overlaps" if tensor.offset < position else "leaves a hole after"
             raise _invalid(file, tensor.name, f"{what} {previous[:200]}")
-        position, previous = end, tensor.name
-    if (described := data + position) != size:
-        what = "is truncated" if described > size else "has bytes that belong to no tensor"
+        position, previous = position + prod(tensor.shape) * tensor.dtype.itemsize, tensor.name
+    if position != size:
+        what = "is truncated" if position > size else "has bytes that belong to no tensor"
         raise CheckpointError(
-            f"{file}: {what}: the header describes {described} bytes, the last of them {previous[:200]}, and the file has "
-            f"{size}"
+            f"{file}: {what}: the header describes {position} bytes, the last of them {previous[:200]}, and the file has {size}"
         )
-    return _with_starts(file, [tensor for _, _, tensor in tensors], metadata)
+    return _with_starts(file, tensors, metadata)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in entries:
-            raise ValueError(f"duplicate key {key!r}")
-        entries[key] = value
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r}")
     return entries
 
 
-def _parse(file: StoredFile, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Returns the dtype and the shape of a tensor, and where its bytes begin and end."""
+def _parse(file: StoredFile, name: str, entry: Any, data: int, number: int) -> StoredTensor:
+    """``data``: where the bytes of the tensors begin. ``number``: of the file."""
     try:
-        dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        dtype = SAFETENSORS.get(dtype_name)
+        dtype, shape, (begin, end) = SAFETENSORS.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
-        valid = (
-            type(shape) is list
-            and {*map(type, numbers)} == {int}
-            and min(numbers) >= 0
-            and max(numbers) <= _MAX_INTEGER
-        )
     except (TypeError, KeyError, ValueError) as error:
         raise _invalid(file, name, f"lacks a dtype, a shape or two data_offsets: {_show(entry)}") from error
     if dtype is None:
-        raise _invalid(file, name, f"has dtype {_show(dtype_name)}, expected one of {', '.join(SAFETENSORS)}")
-    if not valid:
-        what = f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"
-        raise _invalid(file, name, what)
-    return dtype, tuple(shape), begin, end
-
-
-def _checked_size(file: StoredFile, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Returns the number of bytes of a tensor, which the file may have, as the dims are limited."""
+        raise _invalid(file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(SAFETENSORS)}")
+    if type(shape) is not list or not all(type(n) is int and 0 <= n <= _MAX_INTEGER for n in numbers):
+        raise _invalid(
+            file, name, f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"
+        )
     # With a dim of 0 the tensor has no bytes, but the strides of the other dims must not overflow.
     if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
-        raise _invalid(file, name, f"has shape {_show(list(shape))}, more than a tensor can have")
-    return prod(shape) * dtype.itemsize
+        raise _invalid(file, name, f"has shape {_show(shape)}, more than a tensor can have")
+    if end - begin != (nbytes := prod(shape) * dtype.itemsize):
+        takes = f"{entry['dtype']} {_show(shape)} takes {nbytes}"
+        raise _invalid(file, name, f"has {end - begin} bytes, but {takes}")
+    return StoredTensor(name, dtype, tuple(shape), data + begin, None, number)
 
 
 def _with_starts(file: StoredFile, tensors: list[StoredTensor], metadata: Any) -> list[StoredTensor]:
@@ -153,7 +129,7 @@ def _with_starts(file: StoredFile, tensors: list[StoredTensor], metadata: Any) -
     try:
         saved = json.loads(sharding)
         starts = [tuple(saved[tensor.name]["saved_offsets"]) for tensor in tensors]
-        if not all(type(n) is int and 0 <= n < 1 << 62 for start in starts for n in start):
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in chain.from_iterable(starts)):
             raise ValueError("an offset is no integer in range")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(

@@ -10,6 +10,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, BinaryIO
 
 import torch
@@ -42,13 +43,10 @@ def check_pickles(stream: BinaryIO) -> None:
     if is_archive:
         with zipfile.ZipFile(stream) as archive:
             nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
-        stream.seek(0)
-        reader = torch._C.PyTorchFileReader(stream)  # which finds the same pickle as torch.load
-        if hasattr(reader, "get_record_size"):  # since torch 2.12
-            nbytes = reader.get_record_size("data.pkl")
         if nbytes > _MAX_PICKLE_BYTES:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
-        read_pickle(reader.get_record("data.pkl"))
+        stream.seek(0)
+        read_pickle(torch._C.PyTorchFileReader(stream).get_record("data.pkl"))  # the same pickle as torch.load finds
     else:
         raw, end = stream.read(_MAX_LEGACY_BYTES), 0
         for _ in range(_LEGACY_PICKLES):
@@ -60,42 +58,34 @@ def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
     """Locates the tensors without reading them, or, if some are not one byte range each, loads the files: views that are not
     contiguous, another byte order, the format before torch 1.6, or a torch that does not report offsets.
     Raises CheckpointError, OSError."""
-    located: list[StoredTensor] = []
-    ignored = dict[str, None]()
-    for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
-        # Without a digest of its header, another file could not be told from this one.
-        try:
-            members, state = (_members(file), _load_on_meta(file)) if facts.header else ({}, None)
-        except OSError:
-            raise
-        except Exception:
-            return _load_files(opened)  # which reports what is wrong
-        if not members:
-            return _load_files(opened)
-        tensors, others = _unwrapped(state, file)
-        ignored |= dict.fromkeys(others)
-        begins = {name: _byte_range(tensor, members) for name, tensor in tensors.items()}
-        for name, begin in sorted(begins.items(), key=lambda item: item[1]):
-            if begin < 0:
-                return _load_files(opened)
-            located.append(StoredTensor(name, tensors[name].dtype, tuple(tensors[name].shape), begin, None, number))
+    located = []
+    ignored: dict[str, None] = {}
+    try:
+        for number, (file, facts) in enumerate(zip(opened.store.files, opened.facts, strict=True)):
+            if not facts.header:
+                raise ValueError("without a digest of its header, another file could not be told from this one")
+            members, (tensors, others) = _members(file), _unwrapped(_load_on_meta(file), file)
+            ignored |= dict.fromkeys(others)
+            ranges = [_byte_range(tensor, members)._replace(name=name, file=number) for name, tensor in tensors.items()]
+            located += sorted(ranges, key=attrgetter("offset"))
+    except OSError:
+        raise
+    except Exception:
+        return _load_files(opened)  # which reports what is wrong
     return opened.checkpoint(located, list(ignored))
 
 
 def locate_tensor(file: StoredFile) -> StoredTensor:
     """Locates the tensor that is all of a file, as ``torch.save(tensor)`` writes it. Raises CheckpointError, OSError."""
-    reason = "its bytes are not one range of an uncompressed zip archive"
     try:
-        members, tensor = _members(file), _load_on_meta(file)
-        if isinstance(tensor, Tensor) and (begin := _byte_range(tensor, members)) >= 0:
-            return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin)
+        return _byte_range(_load_on_meta(file), _members(file))
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-    raise CheckpointError(
-        f"{file}: expected a tensor as torch.save writes it, to load with weights_only=True ({reason})"
-    )
+        raise CheckpointError(
+            f"{file}: expected a tensor as torch.save writes it, to load with weights_only=True "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
 
 
 def _load_on_meta(file: StoredFile) -> Any:
@@ -104,28 +94,26 @@ def _load_on_meta(file: StoredFile) -> Any:
         return torch.load(stream, map_location="meta", weights_only=True)
 
 
-def _byte_range(tensor: Tensor, members: Mapping[int, int]) -> int:
-    """Returns the offset of a meta tensor's bytes in its file; -1 if they are not one range. ``members``: of the archive."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or tensor.is_quantized or tensor.dtype not in dtypes.SAFETENSORS.values():
-        return -1
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return -1
-    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    # Checked against the archive: torch's private offset must never lead to a wrong byte.
-    if begin is None or members.get(begin, -1) < offset + tensor.nbytes:
-        return -1
-    return int(begin) + offset
+def _byte_range(tensor: Any, members: Mapping[int, int]) -> StoredTensor:
+    """Returns where a tensor loaded on meta is in its file. Raises ValueError if its bytes are not one range. ``members``: of the
+    archive."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    if plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
+        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        # Checked against the archive: torch's private offset must never lead to a wrong byte.
+        if tensor.dtype in dtypes.SAFETENSORS.values() and members.get(begin, -1) >= offset + tensor.nbytes:
+            return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin + offset)
+    raise ValueError("its bytes are not one range of an uncompressed zip archive")
 
 
 def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
     """Raises as :func:`read`."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     file_of: dict[str, StoredFile] = {}
-    ignored = dict[str, None]()
+    ignored: dict[str, None] = {}
     for file in opened.store.files:
-        state, others = _load(file)
+        state, others = _unwrapped(_load(file), file)
         ignored |= dict.fromkeys(others)
         for name, tensor in state.items():
             if opened.index is None or opened.index.places(name, file.name):
@@ -134,18 +122,18 @@ def _load_files(opened: OpenFiles) -> StateDictCheckpoint:
                 tensors[name], file_of[name] = tensor, file
     if opened.index is not None:
         opened.index.check_complete({*tensors, *ignored})
-    return StateDictCheckpoint(tensors, opened.source, ignored=tuple(ignored), store=opened.store)
+    return StateDictCheckpoint(tensors, opened.source, tuple(ignored), store=opened.store)
 
 
-def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns the tensors, memory-mapped if the format allows it, and the names of the other entries."""
+def _load(file: StoredFile) -> Any:
+    """Loads a file; tensors are memory-mapped if the format allows it."""
     try:
         # torch would take the bytes of compressed members as they are.
-        is_mapped = file.mapping_path is not None and file.read(0, 4) == _ZIP and all(map(_is_stored, _entries(file)))
+        path = file.mapping_path if (entries := _entries(file)) and all(map(_is_stored, entries)) else None
         with file.stream() as stream:
             check_pickles(stream)
-            source = os.fspath(file.mapping_path) if is_mapped and file.mapping_path is not None else stream
-            state = torch.load(source, map_location="cpu", mmap=is_mapped, weights_only=True)
+            source = os.fspath(path) if path is not None else stream
+            return torch.load(source, map_location="cpu", mmap=path is not None, weights_only=True)
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -153,7 +141,6 @@ def _load(file: StoredFile) -> tuple[dict[str, Tensor], list[str]]:
             f"{file}: not a torch file of tensors that loads with weights_only=True "
             f"({type(error).__name__}: {str(error)[:200]}); save its tensors again with torch.save, or as safetensors"
         ) from error
-    return _unwrapped(state, file)
 
 
 def _unwrapped(state: Any, file: StoredFile, path: str = "torch.load(FILE)") -> tuple[dict[str, Tensor], list[str]]:
@@ -189,12 +176,11 @@ def file_facts(file: StoredFile) -> FileFacts:
     is in them. Raises CheckpointError, OSError."""
     header = b""
     try:
-        if file.read(0, 4) == _ZIP:
-            entries = _entries(file)
+        entries = _entries(file)
+        (pickled,) = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if _is_stored(pickled) and pickled.file_size <= _MAX_PICKLE_BYTES:
             where = [(entry.filename, entry.header_offset, entry.file_size, entry.compress_type) for entry in entries]
-            (pickled,) = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
-            if _is_stored(pickled) and pickled.file_size <= _MAX_PICKLE_BYTES:
-                header = repr(where).encode() + file.read(_data_begin(file, pickled), pickled.file_size)
+            header = repr(where).encode() + file.read(_data_begin(file, pickled), pickled.file_size)
     except (CheckpointError, OSError):
         raise
     except Exception:
@@ -206,17 +192,22 @@ FORMAT = Format(("",), file_facts, read)
 
 
 def _entries(file: StoredFile) -> list[zipfile.ZipInfo]:
-    """Returns the archive's directory."""
+    """Returns the archive's directory; empty for a file of the format before torch 1.6."""
+    if file.read(0, 4) != _ZIP:
+        return []
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         return archive.infolist()
 
 
 def _members(file: StoredFile) -> dict[int, int]:
     """Returns the size of each uncompressed member, by where its bytes begin; empty if the tensors are not little-endian."""
-    stored = [(entry, _data_begin(file, entry)) for entry in _entries(file) if _is_stored(entry)]
-    if any(entry.filename.endswith("/byteorder") and file.read(begin, 6) != b"little" for entry, begin in stored):
-        return {}
-    return {begin: entry.file_size for entry, begin in stored}
+    members = {}
+    for entry in filter(_is_stored, _entries(file)):
+        begin = _data_begin(file, entry)
+        members[begin] = entry.file_size
+        if entry.filename.endswith("/byteorder") and file.read(begin, 6) != b"little":
+            return {}
+    return members
 
 
 def _is_stored(entry: zipfile.ZipInfo) -> bool:

@@ -34,6 +34,16 @@ def to_raw(values: Tensor) -> bytes:
     return string_at(values.data_ptr(), values.nbytes)
 
 
+def batches(nbytes: Tensor, limit: int) -> tuple[Tensor, ...]:
+    """Divides consecutive rows into batches of about ``limit`` bytes; returns the numbers of the rows of each.
+
+    Args:
+        nbytes: int64 [n], of each row.
+    """
+    _, counts = torch.unique_consecutive((nbytes.cumsum(0) - nbytes) // limit, return_counts=True)
+    return torch.split(arange(len(nbytes)), counts.tolist())
+
+
 def numbered(values: Tensor) -> Tensor:
     """Numbers non-negative values from 0 on, in their order. int64 [n]."""
     if (bound := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
@@ -42,14 +41,6 @@ class Kinds(NamedTuple):
         kind_of = numbered(codes)
         pairs = (divmod(code, len(self.dtypes)) for code in codes[first_of_each(kind_of)].tolist())
         return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in pairs], kind_of
-
-    def sizes(self) -> tuple[list[int], Tensor]:
-        """The size in bytes of each distinct pair, and for each tensor which of them it has (int64 [t]).
-
-        What a tensor has that is not in a file, such as an expanded one, may be more than int64 holds.
-        """
-        distinct, kind_of = self.combine()
-        return [prod(shape) * dtype.itemsize for shape, dtype in distinct], kind_of
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:

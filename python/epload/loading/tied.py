@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.attempt import Attempt
-from epload.core.pieces import Piece
 from epload.errors import ModelMismatch
 from epload.planning.selection import Twin
 from epload.ranks.control import Control
@@ -79,7 +78,7 @@ def _check(checkpoint: Checkpoint, manifest: Manifest, twin: Twin, progress: Cal
     elif checkpoint.read_once:
         raise ModelMismatch(f"{pair} values that cannot be compared: this checkpoint can be read only once. {fix}")
     else:
-        chunks = zip(*(_read(checkpoint, manifest, number) for number in numbers), strict=True)
+        chunks = zip(*(read_in_chunks(checkpoint, number, _CHUNK) for number in numbers), strict=True)
     for a, b in chunks:
         progress(a.nbytes + b.nbytes)
         if not _equal(a.to(twin.dtype), b.to(twin.dtype)):
@@ -102,14 +101,3 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
     step = max(1, _CHUNK * len(tensor) // max(1, tensor.numel()))
     for begin in range(0, len(tensor), step):
         yield tensor.detach()[begin : begin + step]
-
-
-def _read(checkpoint: Checkpoint, manifest: Manifest, number: int) -> Iterator[Tensor]:
-    """A tensor of a checkpoint, as chunks of elements. All chunks share one buffer."""
-    dtype = manifest.dtypes[number]
-    total = manifest.nbytes_of()[number]
-    buffer = torch.empty(min(total, _CHUNK * dtype.itemsize), dtype=torch.uint8)
-    for begin in range(0, total, len(buffer)):
-        part = buffer[: min(len(buffer), total - begin)]
-        checkpoint.fill(part, [Piece(number, begin, 0, len(part))])
-        yield part.view(dtype)

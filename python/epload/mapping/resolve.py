@@ -72,4 +72,4 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
     declared: Any = getattr(config, "quantization_config", None)
     if hasattr(declared, "to_dict"):
         declared = declared.to_dict()
-    return manifest.with_quantization(declared_quantization(declared) if isinstance(declared, dict) else None)
+    return replace(manifest, quantization=declared_quantization(declared) if isinstance(declared, dict) else None)

@@ -154,32 +154,6 @@ def close_memory(memory: Tensor) -> None:
     _ops.close_memory.default(memory)
 
 
-def read_ranges(
-    descriptors: Sequence[int], ranges: Tensor, buffer: Tensor, threads: int, direct: bool = False
-) -> tuple[int, int, int, int]:
-    """Reads byte ranges of open files into a buffer. Ranges that follow one another in a file are read with one request.
-
-    Args:
-        descriptors: open file descriptors.
-        ranges: int64 CPU tensor [n, 4], one a row: index into ``descriptors``, offset in the file, offset in ``buffer``, length;
-            the last three in bytes.
-        buffer: uint8 [bytes], on CPU.
-        direct: whether requests of 256 KiB and more of what is not in the page cache go past it, with O_DIRECT.
-
-    Returns:
-        as :func:`read_regions`.
-
-    Raises:
-        ValueError: a row names no file or reaches outside the buffer; nothing has been read.
-    """
-    file, offset, position, nbytes = ranges.unbind(1)
-    zero, one = torch.zeros_like(file), torch.ones_like(file)
-    rows = torch.stack([zero, zero, zero, one, position, nbytes, one], 1)  # the dtype code of uint8 is 0
-    files = torch.arange(len(descriptors), device="cpu")
-    origins = torch.stack([file, offset], 1)
-    return read_regions(descriptors, files, torch.zeros_like(files), origins, [buffer], rows, threads, direct)
-
-
 def read_regions(
     descriptors: Sequence[int],
     files: Tensor,
@@ -203,7 +177,7 @@ def read_regions(
         targets: on CPU, or on the pipe's device; any dtypes, any strides.
         copies: as for :func:`unpack`, but the offsets are ignored; strides are those of the tensor in the file.
         threads: for targets on CPU.
-        direct: as for :func:`read_ranges`.
+        direct: whether requests of 256 KiB and more of what is not in the page cache go past it, with O_DIRECT.
         pipe: for targets on a device.
 
     Returns:

@@ -21,12 +21,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def list_first(values: Sequence[object]) -> str:
+    """E.g. "a, b, c, d, e and 7 more"."""
+    more = f" and {len(values) - _SHOWN_KEYS:,} more" if len(values) > _SHOWN_KEYS else ""
+    return ", ".join(map(str, values[:_SHOWN_KEYS])) + more
+
+
 def list_keys(keys: Sequence[str]) -> str:
     """Returns the number of keys and the first of them, as text. Empty if there are none."""
-    if not keys:
-        return ""
-    more = f" and {len(keys) - _SHOWN_KEYS:,} more" if len(keys) > _SHOWN_KEYS else ""
-    return f"{count(len(keys), 'tensor')}: {', '.join(keys[:_SHOWN_KEYS])}{more}"
+    return f"{count(len(keys), 'tensor')}: {list_first(keys)}" if keys else ""
 
 
 def show_bytes(nbytes: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -23,6 +24,9 @@ from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
+
+_Region = tuple[int, View]
+"""The number of a target, and a view that fills a box of it."""
 
 
 def catalog(
@@ -59,15 +63,16 @@ def catalog(
                 )
             kinds = [(dtypes[name], shapes[name]) for name in own]
             names, sizes = checkpoint_form(unwrap(model, targets.index).model, dict(zip(names, kinds, strict=True)))
-    placed = _without_duplicates(place(rules, names, sizes, shapes), targets)
-    _check_covered(placed, targets)
+    placed = place(rules, names, sizes, shapes)
+    regions = _distinct_regions(placed, targets)
+    _check_covered(regions, targets)
     if names_from is not None:
-        _check_complete(rules, names, placed, targets, added)
+        _check_complete(rules, names, regions, targets, added)
     truncated = _truncated(rules, names)
-    used = [i for i, places in enumerate(placed) if places]
+    used = [i for i, of_tensor in enumerate(regions) if of_tensor]
     unpadded = [_without_padding(sizes[i], placed[i]) if i in truncated else sizes[i] for i in used]
     for i, shape in zip(used, unpadded, strict=True):
-        _check_whole(names[i], shape, placed[i], targets)
+        _check_whole(names[i], shape, regions[i], targets)
     of_first = tuple(dtypes[placed[i][0][0]] for i in used)
     manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_first, "the model")
     return manifest, [placed[i] for i in used], [sizes[i] for i in used]
@@ -109,26 +114,25 @@ def _bare_names(rules: Mapping, targets: Targets, names: Collection[str]) -> tup
     return [own for own, _ in ordered], [bare for _, bare in ordered]
 
 
-def _without_duplicates(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[tuple[Place, ...]]:
-    """Returns the places without those of a tensor that another one before it has, as where the model's weights are tied. A
-    tensor that shares only some of its elements keeps all, and is an error later."""
-    taken: set[tuple[int, View]] = set()
-    result = []
+def _distinct_regions(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[dict[_Region, None]]:
+    """Returns the regions of each checkpoint tensor, in order; none of a tensor whose regions another one before it has, as where
+    the model's weights are tied. A tensor that shares only some of its elements keeps all, and is an error later."""
+    taken: set[_Region] = set()
+    regions = []
     for places in placed:
-        views = {(targets.index[name], view) for name, view in places}
-        result.append(places if views - taken else ())
-        taken |= views
-    return result
+        of_tensor = dict.fromkeys((targets.index[name], view) for name, view in places)
+        regions.append(of_tensor if of_tensor.keys() - taken else {})
+        taken.update(of_tensor)
+    return regions
 
 
-def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
+def _check_covered(regions: Iterable[Iterable[_Region]], targets: Targets) -> None:
     """Raises ModelMismatch unless each tensor of the model has a place as a whole or not at all."""
-    views: dict[int, set[View]] = {}
-    for name, view in chain.from_iterable(placed):
-        views.setdefault(targets.index[name], set()).add(view)
-    for number, of_target in views.items():
-        expected = prod(targets.layouts[targets.layout[number]].shape)
-        if (count := sum(prod(view.size) for view in of_target)) != expected:
+    counts = Counter[int]()
+    for number, view in set(chain.from_iterable(regions)):
+        counts[number] += prod(view.size)
+    for number, count in counts.items():
+        if count != (expected := prod(targets.layouts[targets.layout[number]].shape)):
             raise ModelMismatch(
                 f"{count} of the {expected} elements of {targets.names[number]} have a place in the checkpoint's tensors; pass "
                 "names_from=, a checkpoint of this model, or another mapping"
@@ -136,16 +140,15 @@ def _check_covered(placed: Sequence[tuple[Place, ...]], targets: Targets) -> Non
 
 
 def _check_complete(
-    rules: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets, added: Collection[str]
+    rules: Mapping, names: Sequence[str], regions: Iterable[Iterable[_Region]], targets: Targets, added: Collection[str]
 ) -> None:
     """Raises ModelMismatch if a tensor of the model has no place, and is neither ``added`` by an adapter nor ignored by the
     mapping."""
-    covered = {targets.index[name] for name, _ in chain.from_iterable(placed)}
     expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
-    missing = [targets.names[number] for number in sorted(expected - covered) if targets.names[number] not in added]
+    expected -= {number for number, _ in chain.from_iterable(regions)}
+    missing = [targets.names[number] for number in sorted(expected) if targets.names[number] not in added]
     ignored = set(ignored_keys(rules, names, missing, ()))
-    missing = [name for name in missing if name not in ignored]
-    if missing:
+    if missing := [name for name in missing if name not in ignored]:
         raise ModelMismatch(
             f"names_from= lacks tensors of the model, which would be left out: {list_keys(missing)}; pass a checkpoint of this "
             "model, or a mapping that has them, or names them in ignore_missing",
@@ -153,11 +156,10 @@ def _check_complete(
         )
 
 
-def _check_whole(name: str, shape: Sequence[int], places: Sequence[Place], targets: Targets) -> None:
+def _check_whole(name: str, shape: Sequence[int], regions: Collection[_Region], targets: Targets) -> None:
     """Raises ModelMismatch unless the model has each element of a checkpoint tensor, and has it once."""
-    distinct = {(targets.index[target], view) for target, view in places}
-    if (count := sum(prod(view.size) for _, view in distinct)) != prod(shape):
-        owners = ", ".join(dict.fromkeys(target for target, _ in places))
+    if (count := sum(prod(view.size) for _, view in regions)) != prod(shape):
+        owners = ", ".join(dict.fromkeys(targets.names[number] for number, _ in regions))
         raise ModelMismatch(
             f"{name} has {prod(shape)} elements, and the model has {count} for it, in {owners}; pass a names_from= checkpoint "
             "that has a tensor for each, or tie them in the model"

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
-from epload.core.pieces import Piece
 from epload.errors import CheckpointError
-from epload.files import read_regular
 from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.precision import kept_by_config
+from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
-from epload.saving import writer
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.source import with_dtype
+from epload.saving.writer import check_equal, exclusively, write_checkpoint
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -80,46 +79,44 @@ def convert(
     with ExitStack() as stack:
         if topology is not None:
             made_by = threading.current_thread()
-            stack.enter_context(writer.exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
+            stack.enter_context(exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
-        checkpoint = Attempt(lambda: Checkpoint.open(source, prefix=prefix, variant=variant))
-        if checkpoint.failure is None and checkpoint.value is not source:
-            stack.callback(checkpoint.value.close)
-        new = Attempt(lambda: _new_manifest(checkpoint.value.manifest, source, dtype, renames))
-        layout, work = Attempt(lambda: lay_out(new.value, max_shard_bytes)), ""
-        if layout.failure is None:
-            old = checkpoint.value.manifest
-            work = repr((old.identity, old.version, new.value.digest, max_shard_bytes, report.path, overwrite))
-        topology.control.settle("opening the checkpoint", layout.failure, work, _check_equal)
-        chunks = _own_chunks(topology, checkpoint.value.manifest)
 
-        def write(folder: NewFolder, done: Callable[[int], None]) -> None:
-            for chunk in chunks:
-                nbytes, written = _copy(checkpoint.value, new.value, layout.value, *chunk, folder)
-                report.written += written
-                if progress is not None:
-                    progress(nbytes)
-                done(nbytes)
-            if changed := checkpoint.value.changed():
+        def plan() -> tuple[Checkpoint, Manifest, FilesLayout, str]:
+            checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
+            if checkpoint is not source:
+                stack.callback(checkpoint.close)
+            old, new = checkpoint.manifest, _new_manifest(checkpoint.manifest, source, dtype, renames)
+            same = old.identity, old.provenance[1], new.digest, max_shard_bytes, report.path, overwrite
+            return checkpoint, new, lay_out(new, max_shard_bytes), digest_of(repr(same).encode())
+
+        planned = Attempt(plan)
+        digest = planned.value[-1] if planned.failure is None else ""
+        activity = "convert different checkpoints, or pass different options"
+        topology.control.settle(
+            "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
+        )
+        checkpoint, new, layout, _ = planned.value
+
+        def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
+            for tensor in _own_tensors(topology, checkpoint.manifest):
+                file, offset = int(layout.file[tensor]), int(layout.offset[tensor])
+                for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
+                    data = values.to(new.dtypes[tensor]).view(torch.uint8)
+                    folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
+                    offset += len(data)
+                    report.written += len(data)
+                    if progress is not None:
+                        progress(values.nbytes)
+                    wrote(values.nbytes)
+            if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        def small_files() -> dict[str, bytes]:
-            return {file.name: read_regular(file) for file in map(Path, files)}
-
-        writer.write_checkpoint(topology, Path(report.path), overwrite, layout, write, small_files, report)
-    report.files, report.tensors, report.nbytes = len(layout.value.names), len(new.value.names), new.value.nbytes
+        copied = tuple(map(Path, files))
+        write_checkpoint(topology, Path(report.path), overwrite, Attempt(lambda: layout), write, {}, copied, report)
     report.seconds = perf_counter() - began
     return report
-
-
-def _check_equal(work: dict[int, str]) -> None:
-    first = min(work)
-    for rank, of_rank in work.items():
-        if of_rank != work[first]:
-            raise ValueError(
-                f"ranks {first} and {rank} convert different checkpoints, or pass different options; pass the same on all ranks"
-            )
 
 
 def _new_manifest(manifest: Manifest, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
@@ -128,7 +125,7 @@ def _new_manifest(manifest: Manifest, source: Any, dtype: torch.dtype | None, re
         manifest = with_dtype(manifest, dtype, _kept_in_fp32(source, manifest, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
-        name = next(name for name in names if names.count(name) > 1)
+        name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
     return replace(manifest, names=tuple(names), locations=None)
 
@@ -157,25 +154,9 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
         ) from error
 
 
-def _own_chunks(topology: Topology, old: Manifest) -> list[tuple[int, int, int]]:
-    """Divides all tensors into chunks: tensor, first element, and number of elements. Returns those that this rank rewrites."""
-    counts, step = list(map(prod, old.shapes)), _CHUNK_ELEMENTS
-    chunks = [(i, begin, min(step, count - begin)) for i, count in enumerate(counts) for begin in range(0, count, step)]
-    rank, ranks = topology.ranks.index(topology.rank), len(topology.ranks)
+def _own_tensors(topology: Topology, old: Manifest) -> range:
+    """Divides the tensors among the ranks; returns the numbers of those that this rank rewrites."""
+    numbers, rank, ranks = range(len(old.names)), topology.ranks.index(topology.rank), len(topology.ranks)
     if old.locations is None:  # there are no facts by which ranks recognize one another's files: the first does all
-        return chunks if rank == 0 else []
-    return chunks[len(chunks) * rank // ranks : len(chunks) * (rank + 1) // ranks]
-
-
-def _copy(
-    checkpoint: Checkpoint, new: Manifest, layout: FilesLayout, tensor: int, begin: int, count: int, folder: NewFolder
-) -> tuple[int, int]:
-    """Rewrites a chunk; returns the bytes read and written."""
-    old_dtype, new_dtype = checkpoint.manifest.dtypes[tensor], new.dtypes[tensor]
-    raw = torch.empty(count * old_dtype.itemsize, dtype=torch.uint8)
-    checkpoint.fill(raw, [Piece(tensor, begin * old_dtype.itemsize, 0, len(raw))])
-    converted = raw if old_dtype == new_dtype else raw.view(old_dtype).to(new_dtype).view(torch.uint8)
-    offset = int(layout.offset[tensor]) + begin * new_dtype.itemsize
-    fd = folder.open(layout.names[int(layout.file[tensor])])
-    writer.write_all(fd, memoryview(converted.numpy()).cast("B"), offset)  # type: ignore[arg-type]
-    return len(raw), len(converted)
+        return numbers if rank == 0 else range(0)
+    return numbers[len(numbers) * rank // ranks : len(numbers) * (rank + 1) // ranks]

@@ -12,22 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from epload.errors import LoadError
+from epload.observe.render import list_first
 from epload.saving.layout import FilesLayout
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2) on Linux."""
-_MAX_LISTED = 8
-"""Ranks in an error message."""
 
 
 class NewFolder:
     """The folder of a new checkpoint, as one rank sees it: hidden next to the path until :meth:`commit`."""
 
-    def __init__(self, path: Path, temporary: Path, overwrite: bool) -> None:
+    def __init__(self, path: Path, temporary: Path, overwrite: bool, layout: FilesLayout) -> None:
         self.path = path
         self.temporary = temporary
+        self.layout = layout
         self._overwrite = overwrite
-        self._fds: dict[str, int] = {}
+        self._fds: dict[int, int] = {}
 
     @classmethod
     def create(cls, path: Path, overwrite: bool, layout: FilesLayout) -> NewFolder:
@@ -42,7 +42,7 @@ class NewFolder:
         nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
         if nbytes > free:
             raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
-        folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite)
+        folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite, layout)
         folder.temporary.mkdir()
         try:
             for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
@@ -58,11 +58,21 @@ class NewFolder:
         with open(self.temporary / name, "xb") as stream:
             stream.write(content)
 
-    def open(self, name: str) -> int:
-        """Returns the descriptor of a file that this rank writes to, until :meth:`close`."""
-        if name not in self._fds:
-            self._fds[name] = os.open(self.temporary / name, os.O_WRONLY)
-        return self._fds[name]
+    def path_of(self, file: int) -> Path:
+        """Returns the path of a file of the layout, by its number."""
+        return self.temporary / self.layout.names[file]
+
+    def open(self, file: int) -> int:
+        """Returns the descriptor of a file of the layout that this rank writes to, until :meth:`close`."""
+        if file not in self._fds:
+            self._fds[file] = os.open(self.path_of(file), os.O_WRONLY)
+        return self._fds[file]
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Writes to a file of the layout. ``offset``: in bytes from its start."""
+        while data:
+            written = os.pwrite(self.open(file), data, offset)
+            data, offset = data[written:], offset + written
 
     def sync(self, synced: Callable[[], None]) -> None:
         """Waits until what was written to open files is on disk; ``synced`` is called after each."""
@@ -106,10 +116,9 @@ def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
 
     The folder's name is random, so that a rank does not see another one in its place.
     """
-    if others := [str(rank) for rank, sees in seen.items() if not sees]:
-        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
+    if others := [rank for rank, sees in seen.items() if not sees]:
         raise LoadError(
-            f"{parent} is on several file systems: ranks {', '.join(others[:_MAX_LISTED])}{more} do not see the folder that rank "
+            f"{parent} is on several file systems: ranks {list_first(others)} do not see the folder that rank "
             f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or to the disk of one "
             "node, with topology=Topology.discover(group) over that node's ranks"
         )

@@ -49,7 +49,7 @@ def plan_writes(
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
     kind_of = number_alike(manifest.kinds, summaries.values())
-    slots: list[list[Slot]] = []
+    slots = []
     templates, template_of = CopyTemplates(holdings), []
     for first in first_of_each(kind_of).tolist():
         slots.append(_slots_of(manifest, first, summaries))

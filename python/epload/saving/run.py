@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log
-from epload.core.attempt import Attempt
-from epload.files import read_regular
+from epload.core.attempt import Attempt, attempt
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
@@ -27,7 +26,7 @@ from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import exclusively, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
 
 
 class SaveJob:
@@ -70,14 +69,15 @@ class SaveJob:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
-        module = model if isinstance(model, nn.Module) else FlatState(model)
-        if isinstance(module, FlatState) and module.others:
-            name, value = next(iter(module.others.items()))
-            raise ValueError(
-                f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
-                "nothing else; leave it out, or save with torch.distributed.checkpoint"
-            )
-        saved = read_model(module, mapping, names_from, dtype)
+        if not isinstance(model, nn.Module):
+            model = FlatState(model)
+            if model.others:
+                name, value = next(iter(model.others.items()))
+                raise ValueError(
+                    f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
+                    "nothing else; leave it out, or save with torch.distributed.checkpoint"
+                )
+        saved = read_model(model, mapping, names_from, dtype)
         if not saved.manifest.names:
             raise ValueError("expected tensors to save, got none")
         return saved
@@ -96,21 +96,15 @@ class SaveJob:
         with exclusively("save()", topology, self, self._made_by, self._timeout):
             with report.timed("plan"), garbage_collection.paused():
                 summaries = self._agree()
-                saved, planned = self._model.value, Attempt(lambda: self._plan(summaries))
-            layout = Attempt(lambda: planned.value[0])
+                planned = Attempt(lambda: self._plan(summaries))
 
-            def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
-                write_regions(
-                    planned.value[1], self._tensors.value, layout.value, folder, len(topology.node), report, wrote
-                )
+            def write(folder: NewFolder, wrote: Wrote) -> None:
+                write_regions(planned.value[1], self._tensors.value, folder, len(topology.node), report, wrote)
 
-            def small_files() -> dict[str, bytes]:
-                return saved.config | {file.name: read_regular(file) for file in self._files}
-
-            write_checkpoint(topology, self._path, self._overwrite, layout, write, small_files, report)
-        written = int(planned.value[1].copies.nbytes().sum())
-        report.files, report.tensors, report.written = len(layout.value.names), len(saved.manifest.names), written
-        report.nbytes, report.seconds = saved.manifest.nbytes, perf_counter() - self._began
+            config, layout = self._model.value.config, Attempt(lambda: planned.value[0])
+            write_checkpoint(topology, self._path, self._overwrite, layout, write, config, self._files, report)
+        report.written = int(planned.value[1].copies.nbytes().sum())
+        report.seconds = perf_counter() - self._began
         return report
 
     def _agree(self) -> list[HoldingsSummary]:
@@ -120,13 +114,18 @@ class SaveJob:
         store = control.store if control.store is not None else HashStore()
 
         def message() -> list[str]:
-            same = self._model.value.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite
+            saved = self._model.value
+            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite
             self._tensors.value  # noqa: B018 raises if they could not be copied
-            return [digest_of(repr(same).encode()), *publish_summary(store, self._model.value.holdings.summary())]
+            return [digest_of(repr(same).encode()), *publish_summary(store, saved.holdings.summary())]
 
-        own = Attempt(message)
-        view = own.value if own.failure is None else None
-        names = control.settle("planning the save", own.failure, view, _check_equal)
+        def decide(views: dict[int, list[str]]) -> list[list[str]]:
+            activity = "save different tensors, or pass a different path, max_shard_bytes or overwrite"
+            check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
+            return [names for _, (_, *names) in sorted(views.items())]
+
+        own, failure = attempt(message)
+        names = control.settle("planning the save", failure, own, decide)
         return fetch_summaries(store, names, control.timeout)
 
     def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:
@@ -135,18 +134,6 @@ class SaveJob:
         unpadded = replace(saved.manifest, shapes=saved.shapes)
         of_ranks = dict(zip(topology.control.ranks, summaries, strict=True))
         return layout, plan_writes(unpadded, layout, of_ranks, topology.rank, saved.holdings)
-
-
-def _check_equal(views: dict[int, list[str]]) -> list[list[str]]:
-    """Returns the names of the ranks' summaries, in the order of the ranks. Raises ValueError if they do not save the same."""
-    first = min(views)
-    for rank, (agreed, *_) in views.items():
-        if agreed != views[first][0]:
-            raise ValueError(
-                f"ranks {first} and {rank} save different tensors, or pass a different path, max_shard_bytes or overwrite; "
-                "pass the same on all ranks"
-            )
-    return [names for _, (_, *names) in sorted(views.items())]
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -14,21 +14,25 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.attempt import Attempt
-from epload.core.copy_table import CopyTable, byte_view
+from epload.core.attempt import Attempt, attempt
+from epload.core.columns import batches
+from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices
+from epload.files import read_regular
 from epload.native import ops
 from epload.ranks.activity import working
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, check_seen_by_all
-from epload.saving.layout import INDEX, FilesLayout
+from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
 """Bytes on a device that are written in one call, in which all threads of the pipe take part."""
+Wrote = Callable[[int], None]
+"""Called with the number of bytes after each write; may raise to stop."""
 
 
 @contextmanager
@@ -43,78 +47,82 @@ def exclusively(
         raise refused.failure.error() from None
 
 
+def check_equal(digests: Mapping[int, str], activity: str) -> None:
+    """Raises ValueError unless all ranks want to write the same. ``activity``: for the message, of several ranks."""
+    first = min(digests)
+    for rank, digest in digests.items():
+        if digest != digests[first]:
+            raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
+
+
 def write_checkpoint(
     topology: Topology,
     path: Path,
     overwrite: bool,
     layout: Attempt[FilesLayout],
-    write: Callable[[NewFolder, Callable[[int], None]], None],
-    small_files: Callable[[], Mapping[str, bytes]],
+    write: Callable[[NewFolder, Wrote], None],
+    config: Mapping[str, bytes],
+    files: Sequence[Path],
     report: SaveReport,
 ) -> None:
     """Writes a checkpoint that appears at its path once it is complete and on disk. Collective.
 
     Args:
         path, overwrite, layout: equal on all ranks.
-        write: writes this rank's part. It gets the folder, and a function to call with the number of bytes after each write.
-        small_files: returns the content of other files by name. Called on the first rank.
+        write: writes this rank's part.
+        config: content of other files, by name.
+        files: to be copied into the folder by the first rank.
 
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
     """
-    control, first = topology.control, topology.rank == topology.ranks[0]
-    folder: NewFolder | None = None
+    control, is_first = topology.control, topology.rank == topology.ranks[0]
+    with ExitStack() as failed:
 
-    def create() -> None:
-        nonlocal folder
-        if first or layout.failure is not None:
-            folder = NewFolder.create(path, overwrite, layout.value)
+        def create() -> str:
+            content = layout.value
+            if not is_first:
+                return ""
+            created = NewFolder.create(path, overwrite, content)
+            failed.callback(created.discard)
+            return created.temporary.name
 
-    def write_part(folder: NewFolder) -> None:
-        with working(control, "writes its part of the checkpoint") as done, closing(folder):
-            write(folder, done)
+        def write_part() -> None:
+            with working(control, "writes its part of the checkpoint") as wrote, closing(folder):
+                write(folder, wrote)
+                with report.timed("sync"):
+                    folder.sync(lambda: wrote(0))
+
+        def complete() -> None:
             with report.timed("sync"):
-                folder.sync(lambda: done(0))
+                copied = {file.name: read_regular(file) for file in files}
+                for name, content in {**folder.layout.index, **config, **copied}.items():
+                    folder.add(name, content)
+                folder.commit()
 
-    def complete(folder: NewFolder) -> None:
-        with report.timed("sync"):
-            index = layout.value.index
-            for name, content in {**({INDEX: index} if index is not None else {}), **small_files()}.items():
-                folder.add(name, content)
-            folder.commit()
-
-    try:
-        failure = Attempt(create).failure
-        name = folder.temporary.name if folder is not None else ""
+        name, failure = attempt(create)
         name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
-        own = folder = folder or NewFolder(path, path.with_name(name), overwrite)
-        seen = folder.temporary.is_dir()
-        control.settle("finding the folder", None, seen, lambda views: check_seen_by_all(path.parent, views))
-        control.settle("writing the checkpoint", Attempt(lambda: write_part(own)).failure)
+        folder = NewFolder(path, path.with_name(name), overwrite, layout.value)
+        failed.callback(folder.discard)
+        is_seen = folder.temporary.is_dir()
+        control.settle("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
+        control.settle("writing the checkpoint", attempt(write_part)[1])
         control.doing = "completes the checkpoint"
-        failure = Attempt(lambda: complete(own)).failure if first else None
+        failure = attempt(complete)[1] if is_first else None
         control.settle("completing the checkpoint", failure, last=True)
-    except BaseException:
-        if folder is not None:
-            folder.discard()
-        raise
+        failed.pop_all()
+    report.files, report.tensors = len(folder.layout.names), len(folder.layout.file)
+    report.nbytes = folder.layout.nbytes
 
 
 def write_regions(
-    plan: WritePlan,
-    tensors: Sequence[Tensor],
-    layout: FilesLayout,
-    folder: NewFolder,
-    ranks: int,
-    report: SaveReport,
-    wrote: Callable[[int], None],
+    plan: WritePlan, tensors: Sequence[Tensor], folder: NewFolder, ranks: int, report: SaveReport, wrote: Wrote
 ) -> None:
     """Writes all regions of a plan.
 
     Args:
         tensors: on CPU, on one accelerator, or on both.
         ranks: of this node, which share its processors.
-        wrote: called now and then with the bytes written; may raise to stop.
     """
     on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[plan.copies.target]
     for row, (file, offset) in zip(plan.copies.rows[on_cpu].tolist(), plan.origins[on_cpu].tolist(), strict=True):
@@ -126,11 +134,11 @@ def write_regions(
         with report.timed("write") as block:
             block.nbytes, length = len(data), len(data) // len(offsets)
             for i, begin in enumerate(offsets):
-                write_all(folder.open(layout.names[file]), data[i * length : (i + 1) * length], offset + begin)
+                folder.write(file, offset + begin, data[i * length : (i + 1) * length])
         wrote(block.nbytes)
     if not on_cpu.all():
         rest = WritePlan(plan.copies.select(~on_cpu), plan.origins[~on_cpu])
-        _write_from_device(rest, tensors, layout, folder, ranks, report, wrote)
+        _write_from_device(rest, tensors, folder, ranks, report, wrote)
 
 
 def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]]:
@@ -148,38 +156,23 @@ def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]
 
 
 def _write_from_device(
-    plan: WritePlan,
-    tensors: Sequence[Tensor],
-    layout: FilesLayout,
-    folder: NewFolder,
-    ranks: int,
-    report: SaveReport,
-    wrote: Callable[[int], None],
+    plan: WritePlan, tensors: Sequence[Tensor], folder: NewFolder, ranks: int, report: SaveReport, wrote: Wrote
 ) -> None:
     """Writes regions of tensors on a device straight to the files, through the device's pipe."""
     device = tensors[int(plan.copies.target[0])].device
     pipe, stream = DevicePipe.of(device, ranks), torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     report.peak_staging = pipe.footprint
-    used, numbers = set(plan.origins[:, 0].tolist()), torch.arange(len(layout.names))
-    descriptors = [folder.open(name) if number in used else -1 for number, name in enumerate(layout.names)]
-    nbytes = plan.copies.nbytes()
-    _, counts = torch.unique_consecutive((nbytes.cumsum(0) - nbytes) // CALL_BYTES, return_counts=True)
-    batches = (torch.split(each, counts.tolist()) for each in (plan.copies.rows, plan.origins))
-    for rows, origins in zip(*batches, strict=True):
-        table = CopyTable(rows.clone())
+    numbers = torch.arange(len(folder.layout.names))
+    used = set(plan.origins[:, 0].tolist())
+    descriptors = [folder.open(file) if file in used else -1 for file in numbers.tolist()]
+    for rows in batches(plan.copies.nbytes(), CALL_BYTES):
+        table = plan.copies.select(rows)
         sources = [tensors[target] for target in table.renumber_targets()]
-        offsets = torch.zeros_like(numbers)
         with report.timed("write") as block, stream:
             block.nbytes, failed, _, error = ops.write_from_device(
-                descriptors, numbers, offsets, origins, sources, table.rows, pipe.native
+                descriptors, numbers, torch.zeros_like(numbers), plan.origins[rows], sources, table.rows, pipe.native
             )
         if failed >= 0:
-            raise OSError(error, os.strerror(error), str(folder.temporary / layout.names[failed]))
+            raise OSError(error, os.strerror(error), str(folder.path_of(failed)))
         wrote(block.nbytes)
-
-
-def write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written

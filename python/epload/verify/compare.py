@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.core.dtypes import name as dtype_name
-from epload.core.pieces import Piece
 
 _CHUNK_ELEMENTS = 1 << 20
 Progress = Callable[[int], object]
@@ -41,7 +40,8 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
     manifest = checkpoint.manifest
     for number, (name, shape) in enumerate(zip(manifest.names, manifest.shapes, strict=True)):
         nans = infs = 0
-        for values in _read(checkpoint, number, progress):
+        for values in read_in_chunks(checkpoint, number, _CHUNK_ELEMENTS):
+            progress(values.nbytes)
             if values.is_complex():  # as pairs: torch counts neither kind in complex numbers
                 values = torch.view_as_real(values)
             if values.is_floating_point():
@@ -63,16 +63,18 @@ def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[s
         {
             name: (dtype_name(dtype), list(shape))
             for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-            if pattern is None or pattern.search(name) is not None
+            if pattern is None or pattern.search(name)
         }
         for manifest in (first.manifest, second.manifest)
     )
-    common = [name for name in a if name in b and a[name][1] == b[name][1]]
+    both = {name: (a[name], b[name]) for name in a if name in b}
+    shapes = {name: pair for name, pair in both.items() if pair[0][1] != pair[1][1]}
+    common = [name for name in both if name not in shapes]
     return {
-        "only_first": [name for name in a if name not in b],
-        "only_second": [name for name in b if name not in a],
-        "shapes": {name: (a[name], b[name]) for name in a if name in b and a[name][1] != b[name][1]},
-        "dtypes": {name: (a[name], b[name]) for name in common if a[name] != b[name]},
+        "only_first": [name for name in a if name not in both],
+        "only_second": [name for name in b if name not in both],
+        "shapes": shapes,
+        "dtypes": {name: both[name] for name in common if a[name] != b[name]},
         "common": common,
     }
 
@@ -99,7 +101,9 @@ def compare_values(
         i, j = (numbers[name] for numbers in number_of)
         count = prod(first.manifest.shapes[i])
         differing, largest, total = 0, 0.0, 0.0
-        for a, b in zip(_read(first, i, progress), _read(second, j, lambda nbytes: None), strict=True):
+        chunks = (read_in_chunks(first, i, _CHUNK_ELEMENTS), read_in_chunks(second, j, _CHUNK_ELEMENTS))
+        for a, b in zip(*chunks, strict=True):
+            progress(a.nbytes)
             if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 continue
             off, distance = _differences(a, b, rtol, atol)
@@ -108,16 +112,6 @@ def compare_values(
             total += float(distance.sum())
         if differing:
             yield ValueDifference(name, differing, count, largest, total / count)
-
-
-def _read(checkpoint: Checkpoint, number: int, progress: Progress) -> Iterator[Tensor]:
-    """Yields the elements of a tensor, a million at a time."""
-    dtype, count = checkpoint.manifest.dtypes[number], prod(checkpoint.manifest.shapes[number])
-    for begin in range(0, count, _CHUNK_ELEMENTS):
-        buffer = torch.empty(min(_CHUNK_ELEMENTS, count - begin) * dtype.itemsize, dtype=torch.uint8)
-        checkpoint.fill(buffer, [Piece(number, begin * dtype.itemsize, 0, len(buffer))])
-        progress(len(buffer))
-        yield buffer.view(dtype)
 
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,8 @@ from epload.core import dtypes
 from epload.core.columns import column, from_raw, to_raw
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.buckets import Bucket
+from epload.observe.render import list_first
 from epload.planning.plan import LoadPlan
-
-_MAX_SHOWN = 10
 
 
 def check_verify(verify: object) -> None:
@@ -42,21 +40,19 @@ def digest_shards(plan: LoadPlan, verifiers: Sequence[int], tensors: Sequence[Te
         verifiers: ranks that can read the checkpoint; they take buckets in turn.
         tensors: this rank's, of the plan's targets.
     """
-    tables: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
-    digests: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
+    rows: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
     for number, bucket in enumerate(plan.buckets):
         copies = bucket.copies.clone()
         if len(copies):
-            verifier = verifiers[number % len(verifiers)]
             targets = [bucket.targets[t] for t in copies.renumber_targets()]
             shards = [tensors[t] if tensors[t].is_cpu else tensors[t].cpu() for t in targets]
-            digests[verifier].append(ops.digest_tensors(shards, copies.rows))
+            digests = ops.digest_tensors(shards, copies.rows)
             # The verifier needs the dtype of the shard instead of its number, and not the position in it.
             copies.target[:] = column([dtypes.code(tensors[t].dtype) for t in targets])[copies.target]
             copies.start[:] = 0
-            # Column by column: most values in a column are equal, and are compressed.
-            tables[verifier] += [column([number, *copies.rows.shape]), copies.rows.T.reshape(-1)]
-    return {rank: _encode(tables[rank], digests[rank]) if tables[rank] else b"" for rank in verifiers}
+            of_bucket = torch.full((len(copies), 1), number, device="cpu")
+            rows[verifiers[number % len(verifiers)]].append(torch.cat([of_bucket, copies.rows, digests[:, None]], 1))
+    return {rank: _encode(of_rank) for rank, of_rank in rows.items()}
 
 
 def verify_digests(
@@ -82,49 +78,43 @@ def verify_digests(
     wrong: dict[str, set[int]] = defaultdict(set)
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
+        tensor, _, begin, _ = plan.pieces(bucket).columns.T.contiguous()
         content = scratch[: bucket.nbytes]
         checkpoint.fill(content, plan.pieces(bucket))
         expected: dict[bytes, Tensor] = {}  # ranks that hold the same regions have equal tables
         for holder, table, digests in by_bucket[number]:
             if (key := to_raw(table)) not in expected:
                 expected[key] = ops.digest_bucket(content, table)
-            origins = _origins(plan, bucket, table)
-            for tensor in origins[expected[key] != digests, 0].tolist():
-                wrong[manifest.names[tensor]].add(holder)
+            piece = torch.searchsorted(begin, table[:, 1].contiguous(), right=True) - 1
+            for index in tensor[piece[expected[key] != digests]].tolist():
+                wrong[manifest.names[index]].add(holder)
         yield bucket.nbytes
     if wrong:
         shown = [
             f"{name} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}"
             for name, holders in wrong.items()
         ]
-        more = f" and {len(shown) - _MAX_SHOWN} more tensors" if len(shown) > _MAX_SHOWN else ""
         raise LoadError(
-            f"after the load, shards differ from {manifest.source} as rank {rank} reads it: "
-            f"{', '.join(shown[:_MAX_SHOWN])}{more}; the memory, the network or the storage of a machine corrupted bits, or "
-            "something wrote to the model during the load"
+            f"after the load, shards differ from {manifest.source} as rank {rank} reads it: {list_first(shown)}; the memory, "
+            "the network or the storage of a machine corrupted bits, or something wrote to the model during the load"
         )
 
 
-def _origins(plan: LoadPlan, bucket: Bucket, table: Tensor) -> Tensor:
-    """Returns the tensor of each row of a copy table and where in it it starts. See ``buckets.Bucket.origins``."""
-    tensor, tensor_offset, begin, _ = plan.pieces(bucket).columns.T.contiguous()
-    offset = table[:, 1].contiguous()
-    piece = torch.searchsorted(begin, offset, right=True) - 1
-    return torch.stack([tensor[piece], tensor_offset[piece] + offset - begin[piece]], 1)
-
-
-def _encode(tables: Sequence[Tensor], digests: Sequence[Tensor]) -> bytes:
-    """``tables``: for each bucket its number and the shape of its table, and the table itself, column by column."""
-    compressed = zlib.compress(to_raw(torch.cat(list(tables))), level=1)
-    return len(compressed).to_bytes(8, "little") + compressed + to_raw(torch.cat(list(digests)))
+def _encode(rows: Sequence[Tensor]) -> bytes:
+    """``rows``: of each bucket; each is the number of the bucket, a row of the copy table, and a digest."""
+    if not rows:
+        return b""
+    # Column by column: most values in a column are equal, and are compressed.
+    table = torch.cat(list(rows)).T
+    return zlib.compress(to_raw(torch.cat([column([len(table)]), table.reshape(-1)])), level=1)
 
 
 def _decode(message: bytes) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields number, table and digests of each bucket."""
-    begin = 8 + int.from_bytes(message[:8], "little")
-    words = from_raw(bytearray(zlib.decompress(message[8:begin]) if message else b""))
-    digests = from_raw(bytearray(message[begin:]))
-    while len(words):
-        number, rows, columns = words[:3].tolist()
-        yield number, words[3 : 3 + rows * columns].view(columns, rows).T.contiguous(), digests[:rows]
-        words, digests = words[3 + rows * columns :], digests[rows:]
+    if not message:
+        return
+    words = from_raw(bytearray(zlib.decompress(message)))
+    table = words[1:].view(int(words[0]), -1).T.contiguous()
+    numbers, counts = torch.unique_consecutive(table[:, 0], return_counts=True)
+    for number, rows in zip(numbers.tolist(), torch.split(table, counts.tolist()), strict=True):
+        yield number, rows[:, 1:-1].contiguous(), rows[:, -1]
