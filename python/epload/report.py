@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 from epload.observe import render
 from epload.observe.phases import PHASES, Phase, PhaseRecorder
@@ -62,8 +61,7 @@ class Report:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        titles = self._phase_titles or {name: name for name in self.phases}
-        return render.as_text(self._headline(), self._facts(), self.phases, titles, self.warnings)
+        return render.as_text(self._headline(), self._facts(), self.phases, self.warnings)
 
     def _repr_html_(self) -> str:
         """Returns the report for notebooks."""
@@ -75,9 +73,6 @@ class Report:
         return self._headline()
 
     # ---- what subclasses say of themselves ----
-
-    _phase_titles: ClassVar[Mapping[str, str]] = {}
-    """Titles of the phases that are shown, by name; by default their names."""
 
     def _headline(self) -> str:
         return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import groupby
 from math import prod
 from typing import TypeVar
 
@@ -49,7 +48,11 @@ def _boxes(tuples: Iterable[Numbers]) -> list[list[Sequence[int]]]:
 
 def _braces(values: Sequence[int]) -> str:
     """Returns ``5`` for one value, else ``{0..3,7}``. Values ascend."""
-    groups = groupby(enumerate(values), key=lambda pair: pair[1] - pair[0])
-    runs = [[value for _, value in run] for _, run in groups]
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][1] == value - 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [str(first) if first == last else f"{first}..{last}" for first, last in runs]
     return texts[0] if len(values) == 1 else "{" + ",".join(texts) + "}"
