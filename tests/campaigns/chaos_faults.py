@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from campaigns import seeds
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.native import ops
 from epload.ranks.control import Control
@@ -183,12 +184,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
         os.replace(replacement, path)
 
     def stop_here(*_: Any) -> None:
-        victim = os.getpid()
-        if os.fork() == 0:  # wakes the victim once the others must have given it up
-            time.sleep(2.5 * timeout)
-            os.kill(victim, signal.SIGCONT)
-            os._exit(0)
-        os.kill(victim, signal.SIGSTOP)
+        seeds.stop(2.5 * timeout, signal.SIGCONT)  # once the others must have given this rank up
 
     def kill(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -131,8 +130,3 @@ def stored(folder: Path, world: int) -> str:
     for number, case in enumerate(all_cases):
         save_file(stored_values(case), checkpoint_path(str(folder), number))
     return str(folder)
-
-
-def none_fails(of_ranks: Sequence[Sequence[str]]) -> None:
-    failures = [line for lines in of_ranks for line in lines]
-    assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:40])

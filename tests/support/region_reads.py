@@ -12,6 +12,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
+from support.shards import box_slices
 
 Shape = tuple[int, ...]
 
@@ -54,7 +55,7 @@ def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    return tensor[box_slices(start, size)]
 
 
 class Files:
