@@ -147,13 +147,9 @@ class Loads:
         )  # fmt: skip
 
     def _load(
-        self,
-        loader: HierarchicalLoader,
-        dtype: torch.dtype = torch.float32,
-        make: Callable[[], HierarchicalLoader] | None = None,
-        path: Path | None = None,
-        number: int = 1,
-    ) -> Outcome:
+        self, loader: HierarchicalLoader, dtype: torch.dtype = torch.float32,
+        make: Callable[[], HierarchicalLoader] | None = None, path: Path | None = None, number: int = 1,
+    ) -> Outcome:  # fmt: skip
         """``make``: a loader of a topology that is part of what may fail. ``number``: of the state that ``path`` has."""
         outcome, model, began = Outcome(), meta_net(dtype), time.monotonic()
         try:

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,14 +39,9 @@ REGRESSIONS = (4435, 2474, 26843)
 thread that had done its work but not ended."""
 _RARE = {"none": 0.5}
 WAYS = (
-    ("one", "two_level"),
-    ("one", "striped"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("partitioned", "striped"),
-    ("every", "two_level"),
-    ("auto", "auto"),
-)
+    ("one", "two_level"), ("one", "striped"), ("per_node", "two_level"), ("partitioned", "two_level"),
+    ("partitioned", "striped"), ("every", "two_level"), ("auto", "auto"),
+)  # fmt: skip
 _READS = ("fill", "read_regions")
 _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
@@ -171,9 +165,6 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
     at = int(fault.moment * (len(_AT[fault.kind]) if fault.kind in ANEW else calls))
     names = moments_of(fault)
 
-    def slow(*_: Any) -> None:
-        time.sleep(0.3 * timeout)
-
     def truncate(*_: Any) -> None:
         os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
 
@@ -186,12 +177,10 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
     def stop_here(*_: Any) -> None:
         seeds.stop(2.5 * timeout, signal.SIGCONT)  # once the others must have given this rank up
 
-    def kill(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def interrupt(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    slow, kill = (lambda *_, kind=kind: seeds.act(kind, timeout) for kind in ("slow", "kill"))
     before: dict[str, Callable[..., None]] = {
         "slow reader": slow, "slow link": slow, "truncated": truncate, "replaced": replace,
         "stop": stop_here, "kill": kill, "kill discovering": kill, "kill making groups": kill, "interrupt": interrupt,

@@ -200,7 +200,7 @@ def arguments(op: str) -> str:
     bad = [hostile(value if value is not None else 1.5, setting.objects) for value in good]
     changes: list[dict[int, Any]] = [{i: value} for i, values in enumerate(bad) for value in values]
     for i, j in itertools.combinations(range(len(good)), 2):
-        changes += [{i: rng.choice(bad[i]), j: rng.choice(bad[j])} for _ in range(60)]
+        changes += [{i: rng.choice(bad[i]), j: rng.choice(bad[j])} for _ in range(20)]
     for number, change in enumerate(changes):
         print(f"{op}: change {number}: {describe(change)}", flush=True)
         given = CALLS[op](setting)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epload.native import ops
-from support.region_reads import BF16, F32, Files, Row, Shape, row_major, table_of
+from support.region_copies import packed
+from support.region_reads import BF16, F32, Files, Row, Shape, table_of
 
 SCRATCH = 4 << 20
 """Bytes that go through a thread's buffer at once; what is more is read in parts."""
@@ -71,7 +72,7 @@ def test_strided_in_the_file(files: Files, shape: Shape, start: Shape, size: Sha
     dims = tuple(reversed(range(len(size))))
     target = filled(tuple(size[d] for d in dims)).permute(dims) if turned else filled(size)
     nbytes = files.check([Row(number, 64, shape, F32, start, size, 0, (0,) * len(size))], [target])
-    span = 1 + sum((n - 1) * stride for n, stride in zip(size, row_major(shape), strict=True))
+    span = 1 + sum((n - 1) * stride for n, stride in zip(size, packed(list(shape)), strict=True))
     assert target.nbytes <= nbytes <= 4 * span, "no byte is read twice"
 
 

@@ -47,22 +47,13 @@ class Case:
 BF16, F64, FP8 = torch.bfloat16, torch.float64, torch.float8_e4m3fn
 UNEVEN: list[Spec] = [{"w": (5, 7), "b": (7,), "one": (1,)}, {"w": (7, 3), "b": (1, 4), "tall": (9, 1, 2)}]
 MIXED_BUFFERS: Spec = {
-    "step": ((), torch.int64),
-    "mask": ((3, 5), torch.bool),
-    "void": (0, 4),
-    "code": ((11,), torch.uint8),
-    "scale": ((3,), FP8),
+    "step": ((), torch.int64), "mask": ((3, 5), torch.bool), "void": (0, 4), "code": ((11,), torch.uint8), "scale": ((3,), FP8),
     "mean": ((5,), F64),
-}
+}  # fmt: skip
 MIXED_PARAMETERS: Spec = {
-    "a": (5, 3),
-    "b": ((7, 3), BF16),
-    "c": ((1,), F64),
-    "d": ((6, 5), FP8),
-    "e": ((9,), torch.float16),
-    "none": (0, 3),
+    "a": (5, 3), "b": ((7, 3), BF16), "c": ((1,), F64), "d": ((6, 5), FP8), "e": ((9,), torch.float16), "none": (0, 3),
     "flat": (3, 0),
-}
+}  # fmt: skip
 
 
 class Transposed(nn.Module):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from support.checks import differences, full_values
+from support.checks import all_fine, differences, full_values
 from support.layout_cases import Case, cases
 from support.models import device, on_meta, use_device
 from support.readers import small_waves
@@ -27,13 +27,10 @@ NODES: dict[int, tuple[list[list[int]], ...]] = {
     7: ([[0, 1, 2], [3, 4], [5, 6]],),
 }
 MODES = (
-    ("one", "two_level"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("every", "two_level"),
-    ("partitioned", "striped"),
-    ("auto", "auto"),
-)
+    ("one", "two_level"), ("per_node", "two_level"), ("partitioned", "two_level"), ("every", "two_level"),
+    ("partitioned", "striped"), ("auto", "auto"),
+)  # fmt: skip
+none_fails = all_fine
 BUCKET_BYTES = (200, 1000, 1 << 20)
 PARTS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 2), (4, 1, 2), (7, 0, 1)]
 """Number of ranks, and which part of how many parts of the cases one test loads."""

@@ -106,12 +106,7 @@ def fsdp(model: nn.Module, axes: Sequence[tuple[str, int]]) -> None:
 
 
 def tp(model: nn.Module, on: DeviceMesh) -> None:
-    plan = {
-        "embed": RowwiseParallel(),
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-    }
+    plan = {"embed": RowwiseParallel(), "norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, on, plan)
 
 

@@ -45,14 +45,9 @@ class RankFailed(AssertionError):
 
 
 def run(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    limit: float = LIMIT,
-    setup: Callable[[], str] | None = None,
-    dying: Collection[int] = (),
-    tcp: bool = False,
-) -> list[Any]:
+    world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, setup: Callable[[], str] | None = None,
+    dying: Collection[int] = (), tcp: bool = False,
+) -> list[Any]:  # fmt: skip
     """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order.
 
     ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo. Ranks that are
@@ -107,13 +102,8 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) ->
 
 
 def run_script(
-    world: int,
-    script: Path,
-    arguments: list[str],
-    folder: Path,
-    environment: dict[str, str],
-    prepare: Callable[[], None],
-) -> str:
+    world: int, script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None],
+) -> str:  # fmt: skip
     """Runs a script on ranks with the environment that torchrun makes, and returns what they print."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

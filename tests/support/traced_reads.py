@@ -60,14 +60,8 @@ def _process() -> subprocess.Popen[str]:
 
 
 def fill(
-    path: Path,
-    pieces: list[Piece],
-    nbytes: int,
-    *,
-    most: int = 0,
-    error: int = 0,
-    direct_error: int | None = None,
-) -> Traced:
+    path: Path, pieces: list[Piece], nbytes: int, *, most: int = 0, error: int = 0, direct_error: int | None = None,
+) -> Traced:  # fmt: skip
     """Has another process fill a buffer of ``nbytes`` from the checkpoint at ``path``, which is one file.
 
     Args:
@@ -81,14 +75,9 @@ def fill(
             "READS_OF": str(path.resolve()), "READS_LOG": str(log), "READS_MOST": str(most), "READS_ERROR": str(error),
             "READS_DIRECT_ERROR": str(direct_error or 0),
         }  # fmt: skip
+        direct = direct_error is not None
         torch.save(
-            {
-                "path": path,
-                "direct": direct_error is not None,
-                "pieces": [list(piece) for piece in pieces],
-                "nbytes": nbytes,
-                "traced": traced,
-            },
+            {"path": path, "direct": direct, "pieces": list(map(list, pieces)), "nbytes": nbytes, "traced": traced},
             task,
         )
         process = _process()

@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,6 @@ from epload.ranks.cards import count_rdma
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
-_LONGEST_LOOKUP = 10.0
 _FILES = 4096
 """Files that a process should be able to open: those of a checkpoint, and the connections of groups."""
 _REBUILD = "pip install --force-reinstall --no-deps . in epload's source folder"
@@ -119,10 +117,9 @@ def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Find
         # An address for documentation. This sends nothing: it looks up the route, and so the address of the NIC.
         probe.connect(("192.0.2.1", 9))
         address = str(probe.getsockname()[0])
-    pool, begin = ThreadPoolExecutor(1), perf_counter()
-    with suppress(OSError):  # it has no name, or there was no answer in time
-        pool.submit(lookup, address).result(_LONGEST_LOOKUP)
-    pool.shutdown(wait=False)
+    begin = perf_counter()
+    with suppress(OSError):  # it has no name, or there was no answer
+        lookup(address)
     seconds = perf_counter() - begin
     text = f"the name of {address} after {seconds:.2f} s"
     if seconds < _SLOW_LOOKUP:

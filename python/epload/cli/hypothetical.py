@@ -30,9 +30,12 @@ Factory = Callable[[DeviceMesh], nn.Module]
 
 def parse_mesh(text: str) -> Sizes:
     """Returns the sizes of ``"fsdp=8,tp=2"`` by name, in this order. Raises ValueError."""
-    parts = [part.partition("=") for part in text.split(",")]
-    sizes = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, _, size in parts}
-    if len(sizes) != len(parts) or not all(name and size > 0 for name, size in sizes.items()):
+    try:
+        pairs = [part.split("=") for part in text.replace(" ", "").split(",")]
+        sizes = {name: int(size) for name, size in pairs}
+    except ValueError:
+        sizes = {}
+    if len(sizes) < text.count("=") or min(sizes.values(), default=0) < 1:
         raise ValueError(f"expected a mesh such as fsdp=8,tp=2, got {text!r}")
     return sizes
 

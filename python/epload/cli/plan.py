@@ -136,11 +136,12 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> dict[str, Any]
 
 def _print(job: dict[str, Any], title: str) -> None:
     owned, fit = job["owned"].values(), job["fit"]
+    per_rank = " to ".join(dict.fromkeys(map(show_bytes, (min(owned), max(owned)))))
     show(
         facts(
             ("job", title),
             ("loads", f"{count(job['tensors'], 'tensor')}, {show_bytes(job['nbytes'])}"),
-            ("per rank", f"{show_bytes(min(owned))} to {show_bytes(max(owned))} ({count(len(owned), 'rank')} planned)"),
+            ("per rank", f"{per_rank} ({count(len(owned), 'rank')} planned)"),
             ("matched", f"{fit['matched']:,}"),
             ("missing", list_keys(fit["missing"])),
             ("unexpected", list_keys(fit["unexpected"])),

@@ -19,7 +19,7 @@ class Trace:
         self.ranks = sorted(ranks, key=lambda events: events.rank)
         first = min((span.begin + events.offset for events in self.ranks for span in events.spans), default=0)
         last: dict[str, tuple[int, int]] = {}
-        """When the last rank entered each round, and that rank, for which all others waited."""
+        """Gives for each round the time at which the last rank entered it, and that rank, for which all others waited."""
         for events in self.ranks:
             shift = events.offset - first
             events.spans = [span._replace(begin=span.begin + shift, end=span.end + shift) for span in events.spans]
