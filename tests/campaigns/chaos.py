@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from campaigns import seeds
-from campaigns.chaos_faults import ANEW, HARMLESS, REGRESSIONS, WORLD, Fault, Moments, broken, moments_of
+from campaigns.chaos_faults import ANEW, HARMLESS, REGRESSIONS, WORLD, Fault, broken, places_of
 from epload import HierarchicalLoader, Topology
 from epload.transfer import direct_read
 from support import ranks
@@ -89,8 +89,8 @@ class Loads:
         """Returns how the loads without a fault, with it, and without again have ended."""
         fault, content = self._fault, self._path.read_bytes()
         is_victim = rank == fault.victim
-        loader, counter = self._loader(), Moments(moments_of(fault))
-        with counter.watched():
+        loader, counter = self._loader(), seeds.Moments(places_of(fault))
+        with counter:
             before = self._load(loader)
         if fault.kind == "full disk":
             loader = self._loader()  # which has no buffers yet

@@ -13,8 +13,6 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -82,12 +80,11 @@ def save(rank: int, fault: Fault, path: str) -> dict[str, Any]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    began, calls, (owner, name, _) = time.monotonic(), count(), PLACES[fault.place]
-    at_call = seeds.before_call(
-        owner, name, lambda: seeds.act(fault.kind, TIMEOUT), lambda *args: next(calls) == fault.call
-    )
+    began, (owner, name, _) = time.monotonic(), PLACES[fault.place]
+    call = fault.call if rank == fault.victim else -1
+    moments = seeds.Moments([(owner, name)], call, lambda *args: seeds.act(fault.kind, TIMEOUT))
     with mock.patch.object(plan, "SLOT_BYTES", 1 << 12):
-        with at_call if rank == fault.victim else nullcontext([True]) as happened:
+        with moments:
             text = once()
         outcome = {"text": text, "seconds": time.monotonic() - began, "again": "", "happened": True}
         if not fault.dies:
@@ -95,7 +92,7 @@ def save(rank: int, fault: Fault, path: str) -> dict[str, Any]:
             between = version_at(Path(path))
             dist.barrier()
             write(model, 3)
-            outcome |= {"between": between, "again": once(), "happened": bool(happened)}
+            outcome |= {"between": between, "again": once(), "happened": moments.fired or rank != fault.victim}
     return outcome
 
 

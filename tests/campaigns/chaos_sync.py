@@ -87,7 +87,7 @@ def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
     if not now or fault.phase not in places or fault.kind not in ("kill", "stop", "raise", "memory", "slow"):
         return nullcontext()
     owner, method, applies = places[fault.phase]
-    return seeds.before_call(owner, method, partial(seeds.act, fault.kind, TIMEOUT), applies)
+    return seeds.Moments([(owner, method)], 0, lambda *args: seeds.act(fault.kind, TIMEOUT), applies=applies)
 
 
 def call(step: Callable[[], Any]) -> tuple[str, float]:

@@ -7,8 +7,9 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -42,21 +43,48 @@ def act(kind: str, timeout: float) -> None:
         raise RuntimeError("a fault of the campaign")
 
 
-@contextmanager
-def before_call(
-    owner: Any, name: str, action: Callable[[], None], applies: Callable[..., bool] = lambda *args: True
-) -> Iterator[list[bool]]:
-    """Calls ``action`` before the first call of a method whose arguments apply. Fills the list when it has."""
-    original, happened = getattr(owner, name), list[bool]()
+class Moments:
+    """Counts calls of some methods, and does something at one of them. A context manager."""
 
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if not happened and applies(*args):
-            happened.append(True)
-            action()
-        return original(*args, **kwargs)
+    def __init__(
+        self, places: Sequence[tuple[Any, str]], at: int = -1, action: Callable[..., object] | None = None, after: bool = False,
+        applies: Callable[..., bool] = lambda *args: True,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            places: owners and names of the methods.
+            action: is given the arguments of the call; with ``after`` it comes after it, and returns False if it did nothing.
+            applies: tells from the arguments whether a call counts.
+        """
+        self._places, self._at, self._action, self._after, self._applies = places, at, action, after, applies
+        self.count = 0
+        self.fired = False
+        self._lock = Lock()
 
-    with mock.patch.object(owner, name, patched):
-        yield happened
+    def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:  # some calls come from several threads
+                counts = self._applies(*args)
+                self.count += counts
+                now = counts and self.count > self._at >= 0 and not self.fired and self._action is not None
+                self.fired |= now
+            if now and not self._after:
+                self._action(*args)
+            result = inner(*args, **kwargs)
+            if now and self._after:
+                self.fired = self._action(*args) is not False
+            return result
+
+        return call
+
+    def __enter__(self) -> Moments:
+        self._stack = ExitStack()
+        for owner, name in self._places:
+            self._stack.enter_context(mock.patch.object(owner, name, self._wrap(getattr(owner, name))))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def has_hung(error: RankFailed) -> bool:

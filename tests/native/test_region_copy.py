@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.fx import operator_schemas
 
 from epload.native import ops
-from support.region_copies import DTYPES, Problem, Row, as_bytes, check_conversions, check_equal, problems, table_of
+from support.checks import as_bytes
+from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
 
 
 @settings(max_examples=250, deadline=None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epload.core import dtypes
+from support.checks import as_bytes
 
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.float16,
@@ -159,10 +160,6 @@ def boxes(draw: st.DrawFn, shape: list[int]) -> list[tuple[list[int], list[int]]
     return [(start, first), (then, second)]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
 def check_equal(problem: Problem, unpack: bool, op: Callable[..., None], device: str = "cpu") -> None:
     """``op``, pack or unpack, does to a problem on ``device`` what plain torch does on CPU, to the byte."""
     expected_bucket, expected = problem.bucket(), [base.clone() for base in problem.bases]
@@ -173,7 +170,7 @@ def check_equal(problem: Problem, unpack: bool, op: Callable[..., None], device:
     reference(expected_bucket, problem.tensors(expected), problem.rows, unpack)
     assert torch.equal(whole[problem.front :].cpu(), expected_bucket)
     for i, (got, want) in enumerate(zip(bases, expected, strict=True)):
-        assert torch.equal(as_bytes(got.cpu()), as_bytes(want)), f"tensor {i} or the memory around it"
+        assert torch.equal(as_bytes(got), as_bytes(want)), f"tensor {i} or the memory around it"
 
 
 def big_problem() -> Problem:

@@ -51,10 +51,7 @@ def _library() -> Path:
 @cache
 def _process() -> subprocess.Popen[str]:
     """Fills one buffer after another, for all tests of this process, and ends with it."""
-    environment = os.environ | {
-        "LD_PRELOAD": str(_library()),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    environment = os.environ | {"LD_PRELOAD": str(_library()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, text=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,8 +76,8 @@ def convert(
 
 @contextmanager
 def _ranks() -> Iterator[Topology | None]:
-    """The ranks that torchrun has started, if it has."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
+    """Yields the ranks that torchrun has started; None without it."""
+    if not dist.is_torchelastic_launched():
         yield None
         return
     dist.init_process_group("gloo")

@@ -32,7 +32,8 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
         )  # fmt: skip
     axes.set_yticks(range(len(trace.ranks)), [f"rank {events.rank}" for events in trace.ranks])
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, max(trace.end / 1e9, 1e-9)))
+    axes.set_xlabel("seconds")
+    axes.set_xlim(left=0)
     patches = [Patch(color=color, label=phase) for phase, color in _COLORS.items()]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path)

@@ -31,10 +31,6 @@ class Trace:
                 if span.phase == ROUND and last[span.detail][1] != events.rank:
                     events.spans[i] = span._replace(ranks=last[span.detail][1:])
 
-    @property
-    def end(self) -> int:
-        return max((span.end for events in self.ranks for span in events.spans), default=0)
-
     def save(self, path: str | PathLike[str]) -> None:
         """Writes it in the Trace Event Format. Each rank is a process, and each of its threads a track."""
         described = [event for events in self.ranks for event in _describe(events)]
