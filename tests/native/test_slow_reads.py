@@ -20,7 +20,7 @@ SLOW = 2e-3
 SCRATCH = 4 << 20
 PROBES = 8
 """Requests by which the reader finds out; their bytes are read again."""
-PARTS, PART, OTHERS = 256, 3072, 8
+PARTS, PART, OTHERS = 64, 3072, 8
 """Rows of a tensor, elements of each that are wanted, and how many times as many a row has."""
 WHOLE = 4 * PARTS * PART * OTHERS
 STRIDED = Row(0, 64, (PARTS, OTHERS * PART), F32, (0, 3 * PART), (PARTS, PART), 0, (0, 0))

@@ -20,7 +20,6 @@ from epload.cli.output import json_option, print_json, show, table
 from epload.native.info import build_info
 from epload.observe.render import count, show_bytes
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.ranks.cards import count_rdma
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
@@ -105,7 +104,7 @@ def check_limits() -> Finding:
     advice = []
     if 0 <= files < _FILES:
         advice.append(f"ulimit -n {max(hard, _FILES)}")
-    if locked >= 0 and count_rdma(Path("/sys")):
+    if locked >= 0 and list(Path("/sys/class/infiniband").glob("*")):
         advice.append("RDMA may fail to register memory: ulimit -l unlimited")
     return Finding("warn" if advice else "ok", f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
 
