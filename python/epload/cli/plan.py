@@ -79,10 +79,10 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
         targets = collect(model)
         mapping = resolve_mapping("auto", model, targets.index, manifest.names)
         manifest = with_quantization_of(model, manifest)
-        seen = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
+        targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
-    plans = {rank: make_plan(manifest, seen[rank], mapping, wave // per_wave["every"]) for rank in ranks}
+    plans = {rank: make_plan(manifest, targets_of[rank], mapping, wave // per_wave["every"]) for rank in ranks}
     objects, payload = manifest.in_object_storage, plans[0].slots.payload
     read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
     by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]

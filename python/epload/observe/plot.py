@@ -23,10 +23,10 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
     axes = figure.subplots()
     for row, events in enumerate(trace.ranks):
         spans = [span for span in events.spans if span.phase in _COLORS]
-        lanes = sorted({span.lane for span in spans})
-        height = 0.8 / max(len(lanes), 1)
+        threads = sorted({span.thread for span in spans})
+        height = 0.8 / max(len(threads), 1)
         axes.barh(
-            [row - 0.4 + height * lanes.index(span.lane) for span in spans],
+            [row - 0.4 + height * threads.index(span.thread) for span in spans],
             [(span.end - span.begin) / 1e9 for span in spans], height, [span.begin / 1e9 for span in spans], align="edge",
             color=[_COLORS[span.phase] for span in spans],
         )  # fmt: skip

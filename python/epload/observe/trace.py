@@ -38,14 +38,14 @@ class Trace:
 
 
 def _describe(events: Events) -> Iterator[dict[str, Any]]:
-    lanes = sorted({span.lane for span in events.spans})
+    threads = sorted({span.thread for span in events.spans})
     names = [("process_name", 0, f"rank {events.rank} (node {events.node})")]
-    for kind, number, name in (*names, *(("thread_name", number, lane) for number, lane in enumerate(lanes))):
+    for kind, number, name in (*names, *(("thread_name", number, thread) for number, thread in enumerate(threads))):
         yield {"name": kind, "ph": "M", "pid": events.rank, "tid": number, "args": {"name": name}}
     for span in sorted(events.spans, key=lambda span: (span.begin, -span.end)):
         args: dict[str, Any] = {"detail": redact(span.detail), "bytes": span.nbytes, "waits_for": list(span.ranks)}
         yield {
             "name": redact(span.name or span.phase), "cat": span.phase, "ph": "X", "pid": events.rank,
-            "tid": lanes.index(span.lane), "ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3,
+            "tid": threads.index(span.thread), "ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3,
             "args": {name: value for name, value in args.items() if value},
         }  # fmt: skip
