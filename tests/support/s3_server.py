@@ -106,8 +106,8 @@ class Proxy:
         answer = connection.getresponse()
         content = answer.read()
         own = ("connection", "server", "date", "transfer-encoding")
-        kept = {key: value for key, value in answer.getheaders() if key.lower() not in own}
-        self._send(request, answer.status, kept, content, fault == "truncate")
+        forwarded = {key: value for key, value in answer.getheaders() if key.lower() not in own}
+        self._send(request, answer.status, forwarded, content, fault == "truncate")
         if fault == "truncate":
             request.close_connection = True
             return
