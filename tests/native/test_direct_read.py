@@ -44,15 +44,14 @@ def descriptor(path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_any_range_of_a_cold_file(path: Path, descriptor: int, content: Tensor) -> None:
-    for offset, nbytes in RANGES:
-        drop(path)
-        buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
-        outcome = ops.read_ranges([descriptor], torch.tensor([[0, offset, 33, nbytes]]), buffer, 2, direct=True)
-        assert outcome == (nbytes, -1, 0, 0)
-        assert torch.equal(buffer[33 : 33 + nbytes], content[offset : offset + nbytes])
-        assert buffer[:33].eq(255).all()
-        assert buffer[33 + nbytes :].eq(255).all()
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descriptor: int, content: Tensor) -> None:
+    buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
+    outcome = ops.read_ranges([descriptor], torch.tensor([[0, offset, 33, nbytes]]), buffer, 2, direct=True)
+    assert outcome == (nbytes, -1, 0, 0)
+    assert torch.equal(buffer[33 : 33 + nbytes], content[offset : offset + nbytes])
+    assert buffer[:33].eq(255).all()
+    assert buffer[33 + nbytes :].eq(255).all()
 
 
 def test_what_is_read_directly_is_not_in_the_cache_afterwards(path: Path, descriptor: int) -> None:
