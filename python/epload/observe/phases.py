@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic_ns, thread_time
 
@@ -45,8 +45,10 @@ class PhaseRecorder:
         """
         block = Phase()
         began, began_cpu = monotonic_ns(), thread_time()
+        # Its native state does not say that torch.profiler records where all threads are profiled.
+        profiled = bool(torch.autograd.profiler._is_profiler_enabled)
         try:
-            with torch.profiler.record_function(f"epload::{phase}"):
+            with torch.profiler.record_function(f"epload::{phase}") if profiled else nullcontext():
                 yield block
         finally:
             total = self.phases[phase]
