@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 VERSION = "0.1.0"
 SUPPORTED_TORCH = ">=2.11,<2.16"
-REQUIREMENTS = ["click>=8.1", "rich>=13", "tqdm"]
+REQUIREMENTS = ["click>=8.1", "tqdm"]
 OPS_LIBRARY = "libepload.so"
 CUDA_LIBRARY = "libepload_cuda.so"
 NPU_LIBRARY = "libepload_npu.so"

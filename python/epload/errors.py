@@ -80,17 +80,12 @@ class CallOrderError(LoadError):
         )
 
 
-_SHARED = (
-    LoadError,
-    CheckpointError,
-    ModelMismatch,
-    ManifestMismatch,
-    RemoteFailure,
-    ValueError,
-    TypeError,
-    MemoryError,
-)
-_BY_NAME: dict[str, type[Exception]] = {cls.__name__: cls for cls in _SHARED}
+_BY_NAME: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        LoadError, CheckpointError, ModelMismatch, ManifestMismatch, RemoteFailure, ValueError, TypeError, MemoryError
+    )
+}  # fmt: skip
 """The error classes that every rank can raise again from a name and a message."""
 
 

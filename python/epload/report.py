@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 from epload.observe import render
 from epload.observe.phases import PHASES, Phase, PhaseRecorder
@@ -47,23 +46,22 @@ class Report:
         """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
         were not used are left out."""
         numbers: dict[str, float] = {"bytes_per_second": self._rate}
-        for name, value in ((own.name, getattr(self, own.name)) for own in fields(self)):
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if isinstance(value, list):
+                value = len(value)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                numbers[name] = value
-            elif isinstance(value, list):
-                numbers[name] = len(value)
+                numbers[own.name] = value
         for name, phase in self.phases.items():
             if phase.seconds or phase.nbytes:
-                numbers |= {f"{name}/seconds": phase.seconds, f"{name}/cpu_seconds": phase.cpu_seconds}
-                numbers |= {f"{name}/nbytes": phase.nbytes} if phase.nbytes else {}
+                numbers |= {f"{name}/{key}": value for key, value in vars(phase).items()}
         return {f"{prefix}{name}": value for name, value in numbers.items()}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        titles = self._phase_titles or {name: name for name in self.phases}
-        return render.as_text(self._headline(), self._facts(), self.phases, titles, self.warnings)
+        return render.as_text(self._headline(), self._facts(), self.phases, self.warnings)
 
     def _repr_html_(self) -> str:
         """Returns the report for notebooks."""
@@ -75,9 +73,6 @@ class Report:
         return self._headline()
 
     # ---- what subclasses say of themselves ----
-
-    _phase_titles: ClassVar[Mapping[str, str]] = {}
-    """Titles of the phases that are shown, by name; by default their names."""
 
     def _headline(self) -> str:
         return f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {self.seconds:.3f} s"
@@ -195,17 +190,20 @@ class LoadReport(TransferReport):
             "partitioned": ": ranks take turns, and each byte is read once",
             "every": ": each rank reads its own shards",
         }.get(self.readers, "")
+        keys = {
+            name: getattr(self, f"{name}_keys") for name in ("missing", "unexpected", "mismatched", "tied", "ignored")
+        }
+        keys |= {"initialized": self.initialized, "kept in fp32": self.kept_in_fp32}
         facts = [
             ("checkpoint", self.source),
             ("topology", self.topology),
             ("mode", self._mode + who),
             ("why", self.reason),
+            ("buckets", f"{self.buckets:,}"),
+            ("stream", self.stream),
+            ("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""),
+            *((title, list_keys(names)) for title, names in keys.items()),
         ]
-        facts += [("buckets", f"{self.buckets:,}"), ("stream", self.stream)]
-        facts.append(("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""))
-        for title in ("missing", "unexpected", "mismatched", "tied", "ignored"):
-            facts.append((title, list_keys(getattr(self, f"{title}_keys"))))
-        facts += [("initialized", list_keys(self.initialized)), ("kept in fp32", list_keys(self.kept_in_fp32))]
         return [(title, text) for title, text in facts if text]
 
 

@@ -31,7 +31,7 @@ from workload import Size
 size, outcome = Size(layers=1, experts=2), launch.Outcome()
 folder = Path(sys.argv[1])
 entries = launch.loaders(("reload",), outcome, sys.argv[2])
-plan = launch.Plan(1, 2, asdict(size), launch.checkpoints(folder / "data", size), entries, repeat=2)
+plan = launch.Plan(1, 2, asdict(size), launch.checkpoints(folder / "data", size), entries, repeat=1)
 (folder / "run").mkdir()
 launch.run(plan, folder / "run", outcome)
 (folder / "outcome").write_text(json.dumps(asdict(outcome)))
@@ -50,7 +50,7 @@ def test_what_fails_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     shutil.copytree(BENCHMARKS, folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
     for name, text in {**PEERS, "zz_example": example()}.items():
         (folder / "peers" / f"{name}.py").write_text(text)
-    names = [*PEERS, "zz_example", "safe_open_slices"]
+    names = [*PEERS, "zz_example"]
     subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), ",".join(names)], cwd=folder, timeout=240, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
@@ -62,8 +62,7 @@ def test_what_fails_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     assert "a_library_that_nobody_has" in errors["missing"]
     assert errors["raises"] == "rank 1: OSError: the disk is gone"
     assert "wrong result" in errors["wrong"]
-    counted = [sample["entry"] for sample in outcome["samples"]]
-    assert sorted(counted) == sorted(["safe_open_slices", "zz_example"] * 2), "two timed runs of each that works"
+    assert [sample["entry"] for sample in outcome["samples"]] == ["zz_example"]
     assert all(sample["seconds"] > 0 for sample in outcome["samples"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +14,8 @@ import launch
 import simulate_sync
 from costs import StoreRates, agreement
 from epload.planning.traffic import traffic
-from netbed import INTERFACE, NetBed
+from netbed import INTERFACE, NetBed, available
 from simulator import Cluster, predict
-from support.testbed import require
 from workload import Size, plan_buckets
 
 
@@ -79,11 +79,16 @@ def test_agreement_of_levels_and_ranks() -> None:
 def test_simulated_bytes_match_the_link_counters(tmp_path: Path) -> None:
     """Within 6 %, for TCP and IP headers, the manifest and agreement."""
     shape = 2, 2
-    require("the simulator's bytes against link counters")
+    if obstacle := available():
+        if os.environ.get("EPLOAD_FAIL_WITHOUT_NETBED") == "1":
+            pytest.fail(f"EPLOAD_FAIL_WITHOUT_NETBED=1, and there can be no test-bed: {obstacle}")
+        pytest.skip(f"NOT CHECKED: the simulator's bytes against link counters; {obstacle}")
     size = Size(layers=3)
     folders = launch.checkpoints(tmp_path, size)
     outcome = launch.Outcome()
     entries = [entry for entry in launch.loaders(("reload",), outcome, "epload_modes")["reload"] if "dict" not in entry]
+    entries = [entry for entry in entries if entry.endswith(("one/two_level", "partitioned/striped", "every"))]
+    assert len(entries) > 1
     work = tmp_path / "run"
     work.mkdir()
     plan = launch.Plan(

@@ -6,17 +6,17 @@ import errno
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 from unittest import mock
 
 import torch
 
+from campaigns import seeds
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.native import ops
 from epload.ranks.control import Control
@@ -39,18 +39,18 @@ REGRESSIONS = (4435, 2474, 26843)
 thread that had done its work but not ended."""
 _RARE = {"none": 0.5}
 WAYS = (
-    ("one", "two_level"),
-    ("one", "striped"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("partitioned", "striped"),
-    ("every", "two_level"),
-    ("auto", "auto"),
-)
+    ("one", "two_level"), ("one", "striped"), ("per_node", "two_level"), ("partitioned", "two_level"),
+    ("partitioned", "striped"), ("every", "two_level"), ("auto", "auto"),
+)  # fmt: skip
 _READS = ("fill", "read_regions")
 _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
 _ALL = (*_READS, *_MOVES, "unpack", "agree")
+_OWNERS: dict[str, Any] = {
+    **dict.fromkeys(_READS, FileCheckpoint), **dict.fromkeys(_WRITES, Local), **dict.fromkeys(("make", "register"), Group),
+    "agree": Control, "join_nodes": Control, "close_registry": Processes, "start": Thread,
+}  # fmt: skip
+"""Owners of the calls, where they are not native ops."""
 _AT = {
     "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
     "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
@@ -100,45 +100,6 @@ def _victims(kind: str, way: tuple[str, str]) -> Sequence[int]:
     return everyone
 
 
-class Moments:
-    """Counts a rank's calls of some kinds, and does something at one of them."""
-
-    def __init__(
-        self, names: tuple[str, ...], at: int = -1, action: Callable[..., None] | None = None, after: bool = False
-    ) -> None:
-        """``after``: the action comes after the call, and is given its arguments."""
-        self._names, self._at, self._action, self._after = names, at, action, after
-        self.count = 0
-        self.fired = False
-        self._lock = Lock()
-
-    def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:  # some calls come from several threads
-                self.count += 1
-                mine = self.count > self._at >= 0 and not self.fired and self._action is not None
-                self.fired |= mine
-            if mine and not self._after:
-                self._action(*args)
-            result = inner(*args, **kwargs)
-            if mine and self._after:
-                self.fired = self._action(*args) is not False
-            return result
-
-        return call
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        owners: dict[str, Any] = dict.fromkeys(_READS, FileCheckpoint) | dict.fromkeys(_WRITES, Local)
-        owners |= {"agree": Control, "join_nodes": Control, "close_registry": Processes}
-        owners |= dict.fromkeys(("make", "register"), Group) | {"start": Thread}
-        with ExitStack() as stack:
-            for name in self._names:
-                owner = owners.get(name, ops)
-                stack.enter_context(mock.patch.object(owner, name, self._wrap(getattr(owner, name))))
-            yield
-
-
 def _flip_in(local: Local, of: int | range, *_: Any) -> bool:
     """In what was taken out of a bucket, or some buckets."""
     for regions in local.regions(range(of, of + 1) if isinstance(of, int) else of):
@@ -165,13 +126,9 @@ def _raise(kind: type[Exception], *args: Any) -> Callable[..., None]:
 
 
 @contextmanager
-def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Moments]:
+def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[seeds.Moments]:
     """Meanwhile the fault happens on this rank, which made ``calls`` calls in a load without it."""
     at = int(fault.moment * (len(_AT[fault.kind]) if fault.kind in ANEW else calls))
-    names = moments_of(fault)
-
-    def slow(*_: Any) -> None:
-        time.sleep(0.3 * timeout)
 
     def truncate(*_: Any) -> None:
         os.truncate(path, int(path.stat().st_size * (0.1 + 0.8 * fault.moment)))
@@ -183,19 +140,12 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
         os.replace(replacement, path)
 
     def stop_here(*_: Any) -> None:
-        victim = os.getpid()
-        if os.fork() == 0:  # wakes the victim once the others must have given it up
-            time.sleep(2.5 * timeout)
-            os.kill(victim, signal.SIGCONT)
-            os._exit(0)
-        os.kill(victim, signal.SIGSTOP)
-
-    def kill(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        seeds.stop(2.5 * timeout, signal.SIGCONT)  # once the others must have given this rank up
 
     def interrupt(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    slow, kill = (lambda *_, kind=kind: seeds.act(kind, timeout) for kind in ("slow", "kill"))
     before: dict[str, Callable[..., None]] = {
         "slow reader": slow, "slow link": slow, "truncated": truncate, "replaced": replace,
         "stop": stop_here, "kill": kill, "kill discovering": kill, "kill making groups": kill, "interrupt": interrupt,
@@ -207,7 +157,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
         "bit in shard": _flip_in, "bit in bucket": _flip_payload,
     }  # fmt: skip
     action = before.get(fault.kind) or after.get(fault.kind)
-    moments = Moments(names, at if action else -1, action, after=fault.kind in after)
+    moments = seeds.Moments(places_of(fault), at if action else -1, action, after=fault.kind in after)
 
     def full_disk(nbytes: int) -> Any:
         moments.fired = True
@@ -218,7 +168,7 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
         raise KeyError("no rule for this buffer")
 
     with ExitStack() as stack:
-        stack.enter_context(moments.watched())
+        stack.enter_context(moments)
         if fault.kind == "full disk":
             stack.enter_context(mock.patch.object(shared_memory, "_make", full_disk))
         if fault.kind == "hook":
@@ -226,5 +176,5 @@ def broken(fault: Fault, path: Path, calls: int, timeout: float) -> Iterator[Mom
         yield moments
 
 
-def moments_of(fault: Fault) -> tuple[str, ...]:
-    return _AT.get(fault.kind, _ALL)
+def places_of(fault: Fault) -> list[tuple[Any, str]]:
+    return [(_OWNERS.get(name, ops), name) for name in _AT.get(fault.kind, _ALL)]

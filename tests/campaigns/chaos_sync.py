@@ -9,17 +9,14 @@ Models are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import epload
 from campaigns import seeds
@@ -77,52 +74,21 @@ class Fault(NamedTuple):
         return self.kind in ("kill", "stop")
 
 
-def act(fault: Fault) -> None:
-    """What happens to the victim."""
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "stop":
-        victim = os.getpid()
-        if os.fork() == 0:  # ends the victim once the others must have given it up
-            time.sleep(2 * TIMEOUT)
-            with suppress(OSError):
-                os.kill(victim, signal.SIGKILL)
-            os._exit(0)
-        os.kill(victim, signal.SIGSTOP)
-    if fault.kind == "raise":
-        raise RuntimeError("a fault of the campaign")
-    if fault.kind == "memory":
-        raise MemoryError("no memory left, by the campaign")
-    if fault.kind == "slow":
-        time.sleep(TIMEOUT / 3)
-
-
-@contextmanager
-def armed(fault: Fault, mine: bool, phase: str) -> Iterator[None]:
-    """A context in which the victim's fault happens when it comes to its phase."""
-    if not mine or fault.phase != phase or fault.kind not in ("kill", "stop", "raise", "memory", "slow"):
-        yield
-        return
-    patches: dict[str, tuple[type, str, Callable[[tuple[Any, ...]], bool]]] = {
-        "announce": (SenderRendezvous, "announce", lambda args: True),
-        "ready": (Control, "settle", lambda args: args[1] == "getting ready"),
-        "commit": (Control, "settle", lambda args: args[1] == "committing the version"),
+def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
+    """Returns a context in which the victim's fault happens when it comes to its phase. ``now``: False without a fault."""
+    is_trainer = fault.victim.startswith("trainer")
+    rendezvous = (SenderRendezvous, "announce") if is_trainer else (ReceiverRendezvous, "get_ready")
+    places: dict[str, tuple[type, str, Callable[..., bool]]] = {
+        "announce": (*rendezvous, lambda *args: True),
+        "ready": (Control, "settle", lambda control, what, *rest: what == "getting ready"),
+        "commit": (Control, "settle", lambda control, what, *rest: what == "committing the version"),
         # From device to device, a rank has only the waves that it takes part in.
-        "data": (Engine, "_move", lambda args: args[1].index == min(fault.wave, len(args[0]._waves) - 1)),
+        "data": (Engine, "_move", lambda engine, wave: wave.index == min(fault.wave, len(engine._waves) - 1)),
     }
-    if not fault.victim.startswith("trainer"):
-        patches["announce"] = (ReceiverRendezvous, "get_ready", lambda args: True)
-    kind, name, applies = patches[phase]
-    original, done = getattr(kind, name), threading.Event()
-
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if applies(args) and not done.is_set():
-            done.set()
-            act(fault)
-        return original(*args, **kwargs)
-
-    with mock.patch.object(kind, name, patched):
-        yield
+    if not now or fault.phase not in places or fault.kind not in ("kill", "stop", "raise", "memory", "slow"):
+        return nullcontext()
+    owner, method, applies = places[fault.phase]
+    return seeds.Moments([(owner, method)], 0, lambda *args: seeds.act(fault.kind, TIMEOUT), applies=applies)
 
 
 def call(step: Callable[[], Any]) -> tuple[str, float]:
@@ -157,15 +123,10 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
             if fault.kind == "late" and version == VERSIONS:
                 meeting.hear("late")
             write(model, version)
-            with (
-                armed(fault, mine and version == 2, "announce"),
-                armed(fault, mine and version == 2, "ready"),
-                armed(fault, mine and version == 2, "data"),
-                armed(fault, mine and version == 2, "commit"),
-            ):
+            with armed(fault, mine and version == 2):
                 found.append((version, *call(lambda v=version: sender.send_weights(v))))  # type: ignore[misc]
             if mine and version == 2 and fault.dies:
-                act(fault)  # it did not come to its phase
+                seeds.act(fault.kind, TIMEOUT)  # it did not come to its phase
         sender.close()
         meeting.say(f"over-{rank}")
     return {"calls": found, "left": left_over()}
@@ -190,17 +151,12 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 receiver.close()
                 break
             asked = 77 if now and fault.kind == "wrong version" else None
-            with (
-                armed(fault, now, "announce"),
-                armed(fault, now, "ready"),
-                armed(fault, now, "data"),
-                armed(fault, now, "commit"),
-            ):
+            with armed(fault, now):
                 text, seconds = call(lambda a=asked: receiver.receive_weights(a))  # type: ignore[misc]
             if not text:
                 # Before it applies the version; also where it passes no data on, and so has no such phase.
                 if now and fault.dies:
-                    act(fault)
+                    seeds.act(fault.kind, TIMEOUT)
                 text, more = call(receiver.commit)
                 seconds += more
             if receiver.version is not None:
@@ -218,10 +174,9 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
 def judge(seed: int) -> tuple[str, str]:
     """The verdict on one fault, and why."""
     fault = Fault.of(seed)
-    dying = {victim: (int(victim[-1]),) if fault.victim == victim and fault.dies else () for victim in VICTIMS}
 
-    def of(name: str) -> tuple[int, ...]:
-        return tuple(rank for victim, ranks in dying.items() if victim.startswith(name) for rank in ranks)
+    def dying(job: str) -> tuple[int, ...]:
+        return (int(fault.victim[-1]),) if fault.dies and fault.victim.startswith(job) else ()
 
     setup = partial(fakedev.setup, fault.place, lazy=True) if fault.place != "cpu" else None
     if setup is not None:
@@ -229,15 +184,14 @@ def judge(seed: int) -> tuple[str, str]:
     try:
         jobs = run(
             [
-                Job(2, trainer, (fault,), of("trainer"), setup),
-                Job(2, engine, (fault, "pair"), of("pair"), setup),
-                Job(1, engine, (fault, "single"), of("single"), setup),
+                Job(2, trainer, (fault,), dying("trainer"), setup),
+                Job(2, engine, (fault, "pair"), dying("pair"), setup),
+                Job(1, engine, (fault, "single"), dying("single"), setup),
             ],
             limit=300,
         )
     except RankFailed as error:
-        hung = "did not answer" in str(error) or "stack at the limit" in str(error)
-        return "hang" if hung else "failed", f"{fault}\n{error}"
+        return "hang" if seeds.has_hung(error) else "failed", f"{fault}\n{error}"
     answers = [answer for job in jobs for answer in job if answer is not None]
     problems = []
     for answer in answers:
@@ -253,7 +207,7 @@ def judge(seed: int) -> tuple[str, str]:
         if len(others) > 1:
             problems.append(("differ", f"{fault}: {others}"))
         got = {answer["calls"][-1][0] for job in jobs[1:] for answer in job if answer is not None}
-        if not text and version == VERSIONS and fault.kind not in ("leave",) and VERSIONS not in got:
+        if not text and version == VERSIONS and fault.kind != "leave" and VERSIONS not in got:
             problems.append(("failed", f"{fault}: the last version was sent, but the receivers hold {got}"))
     if not fault.dies and sent and sent[0][-1][1]:
         problems.append(("failed", f"{fault}: the last version was not sent: {sent[0][-1][1]}"))
@@ -261,4 +215,4 @@ def judge(seed: int) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(seeds.run(__doc__, judge, ("right",), ("hang", "wrong", "leak", "late", "differ", "failed")))
+    sys.exit(seeds.run(__doc__, judge, ("right",)))

@@ -54,38 +54,18 @@ def tensors_of_every_kind() -> list[Tensor]:
     names = ("int64", "int32", "uint8", "float32", "bool", "complex64", "float8_e4m3fn")
     shapes = ((), (0,), (1,), (4,), (2, 6), (2, 7), (3, 4, 5), (64,))
     plain = [torch.zeros(shape, dtype=getattr(torch, name)) for name, shape in itertools.product(names, shapes)]
-    big = torch.full((2, 7), INT64_MAX)
+    big, four = torch.full((2, 7), INT64_MAX), torch.zeros(4)
+    raw, row = torch.zeros(128, dtype=torch.uint8), torch.zeros(1, 7, dtype=torch.int64)
     return [
-        *plain,
-        big,
-        -big,
-        big[:, 0],
-        torch.full((7,), -1),
-        torch.arange(14).reshape(7, 2).t(),
-        torch.zeros(128, dtype=torch.uint8)[::2],
-        torch.zeros(1, dtype=torch.uint8).expand(64),
-        torch.zeros(1, dtype=torch.int64).expand(2, 7),
-        torch.zeros(64, dtype=torch.uint8)[3:],
+        *plain, big, -big, big[:, 0], torch.full((7,), -1), torch.arange(14).reshape(7, 2).t(), raw[::2], raw[:1].expand(64),
+        row[:, 0].expand(2, 7), raw[3:67],
         *(freed(torch.zeros(shape, dtype=torch.int64)) for shape in ((1,), (4,), (1, 2), (1, 6), (1, 7))),
-        freed(torch.zeros(16, dtype=torch.uint8)),
-        freed(torch.zeros(8, dtype=torch.int32)),
-        freed(torch.zeros(4)),
-        torch.zeros((1, 7), dtype=torch.int64, device="meta"),
-        torch.zeros(16, dtype=torch.uint8, device="meta"),
-        torch.zeros(1, 7, dtype=torch.int64).to_sparse(),
-        torch.zeros(4, dtype=torch.int64).to_sparse(),
-        torch.eye(3).to_sparse_csr(),
-        torch.zeros(4).to_mkldnn(),
-        torch.zeros(4, dtype=torch.complex64).conj(),
-        torch._neg_view(torch.zeros(4)),
-        torch._neg_view(torch.zeros(1, 7, dtype=torch.int64)),
-        torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.quint8),
-        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-        torch._lazy_clone(torch.zeros(16, dtype=torch.uint8)),
-        torch.nn.Parameter(torch.zeros(4)),
-        wrapper(),
-        misaligned(),
-    ]
+        freed(torch.zeros(16, dtype=torch.uint8)), freed(torch.zeros(8, dtype=torch.int32)), freed(torch.zeros(4)),
+        row.to("meta"), raw[:16].to("meta"), row.to_sparse(), four.long().to_sparse(), torch.eye(3).to_sparse_csr(),
+        four.to_mkldnn(), four.to(torch.complex64).conj(), torch._neg_view(four), torch._neg_view(row),
+        torch.quantize_per_tensor(four, 0.1, 0, torch.quint8), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch._lazy_clone(raw[:16].clone()), torch.nn.Parameter(torch.zeros(4)), wrapper(), misaligned(),
+    ]  # fmt: skip
 
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, INT64_MAX, -INT64_MAX - 1, -(2**32)]
@@ -218,9 +198,11 @@ def arguments(op: str) -> str:
     rng = random.Random(op)
     good = CALLS[op](setting)
     bad = [hostile(value if value is not None else 1.5, setting.objects) for value in good]
+    if op == "write_from_device":  # nothing may be written to what this process prints
+        bad[0] = [value for value in bad[0] if not isinstance(value, list) or not {1, 2}.intersection(value)]
     changes: list[dict[int, Any]] = [{i: value} for i, values in enumerate(bad) for value in values]
     for i, j in itertools.combinations(range(len(good)), 2):
-        changes += [{i: rng.choice(bad[i]), j: rng.choice(bad[j])} for _ in range(60)]
+        changes += [{i: rng.choice(bad[i]), j: rng.choice(bad[j])} for _ in range(20)]
     for number, change in enumerate(changes):
         print(f"{op}: change {number}: {describe(change)}", flush=True)
         given = CALLS[op](setting)
@@ -236,11 +218,9 @@ def arguments(op: str) -> str:
 
 def describe(change: dict[int, Any]) -> str:
     def shown(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{type(value).__name__} {value.dtype} {value.layout}"
         if isinstance(value, list):
-            return f"[{', '.join(map(shown, value[:3]))}{', ...' if len(value) > 3 else ''}]"
-        return repr(value)[:60]
+            return f"[{', '.join(map(shown, value[:3]))}...]"
+        return f"{type(value).__name__} {value.dtype} {value.layout}" if isinstance(value, Tensor) else repr(value)[:60]
 
     return ", ".join(f"argument {i} = {shown(value)}" for i, value in change.items())
 

@@ -171,15 +171,10 @@ def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
         yield
         timer.join()
         return
-    kinds = (FileCheckpoint, StateDictCheckpoint)
-    places: list[tuple[Any, str]] = {
-        "before opening": [(Checkpoint, "open")],
-        "after opening": [(Checkpoint, "open")],
-        "before joining": [(Checkpoint, "join")],
-        "read": [(kind, name) for kind in kinds for name in ("fill", "read_regions")],
-    }.get(run.moment, [])
-    calls = count()
-    fatal = run.nth if run.moment == "read" else 0
+    reads = [(kind, name) for kind in (FileCheckpoint, StateDictCheckpoint) for name in ("fill", "read_regions")]
+    opening: list[tuple[Any, str]] = [(Checkpoint, "join" if run.moment == "before joining" else "open")]
+    places = [] if run.moment == "at the end" else reads if run.moment == "read" else opening
+    calls, fatal = count(), run.nth if run.moment == "read" else 0
 
     def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -293,19 +288,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    runs = [Run.of(seed) for seed in range(options.seed, options.seed + options.runs)]
-    began = time.monotonic()
-    counts: Counter[str] = Counter()
+    runs, began, counts = [Run.of(options.seed + i) for i in range(options.runs)], time.monotonic(), Counter[str]()
     for run, outcomes in zip(runs, outcomes_of(runs, limit=60 + 20 * len(runs)), strict=True):
         verdict, why = judged(run, outcomes)
-        counts[verdict] += 1
-        counts["replaced"] += outcomes[0].fired
+        counts.update([verdict] + ["replaced meanwhile"] * outcomes[0].fired)
         if why:
             print(f"{run}\n    {why}")
-    print(
-        f"{len(runs)} loads: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong; "
-        f"{counts['replaced']} replaced meanwhile; seed {options.seed}, {time.monotonic() - began:.0f} s"
-    )
+    shown = ", ".join(f"{count} {what}" for what, count in counts.items())
+    print(f"{len(runs)} loads from seed {options.seed} on: {shown}; {time.monotonic() - began:.0f} s")
     return int(counts["wrong"] > 0)
 
 

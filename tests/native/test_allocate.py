@@ -60,10 +60,6 @@ def test_strides_are_kept() -> None:
     assert [tensor.untyped_storage().nbytes() for tensor in made] == [96, 20, 36]
 
 
-def test_nothing_to_allocate() -> None:
-    assert ops.allocate_like([], BF16, CPU, 2) == []
-
-
 def test_what_is_not_dense_is_refused() -> None:
     sparse = torch.zeros(2, 2).to_sparse()
     with pytest.raises(ValueError, match="expected dense tensors, tensor 1 is Sparse"):

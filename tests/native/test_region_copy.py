@@ -11,29 +11,20 @@ from hypothesis import strategies as st
 from torch.fx import operator_schemas
 
 from epload.native import ops
-from support.region_copies import (
-    DTYPES,
-    FLOATS,
-    Problem,
-    Row,
-    as_bytes,
-    check_equal,
-    problems,
-    random_values,
-    table_of,
-)
+from support.checks import as_bytes
+from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
     check_equal(problem, unpack, ops.unpack if unpack else ops.pack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offset", [0, 1, 16])
-def test_every_dtype_and_bit_pattern(dtype: torch.dtype, offset: int) -> None:
+def test_every_dtype_and_bit_pattern(dtype: torch.dtype) -> None:
     """All 256 byte values move unchanged, NaNs too."""
+    offset = 1
     values = torch.arange(256, dtype=torch.uint8)
     values = (values % 2 if dtype is torch.bool else values).view(dtype)
     row = Row(0, offset, dtype, [0], [len(values)], [1])
@@ -45,27 +36,8 @@ def test_every_dtype_and_bit_pattern(dtype: torch.dtype, offset: int) -> None:
     assert torch.equal(as_bytes(target), as_bytes(values))
 
 
-@pytest.mark.parametrize("source", FLOATS, ids=str)
-@pytest.mark.parametrize("target", FLOATS, ids=str)
-@pytest.mark.parametrize("offset", [0, 1, 3, 8])
-def test_conversion_is_that_of_copy(source: torch.dtype, target: torch.dtype, offset: int) -> None:
-    values = random_values(60, source, 3).view(4, 15)
-    values[0, 0] = float("nan")
-    rows = [Row(0, offset, source, [1, 0], [3, 15], [15, 1]), Row(0, offset + 45 * 8, source, [0, 0], [1, 15], [1, 1])]
-    bucket = torch.full((offset + 60 * 8 + 1,), 0xA5, dtype=torch.uint8)
-    ops.pack(bucket, [values], table_of(rows, 2))
-    got = torch.zeros(15, 4, dtype=target).t()
-    ops.unpack(bucket, [got], table_of(rows, 2))
-    want = torch.empty(4, 15, dtype=target).copy_(values)
-    torch.testing.assert_close(got.contiguous(), want, rtol=0, atol=0, equal_nan=True)
-
-    rows = [Row(0, offset, source, [0, 0], [4, 15], [1, 4])]
-    converted = torch.full_like(bucket, 0x5A)
-    ops.pack(converted, [want], table_of(rows, 2))
-    raw = converted[offset : offset + 60 * source.itemsize].clone().view(source).view(15, 4).t()
-    torch.testing.assert_close(raw, torch.empty_like(raw).copy_(want), rtol=0, atol=0, equal_nan=True)
-    assert set(converted[:offset].tolist()) <= {0x5A}
-    assert set(converted[offset + 60 * source.itemsize :].tolist()) == {0x5A}
+def test_conversion_is_that_of_copy() -> None:
+    check_conversions(ops.pack, ops.unpack, "cpu")
 
 
 @pytest.mark.parametrize("lazy", ["conj", "neg"])
@@ -96,8 +68,8 @@ MEGABYTES = 9 << 20
 """Of each of two regions: enough for two threads."""
 
 
-@pytest.mark.parametrize("run", [1, 100, 1023, 1024, 1025, 1087, 1088, 5003])
-@pytest.mark.parametrize("shift", [0, 1, 33])
+@pytest.mark.parametrize("run", [1, 1023, 1025, 5003])
+@pytest.mark.parametrize("shift", [0, 33])
 def test_megabytes_of_no_alignment(two_threads: None, run: int, shift: int) -> None:
     """A run a row on both sides, and one long run; the bytes between them stay as they were."""
     rows_of = MEGABYTES // run
@@ -174,26 +146,15 @@ def test_autograd_learns_of_the_write() -> None:
         loss.backward()
 
 
-@pytest.fixture
-def stream_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads schemas by evaluating their type names and does not know this one."""
+def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch reads schemas by evaluating their type names and does not know this one.
     monkeypatch.setitem(operator_schemas._type_eval_globals, "Stream", torch.Stream)
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck(stream_type: None, requires_grad: bool) -> None:
-    tensors = [torch.randn(4, 6, requires_grad=requires_grad), torch.randn(3)]
+    tensors = [torch.randn(4, 6), torch.randn(3)]
     rows = [Row(0, 0, torch.float32, [1, 2], [3, 4], [6, 1]), Row(1, 100, torch.bfloat16, [0], [3], [1])]
-    table = table_of(rows, 2)
-    bucket = torch.zeros(256, dtype=torch.uint8)
-    torch.library.opcheck(torch.ops.epload.pack.default, (bucket, tensors, table))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    # A leaf that requires grad cannot be changed in place inside a traced graph.
-    extra = () if requires_grad else ("test_aot_dispatch_dynamic",)
-    torch.library.opcheck(torch.ops.epload.unpack.default, (bucket, tensors, table), test_utils=tests + extra)
-    torch.library.opcheck(
-        torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"), test_utils=tests + extra
-    )
+    arguments = torch.zeros(256, dtype=torch.uint8), tensors, table_of(rows, 2)
+    torch.library.opcheck(torch.ops.epload.pack.default, arguments)
+    torch.library.opcheck(torch.ops.epload.unpack.default, arguments)
+    torch.library.opcheck(torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"))
 
 
 def test_reference_bytes() -> None:

@@ -13,6 +13,7 @@ from epload.native import ops
 from support import fakedev
 from support.accelerator import DEVICE
 from support.checks import all_fine
+from support.failures import raised
 from support.jobs import Job, Meeting, run
 
 pytestmark = pytest.mark.usefixtures("fake_device")
@@ -77,12 +78,9 @@ def borrow(rank: int, meeting: Meeting) -> list[str]:
     handle, nbytes = eval(meeting.hear("freed"))
     if not (again[:8] != 0).any():
         wrong.append("memory that is open goes with its owner's")
-    try:
-        ops.open_memory(handle, nbytes, torch.device(DEVICE))
-        wrong.append("memory that was freed can be opened")
-    except RuntimeError as error:
-        if "cannot be opened on fakedev:0: invalid resource handle" not in str(error):
-            wrong.append(str(error))
+    kind, text = raised(lambda: ops.open_memory(handle, nbytes, torch.device(DEVICE)))
+    if kind != "RuntimeError" or "cannot be opened on fakedev:0: invalid resource handle" not in text:
+        wrong.append(f"memory that was freed: {text}")
     return wrong
 
 
@@ -93,35 +91,24 @@ def test_another_process_reads_what_is_there() -> None:
 def refusals(rank: int, meeting: Meeting) -> list[str]:
     here, there = torch.ones(4, device=DEVICE), torch.ones(4, device="fakedev:1")
     _, (handle,), (nbytes,) = ops.share_memory([here])
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: ops.share_memory([]), ValueError, "expected at least one tensor"),
-        (lambda: ops.share_memory([here, there]), ValueError, "one on fakedev:0 and one on fakedev:1"),
-        (lambda: ops.share_memory([torch.ones(4)]), RuntimeError, "memory of cpu cannot be shared"),
-        (lambda: ops.open_memory(handle, nbytes, torch.device("cpu")), RuntimeError, "memory of cpu cannot be shared"),
-        (lambda: ops.open_memory(handle, nbytes, torch.device(DEVICE)), RuntimeError, "cannot be opened on fakedev:0"),
-        (lambda: ops.open_memory(handle[:-1], nbytes, torch.device(DEVICE)), ValueError, "128 hexadecimal digits"),
-        (lambda: ops.open_memory("x" * 128, nbytes, torch.device(DEVICE)), ValueError, "128 hexadecimal digits"),
-        (
-            lambda: ops.open_memory("00" * 64, nbytes, torch.device(DEVICE)),
-            RuntimeError,
-            "cannot be opened on fakedev:0",
-        ),
-        (lambda: ops.close_memory(here), ValueError, "expected memory that open_memory has opened"),
-        (
-            lambda: ops.open_memory(handle, 0, torch.device(DEVICE)),
-            ValueError,
-            "expected the bytes of an allocation, got 0",
-        ),
+
+    def opening(handle: str, nbytes: int = nbytes, device: str = DEVICE) -> Any:
+        return lambda: ops.open_memory(handle, nbytes, torch.device(device))
+
+    cases: list[tuple[Any, str, str]] = [
+        (lambda: ops.share_memory([]), "ValueError", "expected at least one tensor"),
+        (lambda: ops.share_memory([here, there]), "ValueError", "one on fakedev:0 and one on fakedev:1"),
+        (lambda: ops.share_memory([torch.ones(4)]), "RuntimeError", "memory of cpu cannot be shared"),
+        (lambda: ops.close_memory(here), "ValueError", "expected memory that open_memory has opened"),
+        (opening(handle, device="cpu"), "RuntimeError", "memory of cpu cannot be shared"),
+        (opening(handle), "RuntimeError", "cannot be opened on fakedev:0"),
+        (opening(handle[:-1]), "ValueError", "128 hexadecimal digits"),
+        (opening("x" * 128), "ValueError", "128 hexadecimal digits"),
+        (opening("00" * 64), "RuntimeError", "cannot be opened on fakedev:0"),
+        (opening(handle, 0), "ValueError", "expected the bytes of an allocation, got 0"),
     ]
-    wrong = []
-    for call, kind, text in cases:
-        try:
-            call()
-            wrong.append(f"{text!r}: nothing was raised")
-        except kind as error:
-            if text not in str(error):
-                wrong.append(f"{text!r}: {error}")
-    return wrong
+    outcomes = [(kind, text, raised(call)) for call, kind, text in cases]
+    return [f"{text}: {error}" for kind, text, error in outcomes if error[0] != kind or text not in error[1]]
 
 
 def test_what_is_refused() -> None:

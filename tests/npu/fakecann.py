@@ -12,14 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 MAIN = "libascendcl.so"
 OTHERS = (
-    "libhccl.so",
-    "libacl_op_compiler.so",
-    "libge_runner.so",
-    "libgraph.so",
-    "libopapi.so",
-    "libruntime.so",
+    "libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libopapi.so", "libruntime.so",
     "libacl_tdt_channel.so",
-)
+)  # fmt: skip
 OF_CANN = re.compile(r"^(acl|Hccl|Msprof|rt[A-Z])")
 BY_NAME = ("aclrtSetDeviceSatMode", "aclSetCompileopt", "aclrtSetOpExecuteTimeOut", "aclrtSetOpWaitTimeout")
 """What torch_npu looks up while it runs, and wants to find."""

@@ -81,10 +81,7 @@ def run_ranks(script: str, cann: Path, folder: Path, *words: str) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["op two_level", "one striped", "partitioned two_level", "every two_level"],
-)
+@pytest.mark.parametrize("case", ["op two_level", "one striped", "partitioned two_level", "every two_level"])
 def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: Path) -> None:
     for rank, (answer, lines) in enumerate(run_ranks("rank.py", cann, tmp_path, *case.split())):
         assert answer["wrong"] == []

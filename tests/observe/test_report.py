@@ -41,7 +41,7 @@ def test_a_report_is_aligned_and_leaves_out_what_was_not_done() -> None:
 def test_details_of_the_text() -> None:
     made = report()
     made.phases["unpack"] = Phase(0.02, 4_000_000_000, 0.01)
-    assert "\n  unpack      0.020 s    4,000.0 MB" in str(made)
+    assert "\n  unpack      0.020 s        4.0 GB" in str(made)
     assert "GB/s" not in str(made).splitlines()[-1], "a rate of buckets that pass by"
     made.phases["unpack"] = Phase(0.0001, 4_000_000_000, 0.0)  # a rank that keeps nothing
     assert "unpack" not in str(made)
@@ -103,7 +103,7 @@ def logged(rank: int) -> list[tuple[str, str]]:
         records.clear()
         del state["norm.bias"]
         state["stray"] = torch.ones(2)
-        small = mock.patch.multiple(slow, _LEAST_BYTES=1, _LEAST_SECONDS=0.05)
+        small = mock.patch.multiple(slow, _MIN_BYTES=1, _MIN_SECONDS=0.05)
         real = slow.pace
         late = mock.patch("epload.loading.run.pace", lambda nbytes, s: real(nbytes, s if rank != 2 else s + 0.5))
         with small, late, mock.patch.object(progress, "_LOG_SECONDS", 0.0):

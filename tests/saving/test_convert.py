@@ -79,7 +79,7 @@ def test_the_command(tmp_path: Path) -> None:
         ([], 1, "exists and is not empty"),
         (["--overwrite", "--rename", r"model\..*=x"], 1, "several tensors the name x"),
         (["--overwrite", "--rename", "x"], 2, "expected PATTERN=TEXT"),
-        (["--overwrite", "--dtype", "int8"], 2, "expected float16"),
+        (["--overwrite", "--dtype", "int8"], 2, "is not one of 'float16'"),
     ):
         result = CliRunner().invoke(main, [*arguments[:3], *more])
         assert (result.exit_code, text in result.stderr) == (status, True), result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 
 from epload import HierarchicalLoader, Topology
 from support.accelerator import NODES
-from support.checks import all_fine
+from support.checks import all_fine as none_differs
 from support.failures import Filling, error_of
 
 ROWS, BUCKETS = 300, 7
 ROW_BUCKET = 64 + 4 * ROWS
 """Bytes; a tensor a bucket."""
+__all__ = ["WHO", "at_each_bucket", "none_differs"]
 WHO = ("every rank", "a tensor on CPU")
 
 
@@ -80,7 +80,3 @@ def at_each_bucket(rank: int, readers: str, algorithm: str, who: str, device: st
         problems += [f"{case}, after it: {text}"] if (text := scene.load(1)) else []
         problems += [f"{case}, after it: {number}" for number in range(BUCKETS) if not scene.holds(number, 1)]
     return problems
-
-
-def none_differs(by_rank: Sequence[list[str]]) -> None:
-    all_fine(by_rank)

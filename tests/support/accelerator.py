@@ -18,13 +18,9 @@ DEVICE = f"{fakedev.NAME}:0"
 SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 NODES = {1: [[0]], 2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 1], [2, 3]]}
 WAYS = (
-    ("one", "two_level"),
-    ("one", "striped"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("partitioned", "striped"),
-    ("every", "two_level"),
-)
+    ("one", "two_level"), ("one", "striped"), ("per_node", "two_level"), ("partitioned", "two_level"),
+    ("partitioned", "striped"), ("every", "two_level"),
+)  # fmt: skip
 meta_net = partial(small_model.meta_net, where=DEVICE)
 wrong = partial(small_model.wrong, where=DEVICE)
 

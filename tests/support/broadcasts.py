@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -17,17 +18,9 @@ from support.failures import raised
 
 Nodes = list[list[int]]
 DTYPES = [
-    torch.float32,
-    torch.int64,
-    torch.bfloat16,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.uint8,
-    torch.float64,
-    torch.float8_e5m2,
-    torch.int16,
-]
+    torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint8, torch.float64,
+    torch.float8_e5m2, torch.int16,
+]  # fmt: skip
 SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (0,), (3, 5), (2, 0, 4), (2, 3, 4), (13, 1), (1, 1, 1, 1), (33,)]
 LARGE: list[tuple[int, ...]] = [(5, 300), (3, 7, 50), (1200,), (40, 2, 2, 3)]
 LAYOUTS = ["contiguous", "reversed dims", "every second", "turned"]
@@ -35,10 +28,7 @@ LAYOUTS = ["contiguous", "reversed dims", "every second", "turned"]
 
 def values(index: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) -> Tensor:
     """No two elements of a call are equal where the dtype has room for it, else as varied as it allows."""
-    count = 1
-    for n in shape:
-        count *= n
-    at = torch.arange(count, dtype=torch.int64) + 10_000 * index + 1_000_000 * salt
+    at = torch.arange(prod(shape)) + 10_000 * index + 1_000_000 * salt
     if dtype is torch.bool:
         return ((at * 2654435761 >> 13) % 2 == 1).view(shape)
     if dtype.is_complex:
@@ -84,13 +74,7 @@ class Guarded:
 
 
 def exchange(
-    rank: int,
-    src: int,
-    topo: Topology,
-    shapes: list[tuple[int, ...]],
-    salt: int,
-    device: str = "cpu",
-    **options: Any,
+    rank: int, src: int, topo: Topology, shapes: list[tuple[int, ...]], salt: int, device: str = "cpu", **options: Any
 ) -> list[str]:
     """One call with every shape; each rank has layouts of its own, so senders and receivers differ in strides."""
     kinds = [(shape, DTYPES[(i + salt) % len(DTYPES)]) for i, shape in enumerate(shapes)]
@@ -201,19 +185,16 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
         call([g.tensor for g in got])
         wrong.extend(f"{what}: {text}" for g, c in zip(got, contents, strict=True) if (text := g.wrong(c)))
 
+    rail, first, everyone, leader = name(0, 2) or name(1, 3), rank % 2, name(0, 1, 2, 3), 1 + rank // 2 * 2
     check("two_level", 0, lambda t: op(t, 0, name(0, 2), node, 1000, "two_level"))
     check("default", 0, lambda t: op.default(t, 0, name(0, 2), node, 1 << 20, "two_level", None))
-    check("rail 1", 1, lambda t: op(t, 1, name(1, 3), node, 1000, "two_level", leader=1 if rank < 2 else 3))
-    check(
-        "wrapper", 3, lambda t: ops.coalesced_bcast(t, 3, name(1, 3), node, 100, "two_level", leader=1 + rank // 2 * 2)
-    )
-    check("one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 1000, "two_level"))
-    check("no node", 3, lambda t: op(t, 3, name(0, 1, 2, 3), "", 1000, "two_level"))
-
-    rail, first = name(0, 2) or name(1, 3), rank % 2
+    check("rail 1", 1, lambda t: op(t, 1, name(1, 3), node, 1000, "two_level", leader=leader))
+    check("wrapper", 3, lambda t: ops.coalesced_bcast(t, 3, name(1, 3), node, 100, "two_level", leader=leader))
+    check("one node", 2, lambda t: op(t, 2, "", everyone, 1000, "two_level"))
+    check("no node", 3, lambda t: op(t, 3, everyone, "", 1000, "two_level"))
     check("striped", 0, lambda t: op(t, 0, rail, node, 1000, "striped", leader=first))
     check("striped, second node", 3, lambda t: op(t, 3, rail, node, 100, "striped", leader=2 + first))
-    check("striped, one node", 2, lambda t: op(t, 2, "", name(0, 1, 2, 3), 100, "striped"))
+    check("striped, one node", 2, lambda t: op(t, 2, "", everyone, 100, "striped"))
 
     def refused(what: str, text: str, *args: Any, **options: Any) -> None:
         tensors = [torch.full((3,), float(rank), device=device)]
@@ -242,10 +223,6 @@ def raw_op(rank: int, device: str = "cpu") -> list[str]:
     return wrong
 
 
-def has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
-
-
 class Refusals:
     """Calls that every rank must refuse alike, each followed by one that succeeds."""
 
@@ -258,7 +235,11 @@ class Refusals:
         self.texts: dict[str, str] = {}
 
     def check(self, what: str, kind: str, parts: list[str], tensors: list[Any], **options: Any) -> None:
-        plain = [t for t in tensors if type(t) is Tensor and has_memory(t)]
+        plain = [
+            t
+            for t in tensors
+            if type(t) is Tensor and t.layout is torch.strided and not t.is_meta and t.untyped_storage().nbytes()
+        ]
         before = [t.clone() for t in plain]
         got, text = raised(lambda: coalesced_bcast(tensors, **{"topology": self.topo, **options}))
         self.texts[what] = f"{got}: {text}"
@@ -266,10 +247,8 @@ class Refusals:
             self.wrong.append(f"{what}: expected {kind} with {parts}, got {got}: {text}")
         if not all(map(torch.equal, plain, before)):
             self.wrong.append(f"{what}: something has moved")
-        self.wrong += [
-            f"after {what}: {text}"
-            for text in exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts), self.device)
-        ]
+        after = exchange(self.rank, 1, self.topo, SHAPES[:5], len(self.texts), self.device)
+        self.wrong += [f"after {what}: {text}" for text in after]
 
     def answer(self) -> tuple[list[str], dict[str, str]]:
         return self.wrong, self.texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,21 @@ def one_file(folder: Path, state: State) -> Any:
     return folder / "weights.safetensors"
 
 
-def folder_with_index(folder: Path, state: State) -> Any:
-    parts = dict(
-        zip(("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), split(state), strict=True)
-    )
-    for name, part in parts.items():
-        save_file(part, folder / name)
-    weight_map = {key: name for name, part in parts.items() for key in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    save_file({"stray": tensor(9, (2,))}, folder / "adapter.safetensors")
+def with_index(
+    folder: Path, state: State, names: tuple[str, str], index: str, save: Callable[[State, Path], object]
+) -> Any:
+    weight_map = {}
+    for name, part in zip(names, split(state), strict=True):
+        save(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save({"stray": tensor(9, (2,))}, folder / f"other{Path(names[0]).suffix}")
     return folder
+
+
+def folder_with_index(folder: Path, state: State) -> Any:
+    names = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    return with_index(folder, state, names, "model.safetensors.index.json", save_file)
 
 
 def the_index_itself(folder: Path, state: State) -> Any:
@@ -65,13 +71,8 @@ def torch_file(folder: Path, state: State) -> Any:
 
 
 def torch_folder_with_index(folder: Path, state: State) -> Any:
-    parts = dict(zip(("pytorch_model-1.bin", "pytorch_model-2.bin"), split(state), strict=True))
-    for name, part in parts.items():
-        torch.save(part, folder / name)
-    weight_map = {key: name for name, part in parts.items() for key in part}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    torch.save({"stray": tensor(9, (2,))}, folder / "training.bin")
-    return folder
+    names = "pytorch_model-1.bin", "pytorch_model-2.bin"
+    return with_index(folder, state, names, "pytorch_model.bin.index.json", torch.save)
 
 
 def torch_folder(folder: Path, state: State) -> Any:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -37,16 +37,10 @@ class Sent(NamedTuple):
 
 
 def send_versions(
-    rank: int,
-    meeting: Meeting,
-    world: int = 1,
-    receivers: int = 1,
-    versions: int = 3,
-    machine: str = "",
-    before_second: Callable[[torch.nn.Module], None] = lambda model: None,
-    verify: bool = False,
+    rank: int, meeting: Meeting, world: int = 1, receivers: int = 1, versions: int = 3, machine: str = "",
+    before_second: Callable[[torch.nn.Module], None] = lambda model: None, verify: bool = False,
     waves: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[Sent]:
+) -> list[Sent]:  # fmt: skip
     """Sends versions of a model on the device. ``waves``: ``many_waves`` if receivers have that, too."""
     with on_machine(machine), waves():
         model, sent = build("fsdp" if world > 1 else "plain", world, where=DEVICE), []
@@ -114,16 +108,10 @@ def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
 @contextmanager
 def on_machine(name: str) -> Iterator[None]:
     """This process takes itself to be on another machine than those with other names."""
-    if not name:
+    with ExitStack() as stack:
+        for module in ("devices", "sender", "receiver") if name else ():
+            stack.enter_context(mock.patch(f"epload.sync.{module}.local_network", return_value=name))
         yield
-        return
-    modules = ("devices", "sender", "receiver")
-    patches = [mock.patch(f"epload.sync.{module}.local_network", return_value=name) for module in modules]
-    for patch in patches:
-        patch.start()
-    yield
-    for patch in patches:
-        patch.stop()
 
 
 def topology_of(machines: Sequence[str], world: int) -> epload.Topology | None:
@@ -136,14 +124,11 @@ def topology_of(machines: Sequence[str], world: int) -> epload.Topology | None:
 
 def mapped_of(pid: int) -> set[int]:
     """Inodes of another process's device memory that this one has mapped."""
-    mine = {
-        int(line.split()[4]) for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fakedev" in line
-    }
-    theirs = set()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    own = {int(line.split()[4]) for line in maps if "memfd:fakedev" in line}
+    remote = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(OSError):  # closed meanwhile
             if "memfd:fakedev" in os.readlink(link):
-                theirs.add(link.stat().st_ino)
-        except OSError:
-            continue  # closed meanwhile
-    return mine & theirs
+                remote.add(link.stat().st_ino)
+    return own & remote

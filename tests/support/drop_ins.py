@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from support.checks import as_bytes
+from support.failures import error_of
 from support.gather import full_state
 from support.models import Mlp, mesh, on_meta
 
@@ -30,13 +30,7 @@ def wrong(model: nn.Module, values: dict[str, Tensor]) -> list[str]:
     return [name for name, value in values.items() if not torch.equal(as_bytes(state[name]), as_bytes(value))]
 
 
-def raised(action: Callable[[], Any]) -> str:
-    """The error's type and text, or nothing."""
-    try:
-        action()
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+raised = error_of
 
 
 def everywhere(value: Any) -> list[Any]:

@@ -130,18 +130,10 @@ def engine_checkpoint(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Elements are unique in bfloat16, too, as far as it has bits."""
     e = Engine
     shapes: dict[str, tuple[int, ...]] = {
-        "embed": (e.VOCAB, e.HIDDEN),
-        "q": (e.HEADS * e.HEAD, e.HIDDEN),
-        "k": (2 * e.HEAD, e.HIDDEN),
-        "v": (2 * e.HEAD, e.HIDDEN),
-        "gate": (e.INNER, e.HIDDEN),
-        "up": (e.INNER, e.HIDDEN),
-        "down": (e.HIDDEN, e.INNER),
-        "router": (e.EXPERTS, e.HIDDEN),
-        "norm": (e.HIDDEN,),
-        "scale": (),
-        "rotary": (3,),  # which the engine does not have
-    }
+        "embed": (e.VOCAB, e.HIDDEN), "q": (e.HEADS * e.HEAD, e.HIDDEN), "k": (2 * e.HEAD, e.HIDDEN), "v": (2 * e.HEAD, e.HIDDEN),
+        "gate": (e.INNER, e.HIDDEN), "up": (e.INNER, e.HIDDEN), "down": (e.HIDDEN, e.INNER), "router": (e.EXPERTS, e.HIDDEN),
+        "norm": (e.HIDDEN,), "scale": (), "rotary": (3,),  # which the engine does not have
+    }  # fmt: skip
     for expert in range(e.EXPERTS):
         for which in ("gate", "up"):
             shapes[f"experts.{expert}.{which}"] = (e.INNER, e.HIDDEN)

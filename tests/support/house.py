@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -126,13 +126,6 @@ def main() -> None:
     print(f"{'':40}{'now':>10}{'limit':>10}")
     for what, (now, limit) in table().items():
         print(f"{what:40}{now:>10,}{limit:>10,}")
-    twice = [f"{name} ({', '.join(places)})" for name, places in sorted(class_names().items()) if len(places) > 1]
-    wide = Counter({name: len(imports(name)) for name in modules() if name != "epload"})
-    packages = Counter({p.name: lines(list(p.rglob("*.py")), (".py",)) for p in PACKAGE.iterdir() if p.is_dir()})
-    print("\nclass names used twice:", ", ".join(twice))
-    print("largest fan-out:", ", ".join(f"{name} {count}" for name, count in wide.most_common(8)))
-    print("lines:", ", ".join(f"{name} {count:,}" for name, count in packages.most_common()))
-    print("\n".join(["fragments:", *fragments(PACKAGE)[:40]]))
 
 
 if __name__ == "__main__":

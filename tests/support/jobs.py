@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,16 +51,7 @@ def run(jobs: Sequence[Job], limit: float = ranks.LIMIT) -> list[list[Any]]:
         meeting = Meeting(folder)
         running = [
             pool.submit(
-                partial(
-                    ranks.run,
-                    job.world,
-                    job.function,
-                    meeting,
-                    *job.args,
-                    limit=limit,
-                    dying=job.dying,
-                    setup=job.setup,
-                )
+                ranks.run, job.world, job.function, meeting, *job.args, limit=limit, dying=job.dying, setup=job.setup
             )
             for job in jobs
         ]

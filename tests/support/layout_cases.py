@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
+from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from support.models import (
@@ -19,19 +21,13 @@ from support.models import (
     Spec,
     Stack,
     Tied,
-    Transposed,
-    ep_and_tp_then_fsdp,
-    ep_then_fsdp,
+    device,
     fsdp,
-    fsdp_on_dim_1,
-    fsdp_with_ignored,
-    fused_tp_then_fsdp,
+    mesh,
     nothing,
-    offloaded_fsdp,
-    partly_materialized,
+    place,
     placed,
-    pure_tp,
-    sharded_buffers,
+    tp,
     tp_then_fsdp,
 )
 
@@ -51,22 +47,74 @@ class Case:
 BF16, F64, FP8 = torch.bfloat16, torch.float64, torch.float8_e4m3fn
 UNEVEN: list[Spec] = [{"w": (5, 7), "b": (7,), "one": (1,)}, {"w": (7, 3), "b": (1, 4), "tall": (9, 1, 2)}]
 MIXED_BUFFERS: Spec = {
-    "step": ((), torch.int64),
-    "mask": ((3, 5), torch.bool),
-    "void": (0, 4),
-    "code": ((11,), torch.uint8),
-    "scale": ((3,), FP8),
+    "step": ((), torch.int64), "mask": ((3, 5), torch.bool), "void": (0, 4), "code": ((11,), torch.uint8), "scale": ((3,), FP8),
     "mean": ((5,), F64),
-}
+}  # fmt: skip
 MIXED_PARAMETERS: Spec = {
-    "a": (5, 3),
-    "b": ((7, 3), BF16),
-    "c": ((1,), F64),
-    "d": ((6, 5), FP8),
-    "e": ((9,), torch.float16),
-    "none": (0, 3),
+    "a": (5, 3), "b": ((7, 3), BF16), "c": ((1,), F64), "d": ((6, 5), FP8), "e": ((9,), torch.float16), "none": (0, 3),
     "flat": (3, 0),
-}
+}  # fmt: skip
+
+
+class Transposed(nn.Module):
+    """A parameter whose elements do not lie in row-major order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(3, 2, 5).permute(2, 0, 1))
+
+
+def offloaded_fsdp(model: nn.Module, size: int) -> None:
+    fully_shard(model, mesh=mesh(("fsdp", size)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def fsdp_on_dim_1(model: nn.Module, size: int) -> None:
+    fully_shard(model, mesh=mesh(("fsdp", size)), shard_placement_fn=lambda parameter: Shard(1))
+
+
+def fsdp_with_ignored(model: nn.Module, size: int) -> None:
+    ignored = {parameter for name, parameter in model.named_parameters() if name in ("scalar", "kept")}
+    fully_shard(model, mesh=mesh(("fsdp", size)), ignored_params=ignored)
+
+
+def pure_tp(model: nn.Module, size: int) -> None:
+    tp(model, mesh(("tp", size)))
+
+
+def ep_then_fsdp(model: nn.Module, sizes: tuple[int, int], dim: int) -> None:
+    """Experts lie on (fsdp, ep) and FSDP shards ``dim`` of theirs; the dense part is sharded over all ranks."""
+    assert isinstance(model, Experts)
+    on = mesh(("fsdp", sizes[0]), ("ep", sizes[1]))
+    place(model.experts, on["ep"], [Shard(0)])
+    fully_shard(model.experts, mesh=on["fsdp"], shard_placement_fn=lambda parameter: Shard(dim))
+    fully_shard(model.dense, mesh=mesh(("all", prod(sizes))))
+
+
+def ep_and_tp_then_fsdp(model: nn.Module, sizes: tuple[int, int, int], tp_placement: Placement) -> None:
+    on = mesh(("fsdp", sizes[0]), ("ep", sizes[1]), ("tp", sizes[2]))
+    place(model, on["ep", "tp"], [Shard(0), tp_placement])
+    fully_shard(model, mesh=on["fsdp"])
+
+
+def fused_tp_then_fsdp(model: nn.Module, sizes: tuple[int, int], dim: int) -> None:
+    """TP keeps a piece of each of the parts of a fused projection; then FSDP cuts ``dim`` 0."""
+    on = mesh(("fsdp", sizes[0]), ("tp", sizes[1]))
+    place(model, on["tp"], [_StridedShard(dim, split_factor=2)])
+    fully_shard(model, mesh=on["fsdp"])
+
+
+def sharded_buffers(model: nn.Module, size: int) -> None:
+    for name, buffer in list(model.named_buffers()):
+        placement = Shard(0) if buffer.ndim else Replicate()
+        made = distribute_tensor(buffer, mesh(("all", size)), [placement], src_data_rank=None)
+        model.register_buffer(name, made)
+
+
+def partly_materialized(model: nn.Module) -> None:
+    """One tensor of a model on meta has storage already."""
+    a = model.get_parameter("a")
+    if a.is_meta:
+        model.register_parameter("a", nn.Parameter(torch.full_like(a, -1.0, device=device())))
 
 
 def of_one_axis(world: int) -> Iterator[Case]:

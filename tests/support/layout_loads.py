@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from support.checks import differences, full_values
+from support.checks import all_fine, differences, full_values
 from support.layout_cases import Case, cases
 from support.models import device, on_meta, use_device
 from support.readers import small_waves
@@ -28,13 +27,10 @@ NODES: dict[int, tuple[list[list[int]], ...]] = {
     7: ([[0, 1, 2], [3, 4], [5, 6]],),
 }
 MODES = (
-    ("one", "two_level"),
-    ("per_node", "two_level"),
-    ("partitioned", "two_level"),
-    ("every", "two_level"),
-    ("partitioned", "striped"),
-    ("auto", "auto"),
-)
+    ("one", "two_level"), ("per_node", "two_level"), ("partitioned", "two_level"), ("every", "two_level"),
+    ("partitioned", "striped"), ("auto", "auto"),
+)  # fmt: skip
+none_fails = all_fine
 BUCKET_BYTES = (200, 1000, 1 << 20)
 PARTS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 2), (4, 1, 2), (7, 0, 1)]
 """Number of ranks, and which part of how many parts of the cases one test loads."""
@@ -131,8 +127,3 @@ def stored(folder: Path, world: int) -> str:
     for number, case in enumerate(all_cases):
         save_file(stored_values(case), checkpoint_path(str(folder), number))
     return str(folder)
-
-
-def none_fails(of_ranks: Sequence[Sequence[str]]) -> None:
-    failures = [line for lines in of_ranks for line in lines]
-    assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:40])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from epload import Mapping
 from epload.mapping.place import Place
 from epload.mapping.place import place as place_tensors
+from support.shards import box_slices as box
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,10 +19,6 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
 
 def place(mapping: Mapping, sources: Shapes, targets: Shapes) -> list[tuple[Place, ...]]:
     return place_tensors(mapping, list(sources), list(sources.values()), targets)
-
-
-def box(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))
 
 
 def assemble(mapping: Mapping, sources: dict[str, Tensor], targets: Shapes) -> dict[str, Tensor]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 Shape = tuple[int, ...]
 Spec = dict[str, Shape | tuple[Shape, torch.dtype]]
@@ -38,14 +36,6 @@ def empty(spec: Spec) -> Iterator[tuple[str, Tensor]]:
         else:
             shape, dtype = entry, torch.float32
         yield name, torch.empty(shape, dtype=dtype)
-
-
-class Transposed(nn.Module):
-    """A parameter whose elements do not lie in row-major order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(3, 2, 5).permute(2, 0, 1))
 
 
 class Stack(nn.Module):
@@ -115,31 +105,9 @@ def fsdp(model: nn.Module, axes: Sequence[tuple[str, int]]) -> None:
     fully_shard(model, mesh=on)
 
 
-def offloaded_fsdp(model: nn.Module, size: int) -> None:
-    fully_shard(model, mesh=mesh(("fsdp", size)), offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def fsdp_on_dim_1(model: nn.Module, size: int) -> None:
-    fully_shard(model, mesh=mesh(("fsdp", size)), shard_placement_fn=lambda parameter: Shard(1))
-
-
-def fsdp_with_ignored(model: nn.Module, size: int) -> None:
-    ignored = {parameter for name, parameter in model.named_parameters() if name in ("scalar", "kept")}
-    fully_shard(model, mesh=mesh(("fsdp", size)), ignored_params=ignored)
-
-
 def tp(model: nn.Module, on: DeviceMesh) -> None:
-    plan = {
-        "embed": RowwiseParallel(),
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-    }
+    plan = {"embed": RowwiseParallel(), "norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, on, plan)
-
-
-def pure_tp(model: nn.Module, size: int) -> None:
-    tp(model, mesh(("tp", size)))
 
 
 def tp_then_fsdp(model: nn.Module, axes: Sequence[tuple[str, int]]) -> None:
@@ -160,44 +128,8 @@ def placed(model: nn.Module, axes: Sequence[tuple[str, int]], placements: Sequen
     place(model, mesh(*axes), placements)
 
 
-def ep_then_fsdp(model: nn.Module, sizes: tuple[int, int], dim: int) -> None:
-    """Experts lie on (fsdp, ep) and FSDP shards ``dim`` of theirs; the dense part is sharded over all ranks."""
-    assert isinstance(model, Experts)
-    on = mesh(("fsdp", sizes[0]), ("ep", sizes[1]))
-    place(model.experts, on["ep"], [Shard(0)])
-    fully_shard(model.experts, mesh=on["fsdp"], shard_placement_fn=lambda parameter: Shard(dim))
-    fully_shard(model.dense, mesh=mesh(("all", prod(sizes))))
-
-
-def ep_and_tp_then_fsdp(model: nn.Module, sizes: tuple[int, int, int], tp_placement: Placement) -> None:
-    on = mesh(("fsdp", sizes[0]), ("ep", sizes[1]), ("tp", sizes[2]))
-    place(model, on["ep", "tp"], [Shard(0), tp_placement])
-    fully_shard(model, mesh=on["fsdp"])
-
-
-def fused_tp_then_fsdp(model: nn.Module, sizes: tuple[int, int], dim: int) -> None:
-    """TP keeps a piece of each of the parts of a fused projection; then FSDP cuts ``dim`` 0."""
-    on = mesh(("fsdp", sizes[0]), ("tp", sizes[1]))
-    place(model, on["tp"], [_StridedShard(dim, split_factor=2)])
-    fully_shard(model, mesh=on["fsdp"])
-
-
-def sharded_buffers(model: nn.Module, size: int) -> None:
-    for name, buffer in list(model.named_buffers()):
-        placement = Shard(0) if buffer.ndim else Replicate()
-        made = distribute_tensor(buffer, mesh(("all", size)), [placement], src_data_rank=None)
-        model.register_buffer(name, made)
-
-
 def nothing(model: nn.Module) -> None:
     """Plain tensors: the whole model on every rank."""
-
-
-def partly_materialized(model: nn.Module) -> None:
-    """One tensor of a model on meta has storage already."""
-    a = model.get_parameter("a")
-    if a.is_meta:
-        model.register_parameter("a", nn.Parameter(torch.full_like(a, -1.0, device=_device)))
 
 
 def on_meta(make: Callable[[], Any]) -> Any:

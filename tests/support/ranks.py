@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,14 +45,9 @@ class RankFailed(AssertionError):
 
 
 def run(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    limit: float = LIMIT,
-    setup: Callable[[], str] | None = None,
-    dying: Collection[int] = (),
-    tcp: bool = False,
-) -> list[Any]:
+    world: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, setup: Callable[[], str] | None = None,
+    dying: Collection[int] = (), tcp: bool = False,
+) -> list[Any]:  # fmt: skip
     """Calls ``function(rank, *args)`` on ``world`` ranks of a gloo group and returns each rank's value, in order.
 
     ``setup`` is called first on each rank and returns the backends to make the group with, in place of gloo. Ranks that are
@@ -106,39 +102,27 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = LIMIT) ->
 
 
 def run_script(
-    world: int,
-    script: Path,
-    arguments: list[str],
-    folder: Path,
-    environment: dict[str, str],
-    prepare: Callable[[], None],
-) -> str:
+    world: int, script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None],
+) -> str:  # fmt: skip
     """Runs a script on ranks with the environment that torchrun makes, and returns what they print."""
-    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory(prefix="epload-test-") as outputs:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-        free.close()
-        common = {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        processes = []
-        for rank in range(world):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "test", **common, **environment}
-            args = f"{outputs}/{rank}", _script, (script, arguments, folder, own, prepare)
-            processes.append(_context.Process(target=_alone, args=args, daemon=True))
-            processes[-1].start()
-        until = time.monotonic() + LIMIT
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-        output = "".join(_read(Path(outputs, str(rank))) for rank in range(world))
-        if statuses != [0] * world:
-            raise RankFailed(f"exit statuses {statuses}, None at the limit of {LIMIT} s:\n{output[-5000:]}")
-        return output
+    common = {
+        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test", **environment,
+    }  # fmt: skip
+
+    def run_one(rank: int) -> tuple[int | None, str]:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+        return run_alone(_script, script, arguments, folder, own, prepare)
+
+    with ThreadPoolExecutor(world) as pool:
+        outcomes = list(pool.map(run_one, range(world)))
+    output = "".join(text for _, text in outcomes)
+    statuses = [status for status, _ in outcomes]
+    if statuses != [0] * world:
+        raise RankFailed(f"exit statuses {statuses}, None at the limit of {LIMIT} s:\n{output[-5000:]}")
+    return output
 
 
 def _script(
@@ -162,13 +146,8 @@ def _script(
     os._exit(status)
 
 
-def _leave_what_was_imported() -> None:
-    """Keeps the garbage collector from what the server has imported: each full collection would copy all of its pages."""
-    gc.freeze()
-
-
 def _alone(output: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    _leave_what_was_imported()
+    gc.freeze()  # each full collection would copy all pages of what the server has imported
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -198,37 +177,21 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _meeting(folder: str, port: int) -> dict[str, Any]:
-    if port:
-        return {"store": dist.TCPStore("127.0.0.1", port, is_master=False)}
-    return {"init_method": f"file://{folder}/rendezvous"}
-
-
 def _main(
-    rank: int,
-    world: int,
-    folder: str,
-    limit: float,
-    link: Connection,
-    setup: Callable[[], str] | None,
-    some_die: bool,
-    port: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    _leave_what_was_imported()
+    rank: int, world: int, folder: str, limit: float, link: Connection, setup: Callable[[], str] | None, some_die: bool,
+    port: int, function: Callable[..., Any], args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    gc.freeze()  # each full collection would copy all pages of what the server has imported
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
         faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
         try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False) if port else None
             dist.init_process_group(
-                setup() if setup else "gloo",
-                **_meeting(folder, port),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=limit),
-            )
+                setup() if setup else "gloo", f"file://{folder}/rendezvous" if store is None else None, store=store,
+                rank=rank, world_size=world, timeout=timedelta(seconds=limit),
+            )  # fmt: skip
             value = function(rank, *args)
             if not some_die:
                 dist.barrier()

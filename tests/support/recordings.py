@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import epload
 from epload.core.placement import box_slices
 from epload.integrations.engine.recording import Recording, record
+from support.checks import as_bytes
 from support.engines import Loader, Weights
 
 
@@ -64,10 +65,7 @@ def check_recording(make: Callable[[], nn.Module], weights: Mapping[str, Tensor]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    same = (a.shape, a.dtype) == (b.shape, b.dtype)
-    return same and torch.equal(
-        a.detach().contiguous().view(-1).view(torch.uint8), b.detach().contiguous().view(-1).view(torch.uint8)
-    )
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(as_bytes(a), as_bytes(b))
 
 
 def by_name(model: Loader, weights: Weights) -> None:

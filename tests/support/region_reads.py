@@ -12,6 +12,8 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
+from support.region_copies import packed
+from support.shards import box_slices
 
 Shape = tuple[int, ...]
 
@@ -31,20 +33,12 @@ class Row:
     at: Shape
 
 
-def row_major(shape: Shape) -> list[int]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return strides[::-1]
-
-
 def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The files and offsets of as many tensors as rows, where in them rows start, and the copy table."""
     dims = max(len(row.shape) for row in rows) or 1
     table, origins = [], []
     for i, row in enumerate(rows):
-        strides = row_major(row.shape)
+        strides = packed(list(row.shape))
         origins.append([i, row.dtype.itemsize * sum(a * b for a, b in zip(row.start, strides, strict=True))])
         fill = [0] * (dims - len(row.shape))
         head = [row.target, -1, dtypes.code(row.dtype), len(row.shape)]
@@ -54,7 +48,7 @@ def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    return tensor[box_slices(start, size)]
 
 
 class Files:

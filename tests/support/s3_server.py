@@ -1,11 +1,9 @@
-"""A real S3 server, moto's, in a process of its own, behind a proxy that counts what is fetched and injects faults."""
+"""A real S3 server, moto's, behind a proxy that counts what is fetched and injects faults."""
 
 from __future__ import annotations
 
 import http.client
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -15,35 +13,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moto.server import ThreadedMotoServer
+
 BUCKET = "weights"
 SECRET = "a-secret-key-that-no-message-may-show"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Moto:
-    """The server process."""
+    """The server."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        until = time.monotonic() + 60
-        while True:
-            try:
-                self.request("PUT", f"/{BUCKET}")
-                return
-            except OSError:
-                if time.monotonic() > until or self._process.poll() is not None:
-                    raise
-                time.sleep(0.1)
+        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._server.start()
+        self.port = self._server.get_host_and_port()[1]
+        self.request("PUT", f"/{BUCKET}")
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -54,17 +37,13 @@ class Moto:
         connection.close()
         return content
 
-    def put(self, name: str, content: bytes) -> None:
-        self.request("PUT", f"/{BUCKET}/{name}", content)
-
     def put_folder(self, folder: Path, prefix: str) -> None:
         for file in folder.rglob("*"):
             if file.is_file():
-                self.put(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
+                self.request("PUT", f"/{BUCKET}/{prefix}/{file.relative_to(folder)}", file.read_bytes())
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(10)
+        self._server.stop()
 
 
 Fault = Callable[[str, str, int], str]
@@ -119,33 +98,33 @@ class Proxy:
             return
         if fault in ("503", "slow down"):
             code = "SlowDown" if fault == "slow down" else "ServiceUnavailable"
-            content = f"<Error><Code>{code}</Code></Error>".encode()
-            request.send_response(503)
-            request.send_header("Content-Length", str(len(content)))
-            request.end_headers()
-            request.wfile.write(content)
+            self._send(request, 503, {}, f"<Error><Code>{code}</Code></Error>".encode())
             return
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         headers = {key: value for key, value in request.headers.items() if key.lower() not in ("connection", "host")}
         connection.request(request.command, request.path, headers=headers)
         answer = connection.getresponse()
         content = answer.read()
-        request.send_response(answer.status)
-        for key, value in answer.getheaders():
-            if key.lower() not in ("connection", "server", "date", "transfer-encoding"):
-                request.send_header(key, value)
-        if answer.getheader("Content-Length") is None:
-            request.send_header("Content-Length", str(len(content)))
-        request.end_headers()
+        own = ("connection", "server", "date", "transfer-encoding")
+        forwarded = {key: value for key, value in answer.getheaders() if key.lower() not in own}
+        self._send(request, answer.status, forwarded, content, fault == "truncate")
         if fault == "truncate":
-            request.wfile.write(content[: len(content) // 2])
             request.close_connection = True
             return
-        request.wfile.write(content)
         if request.command == "GET" and answer.status == 206 and (span := request.headers.get("Range")):
             begin, _, end = span.removeprefix("bytes=").partition("-")
             with self._lock:
                 self.sent[urlsplit(request.path).path].append((int(begin), int(end) + 1))
+
+    @staticmethod
+    def _send(
+        request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False
+    ) -> None:
+        request.send_response(status)
+        for key, value in ({"Content-Length": str(len(content))} | headers).items():
+            request.send_header(key, value)
+        request.end_headers()
+        request.wfile.write(content[: len(content) // 2] if half else content)
 
 
 def environment(address: str) -> dict[str, str]:

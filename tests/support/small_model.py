@@ -75,12 +75,9 @@ def local_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def wrong(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-    where: str = "cpu",
+    model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None = None, where: str = "cpu",
     on_cpu: Collection[str] = (),
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Names whose local values are not those of the full tensors in ``state``, cast to ``dtype`` if floating; or which lie on
     another device than ``where``, or for names in ``on_cpu`` than the CPU."""
     problems = []

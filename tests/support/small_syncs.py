@@ -55,15 +55,9 @@ def outcome(step: Callable[[], Any]) -> str:
 
 
 def trainer(
-    rank: int,
-    meeting: Meeting,
-    world: int,
-    receivers: int,
-    versions: int,
-    pauses: dict[int, str],
-    where: str = "cpu",
+    rank: int, meeting: Meeting, world: int, receivers: int, versions: int, pauses: dict[int, str], where: str = "cpu",
     dies: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Sends versions, and waits before each for what ``pauses`` says. Returns what each raised, and seconds.
 
     Args:

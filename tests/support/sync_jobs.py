@@ -37,18 +37,10 @@ class Moved(NamedTuple):
 
 
 def send(
-    rank: int,
-    meeting: Meeting,
-    layout: str,
-    world: int,
-    receivers: int,
-    nodes: Any = None,
-    where: str = "cpu",
-    machines: tuple[str, ...] = ("",) * 4,
-    between: Callable[[torch.nn.Module], None] = lambda model: None,
-    within: Context = nullcontext,
-    **options: Any,
-) -> list[Moved]:
+    rank: int, meeting: Meeting, layout: str, world: int, receivers: int, nodes: Any = None, where: str = "cpu",
+    machines: tuple[str, ...] = ("",) * 4, between: Callable[[torch.nn.Module], None] = lambda model: None,
+    within: Context = nullcontext, **options: Any,
+) -> list[Moved]:  # fmt: skip
     with many_waves(lease_seconds=10), on_machine(machines[rank]), within():
         model = build(layout, world, where=where)
         topology = epload.Topology.from_nodes(nodes) if nodes else topology_of(machines, world)
@@ -67,18 +59,10 @@ def send(
 
 
 def receive(
-    rank: int,
-    meeting: Meeting,
-    layout: str,
-    world: int,
-    nodes: Any = None,
-    where: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    stage: str = "host",
-    machine: str = "",
-    within: Context = nullcontext,
+    rank: int, meeting: Meeting, layout: str, world: int, nodes: Any = None, where: str = "cpu",
+    dtype: torch.dtype = torch.float32, stage: str = "host", machine: str = "", within: Context = nullcontext,
     **options: Any,
-) -> list[Moved]:
+) -> list[Moved]:  # fmt: skip
     with many_waves(lease_seconds=10), on_machine(machine), within():
         model = build(layout, world, dtype, where)
         topology = epload.Topology.from_nodes(nodes) if nodes else None
@@ -103,14 +87,9 @@ def receive(
 
 
 def send_model(
-    rank: int,
-    meeting: Meeting,
-    make: Callable[[], torch.nn.Module],
-    change: Callable[[Any, int], None] = lambda model, version: None,
-    versions: int = 1,
-    receivers: int = 1,
-    **options: Any,
-) -> list[str]:
+    rank: int, meeting: Meeting, make: Callable[[], torch.nn.Module],
+    change: Callable[[Any, int], None] = lambda model, version: None, versions: int = 1, receivers: int = 1, **options: Any,
+) -> list[str]:  # fmt: skip
     """Sends versions of any model; returns what each raised."""
     model, outcomes = make(), []
     with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, **options) as sender:
@@ -128,15 +107,9 @@ def fail() -> None:
 
 
 def engine(
-    rank: int,
-    meeting: Meeting,
-    name: str,
-    world: int,
-    plan: list[str],
-    stage: str,
-    where: str,
+    rank: int, meeting: Meeting, name: str, world: int, plan: list[str], stage: str, where: str,
     acting: Callable[[Callable[[], None]], AbstractContextManager[Any]],
-) -> list[tuple[str, int | None, bool]]:
+) -> list[tuple[str, int | None, bool]]:  # fmt: skip
     """Receives versions, and checks that it holds a whole one or says that it does not.
 
     Args:

@@ -51,23 +51,14 @@ def _library() -> Path:
 @cache
 def _process() -> subprocess.Popen[str]:
     """Fills one buffer after another, for all tests of this process, and ends with it."""
-    environment = os.environ | {
-        "LD_PRELOAD": str(_library()),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    environment = os.environ | {"LD_PRELOAD": str(_library()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
 def fill(
-    path: Path,
-    pieces: list[Piece],
-    nbytes: int,
-    *,
-    most: int = 0,
-    error: int = 0,
-    direct_error: int | None = None,
-) -> Traced:
+    path: Path, pieces: list[Piece], nbytes: int, *, most: int = 0, error: int = 0, direct_error: int | None = None,
+) -> Traced:  # fmt: skip
     """Has another process fill a buffer of ``nbytes`` from the checkpoint at ``path``, which is one file.
 
     Args:
@@ -81,14 +72,9 @@ def fill(
             "READS_OF": str(path.resolve()), "READS_LOG": str(log), "READS_MOST": str(most), "READS_ERROR": str(error),
             "READS_DIRECT_ERROR": str(direct_error or 0),
         }  # fmt: skip
+        direct = direct_error is not None
         torch.save(
-            {
-                "path": path,
-                "direct": direct_error is not None,
-                "pieces": [list(piece) for piece in pieces],
-                "nbytes": nbytes,
-                "traced": traced,
-            },
+            {"path": path, "direct": direct, "pieces": list(map(list, pieces)), "nbytes": nbytes, "traced": traced},
             task,
         )
         process = _process()

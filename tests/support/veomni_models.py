@@ -94,14 +94,8 @@ class Scaled(FuseExperts):
         return SimpleNamespace(name=f"{path}.weight", tensor=pair["weight"].float() * pair["scale"])
 
     def finalize(self) -> list[Any]:
-        return [
-            *super().finalize(),
-            *(
-                SimpleNamespace(name=f"{path}.{leaf}", tensor=t)
-                for path, p in self.pairs.items()
-                for leaf, t in p.items()
-            ),
-        ]
+        left = [(f"{path}.{leaf}", tensor) for path, pair in self.pairs.items() for leaf, tensor in pair.items()]
+        return super().finalize() + [SimpleNamespace(name=name, tensor=tensor) for name, tensor in left]
 
 
 class NeedsData(FuseExperts):
@@ -160,9 +154,8 @@ def store(folder: Path, **left_out: bool) -> dict[str, Tensor]:
         at = f"layers.{layer}"
         tensors[f"{at}.norm.weight"] = numbers(WIDTH, WIDTH, start=10 + layer)
         for expert in range(EXPERTS):
-            for i, (kind, shape) in enumerate(
-                {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}.items()
-            ):
+            shapes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+            for i, (kind, shape) in enumerate(shapes.items()):
                 start = 100 * (layer + 1) + 10 * expert + i
                 tensors[f"{at}.experts.{expert}.{kind}.weight"] = numbers(*shape, start=start)
     tensors = {name: tensor for name, tensor in tensors.items() if not left_out.get(name.replace(".", "_"))}

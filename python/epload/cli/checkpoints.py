@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -13,27 +12,24 @@ import click
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.cli.folding import fold
-from epload.cli.output import facts, json_option, print_json, show, size, table, variant_option
+from epload.cli.output import facts, json_option, print_json, show, table, variant_option
 from epload.core.dtypes import name as dtype_name
 from epload.observe.progress import Progress
-from epload.observe.render import count
+from epload.observe.render import count, show_bytes
 from epload.verify.compare import ValueDifference, compare_headers, compare_values, find_non_finite
 
 
-def _compiled(context: click.Context, parameter: click.Parameter, value: str | None) -> re.Pattern[str] | None:
+def _compiled(context: click.Context, parameter: click.Parameter, value: str) -> re.Pattern[str]:
     try:
-        return None if value is None else re.compile(value)
+        return re.compile(value)
     except re.error as error:
         raise click.BadParameter(f"expected a regular expression, got {value!r}: {error}") from None
 
 
 filter_option = click.option(
-    "--filter",
-    "pattern",
-    metavar="RE",
-    callback=_compiled,
+    "--filter", "pattern", default="", metavar="RE", callback=_compiled,
     help="Only tensors whose name this expression matches anywhere.",
-)
+)  # fmt: skip
 _tolerance = click.FloatRange(min=0)
 
 
@@ -45,7 +41,7 @@ _tolerance = click.FloatRange(min=0)
 @filter_option
 @variant_option
 @json_option
-def inspect(checkpoint: str, pattern: re.Pattern[str] | None, variant: str, as_json: bool) -> None:
+def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bool) -> None:
     """Check a checkpoint's headers, and show what it contains.
 
     CHECKPOINT is a file (safetensors, .pt, .bin), a folder, also one of torch.distributed.checkpoint, a model on the Hugging Face
@@ -59,45 +55,46 @@ def inspect(checkpoint: str, pattern: re.Pattern[str] | None, variant: str, as_j
     if as_json:
         print_json(summary)
         return
-    files, matching, total = summary["files"], summary["count"], len(manifest.names)
+    files, matching, total = summary["files"].values(), summary["count"], len(manifest.names)
     of = f" of {total:,}" if matching < total else ""
-    dtypes = (f"{name}: {count(k['tensors'], 'tensor')}, {size(k['nbytes'])}" for name, k in summary["dtypes"].items())
+    dtypes = (
+        f"{name}: {count(n['tensors'], 'tensor')}, {show_bytes(n['nbytes'])}" for name, n in summary["dtypes"].items()
+    )
     show(
         facts(
             ("checkpoint", manifest.source),
-            ("files", f"{len(files):,} ({size(sum(files.values()))})" if files else ""),
-            ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {size(summary['nbytes'])})"),
+            ("files", f"{len(files):,} ({show_bytes(sum(files))})" if files else ""),
+            ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {show_bytes(summary['nbytes'])})"),
             ("dtypes", "; ".join(dtypes)),
             ("without data", ", ".join(manifest.ignored)),
         )
     )
-    folded = fold({tensor["name"]: (tensor["dtype"], tuple(tensor["shape"])) for tensor in summary["tensors"]})
+    folded = fold({tensor["name"]: (tensor["dtype"], str(tensor["shape"])) for tensor in summary["tensors"]})
     if folded:
         show()
-        rows = [[f"{n:,}", dtype, str(list(shape)), name] for name, (dtype, shape), n in folded]
-        show(table(("tensors", "dtype", "shape", "name"), rows, right=(0,)))
+        rows = [(f"{n:,}", dtype, shape, name) for name, (dtype, shape), n in folded]
+        show(table([("tensors", "dtype", "shape", "name"), *rows], right=(0,)))
 
 
-def _summarize(manifest: Manifest, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns what is printed as JSON about the tensors whose names match."""
+    tensors: list[dict[str, Any]] = []
+    dtypes: dict[str, dict[str, int]] = {}
     columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.nbytes_of(), strict=True)
-    tensors: list[dict[str, Any]] = [
-        {"name": name, "dtype": dtype_name(dtype), "shape": list(shape), "nbytes": nbytes}
-        for name, dtype, shape, nbytes in columns
-        if pattern is None or pattern.search(name)
-    ]
-    number_of, nbytes_of = Counter[str](), Counter[str]()
-    for tensor in tensors:
-        number_of[tensor["dtype"]] += 1
-        nbytes_of[tensor["dtype"]] += tensor["nbytes"]
+    for name, dtype, shape, nbytes in columns:
+        if pattern.search(name):
+            tensors.append({"name": name, "dtype": dtype_name(dtype), "shape": list(shape), "nbytes": nbytes})
+            total = dtypes.setdefault(dtype_name(dtype), {"tensors": 0, "nbytes": 0})
+            total["tensors"] += 1
+            total["nbytes"] += nbytes
     return {
         "source": manifest.source,
         # Bytes by name; empty if the tensors are not byte ranges of files.
         "files": {file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
         "count": len(tensors),
         "elements": sum(prod(tensor["shape"]) for tensor in tensors),
-        "nbytes": nbytes_of.total(),
-        "dtypes": {name: {"tensors": n, "nbytes": nbytes_of[name]} for name, n in number_of.items()},
+        "nbytes": sum(total["nbytes"] for total in dtypes.values()),
+        "dtypes": dtypes,
         "ignored": list(manifest.ignored),
         "tensors": tensors,
     }
@@ -116,23 +113,20 @@ def verify(checkpoint: str, variant: str, as_json: bool) -> int:
     Exits with 1 if there are any. CHECKPOINT is as for inspect. Headers are checked for overlaps and holes.
     """
     opened = Checkpoint.open(checkpoint, variant=variant)
-    manifest, bad = opened.manifest, []
+    manifest = opened.manifest
+    number = len(manifest.names)
     with Progress(manifest.nbytes, not as_json) as bar:
-        for tensor in find_non_finite(opened, bar.update):
-            bad.append(tensor)
-            if not as_json:
-                bar.clear()
-                show(f"{tensor['name']}: {tensor['nans']} NaN and {tensor['infs']} Inf in {tensor['count']} elements")
+        bad = list(find_non_finite(opened, bar.update))
     if as_json:
-        print_json(
-            {"source": manifest.source, "tensors": len(manifest.names), "nbytes": manifest.nbytes, "non_finite": bad}
-        )
-    else:
-        show(
-            f"{count(len(manifest.names), 'tensor')}, {size(manifest.nbytes)}: headers without overlaps or holes, "
-            f"every byte read, {count(len(bad), 'tensor') if bad else 'no tensor'} with NaN or Inf"
-        )
-    return 1 if bad else 0
+        print_json({"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad})
+        return int(bool(bad))
+    for tensor in bad:
+        show(f"{tensor['name']}: {tensor['nans']} NaN and {tensor['infs']} Inf in {tensor['count']} elements")
+    show(
+        f"{count(number, 'tensor')}, {show_bytes(manifest.nbytes)}: headers without overlaps or holes, "
+        f"every byte read, {count(len(bad), 'tensor') if bad else 'no tensor'} with NaN or Inf"
+    )
+    return int(bool(bad))
 
 
 # ---- diff ----
@@ -148,8 +142,7 @@ def verify(checkpoint: str, variant: str, as_json: bool) -> int:
 @variant_option
 @json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, headers_only: bool, pattern: re.Pattern[str] | None, variant: str,
-    as_json: bool,
+    first: str, second: str, rtol: float, atol: float, headers_only: bool, pattern: re.Pattern[str], variant: str, as_json: bool
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
 
@@ -167,23 +160,23 @@ def diff(
     if as_json:
         print_json({**headers, "common": len(common), "values": list(map(asdict, values))})
     else:
-        _print_differences(headers, values, len(common), "not compared" if headers_only else "equal")
-    return 1 if any(headers.values()) or values else 0
+        _print_differences(headers, values)
+        equal = (
+            f"{count(len(common) - len(values), 'tensor')} with {'not compared' if headers_only else 'equal'} values"
+        )
+        show(equal + (f", {count(len(values), 'tensor')} with other values" if values else ""))
+    return int(any(headers.values()) or bool(values))
 
 
-def _print_differences(headers: dict[str, Any], values: list[ValueDifference], common: int, others: str) -> None:
-    """``others``: says what the values of the other tensors are."""
-    kinds = {
-        "only in FIRST": dict.fromkeys(headers["only_first"], ""),
-        "only in SECOND": dict.fromkeys(headers["only_second"], ""),
-        "shape": {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()},
-        "dtype": {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()},
-    }
-    for kind, names in kinds.items():
-        for name, pair, n in fold(names):
+def _print_differences(headers: dict[str, Any], values: list[ValueDifference]) -> None:
+    for kind, details in (
+        ("only in FIRST", dict.fromkeys(headers["only_first"], "")),
+        ("only in SECOND", dict.fromkeys(headers["only_second"], "")),
+        ("shape", {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()}),
+        ("dtype", {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()}),
+    ):
+        for name, pair, n in fold(details):
             show(f"{kind}: {name}{pair}" + (f" ({n:,} tensors)" if n > 1 else ""))
     for value in values:
         elements = f"{value.differing:,} of {value.count:,} elements"
         show(f"values: {value.name}: {elements}, max {value.largest:.4g}, mean {value.mean:.4g}")
-    differing = f", {count(len(values), 'tensor')} with other values" if values else ""
-    show(f"{count(common - len(values), 'tensor')} with {others} values{differing}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +18,14 @@ from epload.ranks.topology import Topology
 from epload.saving.convert import convert as rewrite
 
 _size = click.FloatRange(min=0, min_open=True)
+_dtype = click.Choice(["float16", "bfloat16", "float32", "float64"])
 _file = click.Path(exists=True, dir_okay=False)
 
 
 @click.command()
 @click.argument("source")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--dtype", help="Of floating-point tensors, e.g. bfloat16; as they are by default.")
+@click.option("--dtype", type=_dtype, help="Of floating-point tensors; as they are by default.")
 @click.option(
     "--rename", "renames", multiple=True, metavar="PATTERN=TEXT", help="Replace a regular expression in names."
 )
@@ -50,9 +50,6 @@ def convert(
     SOURCE is as for inspect. FOLDER appears when it is complete, and on disk. Under torchrun the ranks divide the work:
     torchrun --nproc-per-node 4 -m epload convert SOURCE FOLDER.
     """
-    kind = dtypes.from_name(dtype) if dtype is not None else None
-    if kind is not None and not dtypes.is_wide(kind):
-        raise click.BadParameter("expected float16, bfloat16, float32 or float64", param_hint="--dtype")
     rules = []
     for rename in renames:
         pattern, separator, text = rename.partition("=")
@@ -65,8 +62,9 @@ def convert(
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
         with Progress(total, first and not as_json) as bar:
             report = rewrite(
-                opened, folder, dtype=kind, renames=rules, max_shard_bytes=int(max_shard_gb * 1e9), files=files,
-                overwrite=overwrite, topology=topology, progress=bar.update,
+                opened, folder, dtype=dtypes.from_name(dtype) if dtype else None, renames=rules,
+                max_shard_bytes=int(max_shard_gb * 1e9), files=files, overwrite=overwrite, topology=topology,
+                progress=bar.update,
             )  # fmt: skip
     if first and as_json:
         print_json(report.to_dict())
@@ -78,8 +76,8 @@ def convert(
 
 @contextmanager
 def _ranks() -> Iterator[Topology | None]:
-    """The ranks that torchrun has started, if it has."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
+    """Yields the ranks that torchrun has started; None without it."""
+    if not dist.is_torchelastic_launched():
         yield None
         return
     dist.init_process_group("gloo")

@@ -6,26 +6,23 @@ import os
 import resource
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
 import torch.distributed as dist
 
-from epload.cli.output import json_option, print_json, show, size, table
+from epload.cli.output import json_option, print_json, show, table
 from epload.native.info import build_info
-from epload.observe.render import count
+from epload.observe.render import count, show_bytes
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.ranks.cards import count_rdma
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
-_LONGEST_LOOKUP = 10.0
 _FILES = 4096
 """Files that a process should be able to open: those of a checkpoint, and the connections of groups."""
 _REBUILD = "pip install --force-reinstall --no-deps . in epload's source folder"
@@ -34,51 +31,48 @@ _REBUILD = "pip install --force-reinstall --no-deps . in epload's source folder"
 class Finding(NamedTuple):
     """The result of one check."""
 
+    status: str
+    """``"ok"``; ``"warn"`` if loads may be slow, or fail in some modes; ``"fail"`` if they will fail."""
     found: str
     advice: str = ""
     """The recommended action; empty if all is well."""
-    fails: bool = False
-    """True if loads will fail; with advice alone they may be slow, or fail in some modes."""
-
-    @property
-    def status(self) -> str:
-        return "fail" if self.fails else "warn" if self.advice else "ok"
 
 
-def check_torch() -> Finding:
+def full_build_info() -> dict[str, Any]:
+    """Returns the description of this build, including whether its CUDA kernels run here, for which CUDA is initialized."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+    return build_info()
+
+
+def check_build() -> Finding:
     info = build_info()
+    available = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "HCCL": hasattr(torch, "npu")}
+    backends = ", ".join(name for name, is_available in available.items() if is_available)
     built = f"built for {info['torch_version']} by {info['compiler']}"
-    return Finding(f"torch {torch.__version__}, epload {info['version']} {built}")
+    return Finding("ok", f"torch {torch.__version__} with {backends}, epload {info['version']} {built}")
 
 
 def check_devices() -> Finding:
     """Checks the devices, the driver, and whether the kernels of this build run on them."""
-    npu = getattr(torch, "npu", None)
+    info, npu = full_build_info(), getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
-        fits = build_info()["npu"]
-        advice = "" if fits else f"rebuild with EPLOAD_NPU=1 against this torch_npu: {_REBUILD}"
-        return Finding(count(npu.device_count(), "NPU"), advice, fails=not fits)
+        text = count(npu.device_count(), "NPU")
+        if info["npu"]:
+            return Finding("ok", text)
+        return Finding("fail", text, f"rebuild with EPLOAD_NPU=1 against this torch_npu: {_REBUILD}")
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    if not torch.cuda.is_available():
-        if not Path("/proc/driver/nvidia/version").exists():
-            return Finding(f"no accelerator; torch has {built}")
-        advice = "see nvidia-smi" if torch.version.cuda else "install a torch with CUDA"
-        return Finding(f"an NVIDIA driver, but torch with {built} finds no device", advice, fails=True)
-    with suppress(RuntimeError):
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
-    text = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {built}"
-    if obstacle := build_info()["cuda_obstacle"]:
-        return Finding(f"{text}; kernels not used: {obstacle}", f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
-    return Finding(text)
-
-
-def check_backends() -> Finding:
-    """Checks the collective libraries that torch has."""
-    available = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "HCCL": hasattr(torch, "npu")}
-    names = [name for name, is_available in available.items() if is_available]
-    needs_nccl = torch.cuda.is_available() and "NCCL" not in names
-    advice = f"install a torch with {'NCCL' if needs_nccl else 'torch.distributed'}" if needs_nccl or not names else ""
-    return Finding(", ".join(names) or "none", advice, fails=bool(advice))
+    if torch.cuda.is_available():
+        text = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {built}"
+        if not info["cuda_obstacle"]:
+            return Finding("ok", text)
+        text += f"; kernels not used: {info['cuda_obstacle']}"
+        return Finding("warn", text, f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
+    if not Path("/proc/driver/nvidia/version").exists():
+        return Finding("ok", f"no accelerator; torch has {built}")
+    advice = "see nvidia-smi" if torch.version.cuda else "install a torch with CUDA"
+    return Finding("fail", f"an NVIDIA driver, but torch with {built} finds no device", advice)
 
 
 def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
@@ -91,49 +85,46 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
         os.close(os.memfd_create("epload"))
     except OSError as error:
         advice = "ranks of a node will not share staging buffers; allow the system call memfd_create"
-        return Finding(f"memfd_create: {error.strerror}", advice)
+        return Finding("warn", f"memfd_create: {error.strerror}", advice)
     fields = dict(line.split(":") for line in memory.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):  # a container has no limit, which is "max"
         limit = int((group / "memory.max").read_text())
         free = max(min(free, limit - int((group / "memory.current").read_text())), 0)
-    text = f"anonymous files, {size(free)} of memory available"
+    text = f"anonymous files, {show_bytes(free)} of memory available"
     if free < 2 * SYNC_WAVE_BYTES:
-        return Finding(text, f"staging buffers of a node need {size(2 * SYNC_WAVE_BYTES)}")
-    return Finding(text)
+        return Finding("warn", text, f"staging buffers of a node need {show_bytes(2 * SYNC_WAVE_BYTES)}")
+    return Finding("ok", text)
 
 
 def check_limits() -> Finding:
-    """Checks the limits of open files, and of locked memory, which RDMA needs."""
+    """Checks the limits of open files, and of locked memory, which RDMA needs. No limit is -1."""
     (files, hard), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    unlimited = resource.RLIM_INFINITY
-    shown = [
-        "unlimited" if limit == unlimited else str(limit) for limit in (files, locked if locked < 0 else locked // 1024)
-    ]
+    shown = ["unlimited" if limit < 0 else str(limit) for limit in (files, locked // 1024)]
     advice = []
-    if files != unlimited and files < _FILES:
+    if 0 <= files < _FILES:
         advice.append(f"ulimit -n {max(hard, _FILES)}")
-    if locked != unlimited and count_rdma(Path("/sys")):
+    if locked >= 0 and list(Path("/sys/class/infiniband").glob("*")):
         advice.append("RDMA may fail to register memory: ulimit -l unlimited")
-    return Finding(f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
+    return Finding("warn" if advice else "ok", f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
 
 
-def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr, slow: float = _SLOW_LOOKUP) -> Finding:
+def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Finding:
     """Checks how long it takes to look up the name of this machine's own address."""
     address = "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         # An address for documentation. This sends nothing: it looks up the route, and so the address of the NIC.
         probe.connect(("192.0.2.1", 9))
         address = str(probe.getsockname()[0])
-    pool, begin = ThreadPoolExecutor(1), perf_counter()
-    with suppress(OSError):  # it has no name, or there was no answer in time
-        pool.submit(lookup, address).result(_LONGEST_LOOKUP)
-    pool.shutdown(wait=False)
+    begin = perf_counter()
+    with suppress(OSError):  # it has no name, or there was no answer
+        lookup(address)
     seconds = perf_counter() - begin
-    advice = (
-        f"each connection to a TCPStore waits for this: add a line '{address} {socket.gethostname()}' to /etc/hosts"
-    )
-    return Finding(f"the name of {address} after {seconds:.2f} s", "" if seconds < slow else advice)
+    text = f"the name of {address} after {seconds:.2f} s"
+    if seconds < _SLOW_LOOKUP:
+        return Finding("ok", text)
+    hosts = f"add a line '{address} {socket.gethostname()}' to /etc/hosts"
+    return Finding("warn", text, f"each connection to a TCPStore waits for this: {hosts}")
 
 
 def check_store() -> Finding:
@@ -145,17 +136,14 @@ def check_store() -> Finding:
         server.set("key", "value")
         client.get("key")
     except (RuntimeError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return Finding(f"TCPStore on 127.0.0.1: {first}", "allow TCP connections to the machine itself", fails=True)
-    seconds = perf_counter() - begin
-    text = f"TCPStore: connected, set and get in {seconds:.2f} s"
-    return Finding(text, "" if seconds < 1.0 else "this should take milliseconds: see the name lookup above")
+        text = f"TCPStore on 127.0.0.1: {str(error).partition(chr(10))[0]}"
+        return Finding("fail", text, "allow TCP connections to the machine itself")
+    return Finding("ok", f"TCPStore: connected, set and get in {perf_counter() - begin:.2f} s")
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
-    "build": check_torch,
+    "build": check_build,
     "devices": check_devices,
-    "backends": check_backends,
     "shared memory": check_shared_memory,
     "limits": check_limits,
     "name lookup": check_lookup,
@@ -173,11 +161,10 @@ def doctor(as_json: bool) -> int:
     """
     findings = {name: check() for name, check in CHECKS.items()}
     if as_json:
-        print_json({"findings": [{"check": name, "status": f.status, "found": f.found, "advice": f.advice}
-                                 for name, f in findings.items()]})  # fmt: skip
+        print_json({"findings": [{"check": name, **finding._asdict()} for name, finding in findings.items()]})
     else:
-        show(table(("check", "", "found"), [[name, f.status, f.found] for name, f in findings.items()]))
-        if advice := [[name, finding.advice] for name, finding in findings.items() if finding.advice]:
+        show(table([("check", "", "found"), *((name, f.status, f.found) for name, f in findings.items())]))
+        if advice := [(name, finding.advice) for name, finding in findings.items() if finding.advice]:
             show()
-            show(table(("check", "what to do"), advice))
-    return 1 if any(finding.fails for finding in findings.values()) else 0
+            show(table([("check", "what to do"), *advice]))
+    return int(any(finding.status == "fail" for finding in findings.values()))

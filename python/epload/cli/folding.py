@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
@@ -34,22 +33,24 @@ def fold(names: Mapping[str, Value]) -> list[tuple[str, Value, int]]:
     ]
 
 
-def _boxes(tuples: Iterable[Numbers]) -> list[list[Sequence[int]]]:
-    """Returns the tuples as products of sets, one set for each position."""
-    rest_of: dict[int, list[Numbers]] = {}
-    for numbers in tuples:
-        if not numbers:
-            return [[]]
-        rest_of.setdefault(numbers[0], []).append(numbers[1:])
-    firsts: dict[frozenset[Numbers], list[int]] = {}
-    for first, rest in rest_of.items():
-        firsts.setdefault(frozenset(rest), []).append(first)
-    return [[sorted(same), *box] for rests, same in firsts.items() for box in _boxes(sorted(rests))]
+def _boxes(tuples: Sequence[Numbers]) -> list[tuple[Numbers, ...]]:
+    """Returns the tuples as products of sets, one ascending set for each position."""
+    boxes: list[tuple[Numbers, ...]] = [tuple((number,) for number in numbers) for numbers in tuples]
+    for position in reversed(range(len(tuples[0]))):
+        merged: dict[tuple[tuple[Numbers, ...], tuple[Numbers, ...]], list[int]] = {}
+        for box in boxes:
+            merged.setdefault((box[:position], box[position + 1 :]), []).extend(box[position])
+        boxes = [(*before, tuple(sorted(values)), *after) for (before, after), values in merged.items()]
+    return boxes
 
 
 def _braces(values: Sequence[int]) -> str:
     """Returns ``5`` for one value, else ``{0..3,7}``. Values ascend."""
-    groups = groupby(enumerate(values), key=lambda pair: pair[1] - pair[0])
-    runs = [[value for _, value in run] for _, run in groups]
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][1] == value - 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [str(first) if first == last else f"{first}..{last}" for first, last in runs]
     return texts[0] if len(values) == 1 else "{" + ",".join(texts) + "}"

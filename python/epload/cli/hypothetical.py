@@ -30,9 +30,12 @@ Factory = Callable[[DeviceMesh], nn.Module]
 
 def parse_mesh(text: str) -> Sizes:
     """Returns the sizes of ``"fsdp=8,tp=2"`` by name, in this order. Raises ValueError."""
-    parts = [part.partition("=") for part in text.split(",")]
-    sizes = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, _, size in parts}
-    if len(sizes) != len(parts) or not all(name and size > 0 for name, size in sizes.items()):
+    try:
+        pairs = [part.split("=") for part in text.replace(" ", "").split(",")]
+        sizes = {name: int(size) for name, size in pairs}
+    except ValueError:
+        sizes = {}
+    if len(sizes) < text.count("=") or min(sizes.values(), default=0) < 1:
         raise ValueError(f"expected a mesh such as fsdp=8,tp=2, got {text!r}")
     return sizes
 
@@ -78,12 +81,11 @@ def find_factory(model: str) -> Factory:
     Raises ImportError or ValueError if there is no such function or configuration.
     """
     if ":" not in model or "//" in model:
-        if Path(model).is_file() or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
+        if Path(model).exists() and not (Path(model) / "config.json").is_file():
             raise ValueError(
-                f"expected --model to be a folder with a config.json, or package.module:function, but {model} has no config.json"
+                f"expected --model to be a folder with a config.json, a Hub id or package.module:function, but {model} has no "
+                "config.json"
             )
-        if not Path(model).exists() and Path(*model.split(".")).with_suffix(".py").is_file():
-            raise ValueError(f"expected --model to name a function of the module {model}: {model}:FUNCTION")
         return lambda mesh: _parallelize(_from_config(model), mesh)
     module, _, name = model.partition(":")
     sys.path.insert(0, str(Path.cwd()))
@@ -124,11 +126,10 @@ def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
         )
     if "tp" in axes and mesh["tp"].size() > 1:
         _apply_tensor_parallelism(model, mesh["tp"])
-    sharded = tuple(axis for axis in axes if axis in ("replicate", "fsdp"))
-    if "fsdp" in sharded:
-        for layer in _layers(model):
-            fully_shard(layer, mesh=mesh[sharded])
-        fully_shard(model, mesh=mesh[sharded])
+    if "fsdp" in axes:
+        sharded = mesh[tuple(axis for axis in axes if axis != "tp")]
+        for module in (*_layers(model), model):
+            fully_shard(module, mesh=sharded)
     return model  # type: ignore[no-any-return]
 
 
@@ -143,9 +144,9 @@ def _apply_tensor_parallelism(model: Any, mesh: DeviceMesh) -> None:
 
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
-        expression = re.compile(rf"{re.escape(pattern)}(\.[^.]+)?".replace(r"\*", r"\d+"))
+        expression = re.escape(pattern).replace(r"\*", r"\d+") + r"(\.[^.]+)?"
         for name, _ in model.named_parameters():
-            if expression.fullmatch(name):
+            if re.fullmatch(expression, name):
                 styles.setdefault(name, style)
     apply_tensor_parallelism(model, mesh, styles)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import click
-import torch
 
 from epload.cli.checkpoints import diff, inspect, verify
 from epload.cli.convert import convert
-from epload.cli.doctor import doctor
+from epload.cli.doctor import doctor, full_build_info
 from epload.cli.output import Commands, facts, json_option, print_json, show
 from epload.cli.plan import plan
 from epload.native.info import build_info
@@ -32,13 +29,11 @@ def main(context: click.Context) -> None:
 @json_option
 def info(as_json: bool) -> None:
     """Show the version and the options of this build."""
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # so that it can be asked whether the kernels run
+    built = full_build_info()
     if as_json:
-        print_json(build_info())
+        print_json(built)
     else:
-        show(facts(*((key, str(value)) for key, value in build_info().items())))
+        show(facts(*((key, str(value)) for key, value in built.items())))
 
 
 for command in (inspect, verify, diff, plan, doctor, convert):

@@ -18,7 +18,7 @@ from epload.mapping import scales as fp8_scales
 from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
-from epload.observe.slow import describe_slow, pace, slow_readers
+from epload.observe.slow import describe_slow, pace
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
@@ -106,8 +106,7 @@ def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:
     failure = Attempt(load.inputs.check_unchanged_after).failure
     read = report.phases["read"]
     slow = topology.control.settle(
-        "the transfer", failure, pace(read.nbytes, read.seconds),
-        lambda views: list(slow_readers(views).items()), patience=2, last=True,
-    )  # fmt: skip
+        "the transfer", failure, pace(read.nbytes, read.seconds), describe_slow, patience=2, last=True
+    )
     if slow and topology.rank == topology.ranks[0]:
-        logger.warning("%s", describe_slow(dict(slow)))
+        logger.warning("%s", slow)

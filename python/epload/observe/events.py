@@ -18,7 +18,7 @@ ROUND = "round"
 class Event(NamedTuple):
     """One span of time. Of one thread they nest: a wait may be part of a phase."""
 
-    lane: str
+    thread: str
     """Name of the thread."""
     phase: str
     """One of ``epload.report.PHASES``, or ``ROUND``."""
@@ -49,8 +49,8 @@ class Events:
         self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = ""
     ) -> None:
         """Adds a span of the calling thread that ends now."""
-        lane = threading.current_thread().name
-        self.spans.append(Event(lane, phase, begin, monotonic_ns(), nbytes, detail, ranks, name))
+        thread = threading.current_thread().name
+        self.spans.append(Event(thread, phase, begin, monotonic_ns(), nbytes, detail, ranks, name))
 
     @contextmanager
     def round(self, what: str, number: str) -> Iterator[None]:

@@ -46,11 +46,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def clear(self) -> None:
-        """Takes the bar off the terminal until the next update, so that something else can be printed."""
-        if self._bar is not None:
-            self._bar.clear()
-
     def update(self, nbytes: int) -> None:
         """Adds to the number of bytes that are done."""
         self._done += nbytes

@@ -34,8 +34,8 @@ def list_keys(keys: Sequence[str]) -> str:
 
 def show_bytes(nbytes: float) -> str:
     """E.g. "927.4 MB"; units are powers of 1000."""
-    for unit, least, size in (("GB", 1e10, 1e9), ("MB", 1e5, 1e6), ("kB", 1e3, 1e3)):
-        if nbytes >= least:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
             return f"{nbytes / size:,.1f} {unit}"
     return f"{nbytes:.0f} B"
 
@@ -45,21 +45,18 @@ def show_rate(rate: float) -> str:
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{show_bytes(rate)}/s"
 
 
-def as_text(
-    headline: str,
-    facts: Facts,
-    phases: Mapping[str, Phase],
-    titles: Mapping[str, str],
-    warnings: Sequence[str],
-) -> str:
-    """Returns a report as aligned lines. ``titles``: by name, of the phases that are shown."""
-    shown = [(title, name, phases[name]) for name, title in titles.items() if name in phases]
-    shown = [part for part in shown if part[2].seconds >= _MIN_SECONDS or (part[2].nbytes and part[1] != UNRATED)]
+def as_text(headline: str, facts: Facts, phases: Mapping[str, Phase], warnings: Sequence[str]) -> str:
+    """Returns a report as aligned lines."""
+    shown = [
+        (name, phase)
+        for name, phase in phases.items()
+        if phase.seconds >= _MIN_SECONDS or (phase.nbytes and name != UNRATED)
+    ]
     width = max((len(title) for title, _ in facts), default=0)
     lines = [headline, *(f"  {title:<{width}}  {text}" for title, text in facts)]
-    width = max([width, *(len(title) for title, _, _ in shown)])
-    for title, name, phase in shown:
+    width = max([width, *(len(name) for name, _ in shown)])
+    for name, phase in shown:
         nbytes = show_bytes(phase.nbytes) if phase.nbytes else ""
         rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != UNRATED else ""
-        lines.append(f"  {title:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
+        lines.append(f"  {name:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
     return "\n".join([*lines, *(f"  warning: {warning}" for warning in warnings)])

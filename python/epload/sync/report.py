@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from epload.observe.render import count, show_bytes, show_rate
 from epload.report import TransferReport
@@ -34,10 +32,6 @@ class SyncReport(TransferReport):
     """Bytes that a receiver copied out of the device memory of senders on its machine, or that were copied out of a sender's."""
     not_pulled: str = ""
     """Why receivers on a sender's machine did not, where some had their tensors on devices like the sender's."""
-
-    _phase_titles: ClassVar[Mapping[str, str]] = {
-        "plan": "plan", "read": "pack", "inter_node": "transfer", "unpack": "unpack", "verify": "verify", "wait": "wait",
-    }  # fmt: skip
 
     @property
     def _moved_bytes(self) -> int:

@@ -28,19 +28,9 @@ class Rung:
 
 
 LADDER = (
-    Rung(16, True),
-    Rung(16, True, lists=False),
-    Rung(8, True),
-    Rung(4, True),
-    Rung(4, True, lists=False),
-    Rung(16, False),
-    Rung(2, True),
-    Rung(4, False),
-    Rung(2, True, lists=False),
-    Rung(1, True),
-    Rung(1, True, lists=False),
-    Rung(1, False),
-)
+    Rung(16, True), Rung(16, True, lists=False), Rung(8, True), Rung(4, True), Rung(4, True, lists=False), Rung(16, False),
+    Rung(2, True), Rung(4, False), Rung(2, True, lists=False), Rung(1, True), Rung(1, True, lists=False), Rung(1, False),
+)  # fmt: skip
 
 _LAYERS = re.compile(
     r"(^|_)(num|n)_(\w+_)?(layers?|blocks?|stages_layers)$|^(n_layers?|layers|depth|\w+_(layers|depth)|n_blocks?|\w+_num_layers)$"
@@ -65,9 +55,7 @@ _PADDING = re.compile(r"(pad\w*|blank_token)(_id|_idx|_index)$")
 EXPERTS, LAYERS, VOCABULARY, POSITIONS = 8, 2, 320, 256
 
 
-def candidates(
-    config_class: type[PreTrainedConfig], rungs: tuple[Rung, ...] = LADDER
-) -> Iterator[tuple[Rung, Callable[[], Any]]]:
+def candidates(config_class: type[PreTrainedConfig]) -> Iterator[tuple[Rung, Callable[[], Any]]]:
     """Shrunken configurations of a class, the smallest first, each with a function that makes it."""
     special = SPECIAL.get(config_class.__name__)
     for rung in LADDER:
