@@ -35,8 +35,7 @@ class Checkpoint(ABC):
 
             @property
             def manifest(self) -> epload.Manifest:
-                assert self._manifest is not None, f"{type(self).__name__} does not define manifest"
-        return self._manifest
+                return self._manifest
 
             def fill(self, bucket: torch.Tensor, pieces: Sequence[epload.Piece]) -> None:
                 for piece in pieces:
@@ -47,16 +46,13 @@ class Checkpoint(ABC):
     """True if its tensors can be read only once."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
-    _manifest: Manifest | None = None
-    """The manifest, unless a subclass has it elsewhere."""
     _opener: ClassVar[Any]
     """The module ``opening``, set by the package, since the formats are subclasses of this class."""
 
     @property
+    @abstractmethod
     def manifest(self) -> Manifest:
         """Names, shapes and dtypes, known without reading any tensor. Asked for often, so that it should be computed once."""
-        assert self._manifest is not None, f"{type(self).__name__} does not define manifest"
-        return self._manifest
 
     @abstractmethod
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:

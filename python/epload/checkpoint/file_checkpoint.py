@@ -33,7 +33,6 @@ class FileCheckpoint(Checkpoint):
     """Files in which each tensor, or each chunk of it, is one byte range."""
 
     _store: ByteStore
-    _manifest: Manifest
 
     def __init__(self, store: ByteStore, manifest: Manifest) -> None:
         """Takes ownership of the store. ``manifest`` has locations, which refer to the files of the store."""
@@ -41,6 +40,10 @@ class FileCheckpoint(Checkpoint):
         self._store = store
         self._manifest = manifest
         self._locations = manifest.locations
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         if self._locations.chunks is not None:

@@ -230,6 +230,7 @@ def _read(
     manifest = checkpoint.manifest
     quantization = _quantization(store, manifest) if has_config else None
     if quantization != manifest.quantization:
+        assert isinstance(checkpoint, FileCheckpoint | StateDictCheckpoint)  # what formats read
         checkpoint._manifest = replace(manifest, quantization=quantization)
     return checkpoint
 

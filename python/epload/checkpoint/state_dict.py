@@ -46,8 +46,6 @@ def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tens
 class StateDictCheckpoint(Checkpoint):
     """Full tensors in memory, or memory-mapped from torch files."""
 
-    _manifest: Manifest
-
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
@@ -84,6 +82,10 @@ class StateDictCheckpoint(Checkpoint):
         dtypes = tuple(tensor.dtype for tensor in tensors.values())
         self._manifest = Manifest(tuple(tensors), shapes, dtypes, source, ignored=tuple(ignored))
         self._nbytes_read = [0] * len(tensors)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
 
     def tensor(self, index: int) -> Tensor | None:
         return self._tensors.get(self._manifest.names[index])
