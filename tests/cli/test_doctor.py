@@ -77,3 +77,13 @@ def test_a_slow_lookup_is_noticed() -> None:
     slow = doctor.check_lookup(lambda address: time.sleep(0.05), slow=0.04)
     assert slow.status == "warn"
     assert "/etc/hosts" in slow.advice
+
+
+def test_a_network_card_with_an_active_port_is_found(tmp_path: Path) -> None:
+    assert not doctor.has_rdma(tmp_path)
+    for number, state in enumerate(("1: DOWN\n", None, "4: ACTIVE\n")):
+        port = tmp_path / f"class/infiniband/mlx5_{number}/ports/1"
+        port.mkdir(parents=True)
+        if state is not None:
+            (port / "state").write_text(state)
+        assert doctor.has_rdma(tmp_path) == (number == 2)

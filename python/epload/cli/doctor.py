@@ -21,7 +21,6 @@ from epload.cli.output import json_option, print_json, show, size, table
 from epload.native.info import build_info
 from epload.observe.render import count
 from epload.planning.schedule import SYNC_WAVE_BYTES
-from epload.ranks.cards import count_rdma
 
 _SLOW_LOOKUP = 0.5
 """Seconds; a TCPStore looks up the name of the peer's address for each connection."""
@@ -103,6 +102,19 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
     return Finding(text)
 
 
+def has_rdma(sysfs: Path) -> bool:
+    """Returns True if a network card for RDMA has an active port.
+
+    Args:
+        sysfs: where ``/sys`` is; see sysfs-class-infiniband in the kernel's ABI documentation.
+    """
+    for state in sysfs.glob("class/infiniband/*/ports/*/state"):
+        with suppress(OSError):
+            if state.read_text().startswith("4:"):
+                return True
+    return False
+
+
 def check_limits() -> Finding:
     """Checks the limits of open files, and of locked memory, which RDMA needs."""
     (files, hard), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
@@ -113,7 +125,7 @@ def check_limits() -> Finding:
     advice = []
     if files != unlimited and files < _FILES:
         advice.append(f"ulimit -n {max(hard, _FILES)}")
-    if locked != unlimited and count_rdma(Path("/sys")):
+    if locked != unlimited and has_rdma(Path("/sys")):
         advice.append("RDMA may fail to register memory: ulimit -l unlimited")
     return Finding(f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
 

@@ -18,7 +18,6 @@ from epload.core.attempt import Attempt
 from epload.core.copy_table import CopyTable, byte_view
 from epload.core.placement import box_slices
 from epload.native import ops
-from epload.ranks.activity import working
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
@@ -71,7 +70,7 @@ def write_checkpoint(
             folder = NewFolder.create(path, overwrite, layout.value)
 
     def write_part(folder: NewFolder) -> None:
-        with working(control, "writes its part of the checkpoint") as done, closing(folder):
+        with control.working("writes its part of the checkpoint") as done, closing(folder):
             write(folder, done)
             with report.timed("sync"):
                 folder.sync(lambda: done(0))

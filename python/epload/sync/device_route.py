@@ -20,7 +20,7 @@ from epload.transfer.context import TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, message_timeout, run_transfer
-from epload.transfer.movers import broadcast, explain
+from epload.transfer.movers import broadcast
 from epload.transfer.sinks import Sink
 
 MAX_GROUPS = 12
@@ -46,7 +46,7 @@ class DeviceRoute:
         """``whole``: the nodes that keep whole versions in host memory, so that one rank for each rail receives."""
         self.backend = backend
         self.device = device
-        self.groups = GroupCache({device.type: backend}, control.rank, control, device)
+        self.groups = GroupCache({device.type: backend}, control, device)
         self._plan = plan
         self._members = members
         self._control = control
@@ -97,8 +97,7 @@ class DeviceRoute:
         verifies = not self._keeps_whole
         self._ring = DeviceRing(
             self._staging,
-            context.flow,
-            context.report,
+            context,
             "inter_node",
             in_order=False,
             seconds=seconds,
@@ -117,10 +116,10 @@ class DeviceRoute:
         for hop, i in hops:
             if hop[0] in senders:
                 self._broadcast(wave, hop, i, staging.entry)
-        staging.spread.wait_stream(staging.entry)
+        staging.forwarding.wait_stream(staging.entry)
         for hop, i in hops:
             if hop[0] not in senders:
-                self._broadcast(wave, hop, i, staging.spread)
+                self._broadcast(wave, hop, i, staging.forwarding)
         self._context.report.transport_steps += len(hops)
 
     def _broadcast(self, wave: Wave, hop: Hop, i: int, stream: torch.Stream) -> None:
@@ -128,11 +127,8 @@ class DeviceRoute:
         number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
         doing = f"broadcasts bucket {number} from rank {root} to {[rank for rank in ranks if rank != root]}"
         # On the current stream, as the op would make another one and the current one wait for each other.
-        with context.activity.doing(doing), context.report.timed("inter_node", doing) as span, stream:
-            try:
-                broadcast(bucket, Route(root, root, "", self.groups.name(ranks)), "two_level", stream)
-            except RuntimeError as error:
-                raise explain(context, error, number) from error
+        with context.moving("inter_node", doing, number) as span, stream:
+            broadcast(bucket, Route(root, root, "", self.groups.name(ranks)), "two_level", stream)
             span.nbytes = bucket.nbytes
 
     # ---- who sends what to whom ----

@@ -25,7 +25,6 @@ from epload.sync.report import SyncReport
 from epload.sync.transfer import ExchangeRoles, LocalBuckets
 from epload.transfer.context import TransferContext
 from epload.transfer.device_pipe import DevicePipe
-from epload.transfer.framing import Framing
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import NodeMemory
 
@@ -157,18 +156,14 @@ class Epoch:
     ) -> None:
         control, plan = self.control, self.plan
         roles = ExchangeRoles(plan, self.members, control.rank)
-        framing = Framing(
-            plan.identity, plan.describe, control.rank, control, self.verify, version=version, ends_in_order=False
-        )
-
-        def check(number: int, bucket: Tensor) -> None:
-            framing.verify(number, roles.reader(number), bucket)
-
-        places = dict(self.staged_buckets()) if route.device is not None and self.memory is not None else {}
-        buckets = LocalBuckets(None if self.sends else shards, places, check if self.verify else None)
         fill = shards.pack if shards is not None and self.sends else None
+        context = TransferContext(
+            plan, roles, fill, plan.describe, control, report, self.verify, version, ends_in_order=False
+        )
+        places = dict(self.staged_buckets()) if route.device is not None and self.memory is not None else {}
+        buckets = LocalBuckets(None if self.sends else shards, places, context.verify if self.verify else None)
         with Progress(plan.nbytes, show) as bar:
-            route.run(TransferContext(plan, roles, fill, framing, control, report), buckets, bar)
+            route.run(context, buckets, bar)
 
     def _shards(
         self, plan: ExchangePlan, tensors: list[Tensor] | None, failure: Exception | None = None

@@ -32,7 +32,7 @@ class HostRoute:
         self._control = control
         self._memory = memory
         self._waves_before = 0
-        self.groups = GroupCache({"cpu": "gloo"}, control.rank, control)
+        self.groups = GroupCache({"cpu": "gloo"}, control)
         self.groups.make("exchange", tuple(members.rail(rail) for rail in range(members.rails)))
 
     def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:

@@ -26,9 +26,9 @@ from epload.native import ops
 from epload.planning.holdings import Holdings, digest_of
 from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
-from epload.ranks.activity import working
-from epload.ranks.contents import get, put
+from epload.ranks.contents import get
 from epload.ranks.control import Control
+from epload.ranks.messages import put
 from epload.sync.arrival import same_bits
 from epload.sync.devices import first_line, share_memory
 from epload.transfer.device_pipe import DevicePipe
@@ -199,7 +199,7 @@ class Puller:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         copied: list[tuple[int, Tensor, list[Tensor], CopyTable]] = []
         try:
-            with working(control, "copies what a sender has in memory of a device") as done:
+            with control.working("copies what a sender has in memory of a device") as done:
                 for _, memory, pieces in self._memory.values():
                     for number, targets, copies in pieces:
                         if self.lands:
