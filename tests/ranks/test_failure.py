@@ -247,9 +247,7 @@ def late_interrupt(rank: int, culprit: int, place: str) -> tuple[Raised, list[st
     patches = {
         "ended": mock.patch.object(control, "set_outcome", interrupted_after(control.set_outcome)),
         "undelivered": mock.patch.object(
-            control._rounds,
-            "_read",
-            interrupted_after(control._rounds._read, lambda: control._rounds._key.endswith("outcome")),
+            control, "_read", interrupted_after(control._read, lambda: control._key.endswith("outcome"))
         ),
         "heard": mock.patch.object(
             control, "settle", interrupted_after(control.settle, lambda *_, last=False, **__: last)

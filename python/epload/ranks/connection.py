@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,9 @@ _CONNECT_SECONDS = 10.0
 
 class NodeConnection:
     """One rank's connection with the others. Each rank is a node of its own until all ranks know the topology."""
+
+    wake_fd = -1
+    """Event that wakes the watch; -1 if it has never run."""
 
     def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int) -> None:
         """
@@ -120,6 +124,22 @@ class NodeConnection:
         load, attempt, step = self.at
         return load, attempt, step if self.waits_since else step - 1
 
+    def __del__(self) -> None:
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
+
+    def wake(self) -> None:
+        """Lets the watch send what a link has not taken yet."""
+        if self.wake_fd >= 0:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def send(self, rank: int, tag: str, data: bytes) -> None:
+        """Sends a message to another rank of the node. Thread-safe."""
+        link = self.links[rank]
+        link.send(tag, data)
+        if link.unsent:
+            self.wake()
+
     # ---- keys in the store ----
 
     def delete_later(self, keys: Iterable[str]) -> None:
@@ -182,9 +202,8 @@ class NodeConnection:
             self._failures[prefix] = failure
         if failure == first:
             return
-        for rank, link in self.links.items():
-            if rank != sender:
-                link.send(FAILED, prefix.encode() + b" " + failure.encode())
+        for rank in self.links.keys() - {sender}:
+            self.send(rank, FAILED, prefix.encode() + b" " + failure.encode())
         self.news.set()
         if failure.hard and prefix == self.prefix:
             self.stop()

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
-from epload.ranks.connection import DEFAULT_TIMEOUT, NodeConnection, outcome_keys
+from epload.ranks.connection import DEFAULT_TIMEOUT, outcome_keys
 from epload.ranks.failure import Failure, describe
 from epload.ranks.messages import decode, put
 from epload.ranks.rounds import Rounds, Views, decide_on_reports, encode_report
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
 
-class Control(NodeConnection):
+class Control(Rounds):
     """Rounds, failures and watch of the ranks of one topology. Every rank calls the same rounds in the same order.
 
     One thread of a rank runs its rounds. The watch runs in another thread; :meth:`fail`, :meth:`refuse`, :meth:`abort`,
@@ -68,7 +68,6 @@ class Control(NodeConnection):
         self._activities: dict[str, str] = {}
         """What threads of this load are doing, by their names."""
         self.watch = Watch(self, self.fail)
-        self._rounds = Rounds(self, self.watch.wake)
 
     def next_load(self) -> int:
         """Returns the number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
@@ -195,7 +194,7 @@ class Control(NodeConnection):
         elif self.store is not None and not self._succeeded:
             self._succeeded = True
             with suppress(RuntimeError):  # interrupted, perhaps before it had passed the decision on
-                self._rounds.pass_on_outcome()
+                self.pass_on_outcome()
         return failure
 
     @contextmanager
@@ -249,7 +248,7 @@ class Control(NodeConnection):
         with self.watch:
             self.doing = what
             try:
-                decision = self._rounds.run(what, patience * self.timeout.total_seconds(), last, report, decide_all)
+                decision = self.run_round(what, patience * self.timeout.total_seconds(), last, report, decide_all)
             except (WaitTimeout, RankExited, RemoteFailure) as error:
                 shared = self._finish(error, hard=not isinstance(error, RemoteFailure)) or Failure.of(error, self.rank)
                 raise shared.error() from None

@@ -40,15 +40,10 @@ Views = Mapping[str, list[int]]
 Decide = Callable[[Views], str]
 
 
-class Rounds:
+class Rounds(NodeConnection):
     """Runs one rank's part of rounds, one after the other."""
 
-    def __init__(self, node: NodeConnection, wake: Callable[[], None]) -> None:
-        """``wake``: lets the watch send what a link has not taken yet."""
-        self._node = node
-        self._wake = wake
-
-    def run(self, what: str, limit: float, last: bool, view: str, decide: Decide) -> str:
+    def run_round(self, what: str, limit: float, last: bool, view: str, decide: Decide) -> str:
         """Returns the coordinator's decision, on every rank.
 
         Args:
@@ -61,43 +56,43 @@ class Rounds:
             RankExited: the process of a rank on this machine has ended.
             RemoteFailure: a failure was published, also one of ``decide`` itself.
         """
-        node, events = self._node, self._node.events
+        events = self.events
         self._what, self._limit = what, limit
-        self._number = "{}.{}/{}".format(*node.at)
-        self._key = outcome_keys(node.prefix)[0] if last else self._number
+        self._number = "{}.{}/{}".format(*self.at)
+        self._key = outcome_keys(self.prefix)[0] if last else self._number
         """Key of the decision; that of the last round is the outcome of the load."""
-        node.waits_since = monotonic()
+        self.waits_since = monotonic()
         try:
             with events.round(what, self._number) if events is not None else nullcontext():
-                views = self._gather(view) if node.tree.leads else {}
-                if node.rank == node.coordinator:
+                views = self._gather(view) if self.tree.leads else {}
+                if self.rank == self.coordinator:
                     decision = self._decide(views, decide, last)
                 else:
                     self._hand_on(view, views)
-                    above = node.coordinator if node.tree.leads else node.tree.leader
+                    above = self.coordinator if self.tree.leads else self.tree.leader
                     decision = self._wait(self._decided, lambda: [above])
-                    node.release()  # deleted in the next round: after the last one the store may no longer exist
+                    self.release()  # deleted in the next round: after the last one the store may no longer exist
                 self._pass_on(decision)
                 return decision
         finally:
-            node.waits_since = 0.0
-            node.received.pop(self._number, None)
+            self.waits_since = 0.0
+            self.received.pop(self._number, None)
 
     def _received(self) -> dict[int, bytes]:
         """Returns what other ranks of the node have sent in this round."""
-        return self._node.received.get(self._number, {})
+        return self.received.get(self._number, {})
 
     def _decided(self) -> str | None:
         """Returns the decision if there is one."""
-        node, leader = self._node, self._node.tree.leader
+        leader = self.tree.leader
         if leader in self._received():
             return self._received()[leader].decode()
         # A leader that has ended may not have passed the decision on.
-        return self._read() if node.tree.leads or leader in node.processes.ended else None
+        return self._read() if self.tree.leads or leader in self.processes.ended else None
 
     def _read(self) -> str | None:
         """Returns the decision in the store if there is one. Raises RemoteFailure if the coordinator has refused to make it."""
-        store = self._node.connection()
+        store = self.connection()
         if (value := read_if_set(store, self._key)) is None:
             return None
         self._raise_if_failed(value)
@@ -105,7 +100,7 @@ class Rounds:
 
     def _raise_if_failed(self, value: bytes) -> None:
         if value.startswith(FAILURE):
-            self._node.look()
+            self.look()
             raise RemoteFailure("another rank failed")
 
     def pass_on_outcome(self) -> None:
@@ -115,18 +110,12 @@ class Rounds:
 
     def _pass_on(self, decision: str) -> None:
         """Passes a decision on to the other ranks of the node, if this rank leads it."""
-        for rank in self._node.tree.members:
-            self._send(rank, decision)
-
-    def _send(self, rank: int, text: str) -> None:
-        link = self._node.links[rank]
-        link.send(self._number, text.encode(errors="backslashreplace"))
-        if link.unsent:
-            self._wake()
+        for rank in self.tree.members:
+            self.send(rank, self._number, decision.encode(errors="backslashreplace"))
 
     def _gather(self, view: str) -> Views:
         """Returns the views of the node that this rank leads, and of all nodes below it."""
-        tree, store = self._node.tree, self._node.connection()
+        tree, store = self.tree, self.connection()
         keys = [f"view/{self._number}/{leader}" for leader in tree.children]
 
         def missing() -> list[int]:
@@ -150,33 +139,31 @@ class Rounds:
 
     def _hand_on(self, view: str, views: Views) -> None:
         """Hands this rank's view to the leader of its node, or a leader those of its node to the leader above."""
-        node = self._node
-        assert node.store is not None
-        if node.tree.leads:
-            node.delete_later(put(node.store, f"view/{self._number}/{node.rank}", json.dumps(views).encode()))
+        assert self.store is not None
+        if self.tree.leads:
+            self.delete_later(put(self.store, f"view/{self._number}/{self.rank}", json.dumps(views).encode()))
         else:
-            self._send(node.tree.leader, view)
-        node.delete_released()
+            self.send(self.tree.leader, self._number, view.encode(errors="backslashreplace"))
+        self.delete_released()
 
     def _decide(self, views: Views, decide: Decide, last: bool) -> str:
         """Takes the part of the coordinator: makes and publishes the decision."""
-        node = self._node
-        assert node.store is not None
-        node.release()
-        node.delete_released()
+        assert self.store is not None
+        self.release()
+        self.delete_released()
         keys: list[str] = []
         try:
             decision = decide(views)
         except Exception as error:  # all ranks stop at the same step
-            node.publish(node.prefix, Failure.of(error, node.rank, clean=True, hard=False))
+            self.publish(self.prefix, Failure.of(error, self.rank, clean=True, hard=False))
             value = FAILURE
         else:
-            value, keys = encode(node.store, self._key, decision.encode(errors="backslashreplace"))
-        node.delete_later([self._key, *keys])
+            value, keys = encode(self.store, self._key, decision.encode(errors="backslashreplace"))
+        self.delete_later([self._key, *keys])
         if last:
-            value = node.set_outcome(node.prefix, value)
+            value = self.set_outcome(self.prefix, value)
         else:
-            node.store.set(self._key, value)  # type: ignore[arg-type]
+            self.store.set(self._key, value)  # type: ignore[arg-type]
         self._raise_if_failed(value)
         return decision
 
@@ -187,20 +174,20 @@ class Rounds:
 
         Those that themselves wait for others have more time than those, so that they can say which are missing.
         """
-        node, nodes, limit = self._node, len(self._node.tree.nodes), self._limit
+        nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
         pause, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
         until, next_sample = now + limit, now + sample
         while True:
-            node.news.wait(pause)
-            node.news.clear()
+            self.news.wait(pause)
+            self.news.clear()
             pause = min(2 * pause, _MAX_POLL, sample)
             if (value := ready()) is not None:
                 return value
             self._check()
             now = monotonic()
             if now >= next_sample:
-                state = node.heartbeats.state(missing(), node.position)
+                state = self.heartbeats.state(missing(), self.position)
                 if last_state not in (None, state):
                     until = now + limit
                 last_state, next_sample = state, now + sample
@@ -212,16 +199,15 @@ class Rounds:
 
     def _check(self) -> None:
         """Raises an error if the round has failed."""
-        node = self._node
-        if node.known_failure() is not None:
+        if self.known_failure() is not None:
             raise RemoteFailure("another rank failed")
         # A rank that has read the decision of the last round may end before this one has read it.
-        if node.processes.ended and self._read() is None:
-            raise RankExited(*min(node.processes.ended.items()))
+        if self.processes.ended and self._read() is None:
+            raise RankExited(*min(self.processes.ended.items()))
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
         """Returns the ranks that have not come: of ``missing``, and of the nodes that those lead."""
-        tree, heartbeats, position = self._node.tree, self._node.heartbeats, self._node.position
+        tree, heartbeats, position = self.tree, self.heartbeats, self.position
         absent: list[int] = []
         for leader in missing:
             if not heartbeats.arrived(leader, position):
@@ -231,8 +217,8 @@ class Rounds:
 
     def _timeout(self, absent: Sequence[int]) -> WaitTimeout:
         limit = f"{self._limit:.0f} s"
-        if list(absent) == [self._node.coordinator]:
-            seen = f"(seen by rank {self._node.rank})"
+        if list(absent) == [self.coordinator]:
+            seen = f"(seen by rank {self.rank})"
             return WaitTimeout(
                 f"{self._what}: rank {absent[0]}, the coordinator, made no decision within {limit} {seen}"
             )

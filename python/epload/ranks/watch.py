@@ -40,7 +40,6 @@ class Watch:
         """``fail``: publishes a failure."""
         self._node = node
         self._fail = fail
-        self._wake = -1
         self._last_activity, self._quiet, self._log_at = (-1, ""), 0, _QUIET_HEARTBEATS
         self._depth = 0
         self._until: float | None = None
@@ -56,20 +55,16 @@ class Watch:
         self._depth -= 1
         if self._depth == 0 and self._thread is not None:
             self._until = time.monotonic() + _FLUSH_SECONDS
-            self.wake()
+            self._node.wake()
             self._thread.join()
             self._thread = None
-
-    def __del__(self) -> None:
-        if self._wake >= 0:
-            os.close(self._wake)
 
     def _start(self) -> None:
         """Raises LoadError if a thread cannot run: without it, this rank would not notice that others have failed."""
         self._until = None
         try:
-            if self._wake < 0:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if self._node.wake_fd < 0:
+                self._node.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread = threads.start("epload-watch", self._run)
         except (OSError, LoadError) as error:
             raise self._explain(error) from error
@@ -77,11 +72,6 @@ class Watch:
     def _explain(self, error: Exception) -> LoadError:
         hint = f"; {_ULIMIT_HINT}" if isinstance(error, OSError) else ""
         return LoadError(f"rank {self._node.rank} cannot watch over the other ranks: {message_of(error)}{hint}")
-
-    def wake(self) -> None:
-        """Lets the thread send what a link has not taken yet."""
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         node = self._node
@@ -123,13 +113,13 @@ class Watch:
         return time.monotonic() >= self._until or not any(link.unsent for link in self._node.links.values())
 
     def _listen(self, until: float) -> None:
-        """Waits for messages, ended processes and :meth:`wake`; receives and sends what is there."""
+        """Waits for messages, ended processes and :meth:`NodeConnection.wake`; receives and sends what is there."""
         node = self._node
         links = {rank: link for rank, link in node.links.items() if not link.closed}
         events = {link.fileno(): select.POLLIN | select.POLLOUT * bool(link.unsent) for link in links.values()}
-        node.processes.wait(events | {self._wake: select.POLLIN}, until - time.monotonic())
+        node.processes.wait(events | {node.wake_fd: select.POLLIN}, until - time.monotonic())
         with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+            os.eventfd_read(node.wake_fd)
         for rank, link in links.items():
             link.flush()
             for tag, data in link.receive():
