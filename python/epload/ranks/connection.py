@@ -1,4 +1,4 @@
-"""What connects a rank with the others of its control: the store, the links of its node, and what it has learned over them."""
+"""Connects a rank with the others of its control: the store, the links of its node, and what it has learned over them."""
 
 from __future__ import annotations
 

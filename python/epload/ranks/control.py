@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -60,20 +61,16 @@ class Control(Rounds):
         """The failure with which the present load has ended on all ranks; None if there is none."""
         self._succeeded = False
         """True if this rank has come through the last round of the load."""
-        self._numbering = threading.Lock()
-        self._last_number = 0
-        """Returned last by :meth:`next_load`."""
+        self._numbers = count(1)
         self._looked = 0.0
         """Value of ``time.monotonic()`` when :meth:`published_failure` last asked the store."""
         self._activities: dict[str, str] = {}
-        """What threads of this load are doing, by their names."""
+        """Activity of each thread of this load, by the name of the thread."""
         self.watch = Watch(self, self.fail)
 
     def next_load(self) -> int:
         """Returns the number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
-        with self._numbering:
-            self._last_number += 1
-            return self._last_number
+        return next(self._numbers)
 
     def begin(self, timeout: timedelta | None = None, number: int | None = None) -> None:
         """Begins a load, on all ranks. Whatever the outcome of the last one on each of them, they are in step again.
@@ -105,14 +102,11 @@ class Control(Rounds):
     def activity(self, what: str) -> Iterator[None]:
         """A context in which the calling thread does something; ``doing`` is what all threads do. Thread-safe."""
         thread = threading.current_thread().name
-        before = self._activities.get(thread)
+        before = self._activities.get(thread, "")
         self._activities[thread] = what
-        self.doing = ", ".join(list(self._activities.values()))
+        self.doing = ", ".join(filter(None, list(self._activities.values())))
         yield  # an error leaves what the thread was doing in place, for its own text
-        if before is None:
-            self._activities.pop(thread, None)
-        else:
-            self._activities[thread] = before
+        self._activities[thread] = before
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[int], None]]:
