@@ -139,7 +139,9 @@ class GroupCache:
 
 def _current_device(backends: Backends) -> int | None:
     """Returns the index of the calling thread's device if there is a backend for it, else None."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in backends or set(backends.values()) == {"gloo"}:
+    if set(backends.values()) == {"gloo"}:  # to ask for an accelerator may initialize its library
         return None
-    return torch.accelerator.current_device_index()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return (
+        torch.accelerator.current_device_index() if accelerator is not None and accelerator.type in backends else None
+    )
