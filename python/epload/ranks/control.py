@@ -102,11 +102,13 @@ class Control(Rounds):
     def activity(self, what: str) -> Iterator[None]:
         """A context in which the calling thread does something; ``doing`` is what all threads do. Thread-safe."""
         thread = threading.current_thread().name
-        before = self._activities.get(thread, "")
-        self._activities[thread] = what
-        self.doing = ", ".join(filter(None, list(self._activities.values())))
+        with self._lock:
+            before = self._activities.get(thread, "")
+            self._activities[thread] = what
+            self.doing = ", ".join(filter(None, self._activities.values()))
         yield  # an error leaves what the thread was doing in place, for its own text
-        self._activities[thread] = before
+        with self._lock:
+            self._activities[thread] = before
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[int], None]]:
