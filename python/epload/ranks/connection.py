@@ -79,6 +79,7 @@ class NodeConnection:
         self._joined = False
         """True if all ranks know the nodes; before, no groups are made."""
         self._own: Store | None = None
+        self._connecting = threading.Lock()
 
     def connection(self) -> Store:
         """Returns a connection to the store that is not blocked while a process group is made over the job's. Thread-safe.
@@ -86,7 +87,7 @@ class NodeConnection:
         A leader has one; another rank makes one when it fails itself.
         """
         assert self.store is not None
-        with self._lock:
+        with self._connecting:
             if self._joined and self._own is None:
                 self._own = _clone(self.store)
             return self._own or self.store
