@@ -174,9 +174,9 @@ class Rank:
 
     def move_data(self, seconds: float) -> None:
         """As a transfer: ends when the watch says that another rank has failed."""
-        stop, before, began = _Stop(), self.counts.copy(), time.monotonic()
-        with self.control.stopping(stop):
-            if stop.requested.wait(seconds):
+        stop, before, began = threading.Event(), self.counts.copy(), time.monotonic()
+        with self.control.stopping(stop.set):
+            if stop.wait(seconds):
                 raise RemoteFailure("another rank failed")
         spent = self.counts - before
         self.idle_rate = (spent.total() - spent["bytes"]) / (time.monotonic() - began)
@@ -192,14 +192,6 @@ class Rank:
         spent = self.counts.copy()
         spent.subtract(before)
         return Sample(self.rank, +spent, self.rounds, error, time.monotonic(), self.idle_rate)
-
-
-class _Stop:
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-
-    def fail(self) -> None:
-        self.requested.set()
 
 
 class Server:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from functools import partial
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops
@@ -66,17 +67,12 @@ def coalesced_bcast(
         epload.coalesced_bcast(model.parameters(), src=0, topology=topology)
     """
     topology = topology if topology is not None else Topology.default()
-    broadcast = partial(_broadcast, list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
-    if inside_load(topology):
-        broadcast()
-        return
+    call = Call("coalesced_bcast()", topology)
     try:
-        with exclusive(Call("coalesced_bcast()", topology)):
-            broadcast()
-            return
+        with nullcontext() if inside_load(topology) else exclusive(call):
+            _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
     except Refused as refused:
-        error = refused.failure.error()
-    raise error
+        raise refused.failure.error() from None
 
 
 def _broadcast(
@@ -88,15 +84,11 @@ def _broadcast(
     stream: torch.Stream | None,
     check: bool,
 ) -> None:
-    options = (src, bucket_bytes, algorithm)
+    options = str((src, bucket_bytes, algorithm))
     if bucket_bytes is None:
         on_cpu = bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].device.type == "cpu"
         bucket_bytes = DEFAULT_BUCKET_BYTES_ON_CPU if on_cpu else DEFAULT_BUCKET_BYTES
-    failure: Exception | None = None
-    try:
-        _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)
-    except (TypeError, ValueError) as error:
-        failure = error
+    failure = Attempt(lambda: _check_arguments(tensors, src, topology, bucket_bytes, algorithm, stream)).failure
     if check:
         _check_same_list(topology.control, tensors, options, failure)
     elif failure is not None:
@@ -147,46 +139,36 @@ def _check_arguments(
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes of storage up to the end of the tensor's last element."""
+    """Returns the bytes of storage up to the end of the tensor's last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
-def _check_same_list(
-    control: Control, tensors: list[Tensor], options: tuple[object, ...], failure: Exception | None
-) -> None:
+def _check_same_list(control: Control, tensors: list[Tensor], options: str, failure: Exception | None) -> None:
     """Raises ``failure`` on all ranks if a rank has one, else ManifestMismatch if their options or tensors differ."""
-    lines = [] if failure else [f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors]
-    digest = hashlib.blake2b(json.dumps([options, lines]).encode(), digest_size=16)
-    key = digest.digest()
-    if failure is None and key in control.agreed:
+    lines = [options, *(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in tensors)] if failure is None else []
+    digest = hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).hexdigest()
+    if failure is None and digest in control.agreed:
         return
-    with control.guard():
-        _compare_lists(control, [str(options), *lines], digest.hexdigest(), failure)
-    control.agreed.add(key)
+    first = control.coordinator
 
-
-def _compare_lists(control: Control, lines: list[str], digest: str, failure: Exception | None) -> None:
     def differing_ranks(digests: dict[int, str]) -> list[int]:
-        return [rank for rank, digest in digests.items() if digest != digests[control.coordinator]]
+        return [rank for rank, digest in digests.items() if digest != digests[first]]
 
-    differing = control.settle("coalesced_bcast", failure, digest, differing_ranks)
-    if not differing:
-        return
-    pair = control.coordinator, differing[0]
-
-    def explain(views: dict[int, list[str] | None]) -> str:
-        a, b = (views[rank] or [] for rank in pair)
-        return _first_difference(a, b, *pair)
-
-    difference = control.settle("coalesced_bcast", None, lines if control.rank in pair else None, explain)
-    raise ManifestMismatch(f"coalesced_bcast: expected the same arguments on every rank, but {difference}")
+    with control.guard():
+        differing = control.settle("coalesced_bcast", failure, digest, differing_ranks)
+        if differing:
+            view = lines if control.rank in (first, differing[0]) else None
+            difference = control.settle("coalesced_bcast", None, view, _first_difference)
+            raise ManifestMismatch(f"coalesced_bcast: expected the same arguments on every rank, but {difference}")
+    control.agreed.add(digest)
 
 
-def _first_difference(a: list[str], b: list[str], rank_a: int, rank_b: int) -> str:
-    """``a`` and ``b``: the options and then the tensors of two ranks, one text each."""
-    for i, (of_a, of_b) in enumerate(zip(a, b, strict=False)):
-        if of_a != of_b:
+def _first_difference(views: dict[int, list[str] | None]) -> str:
+    """``views``: the options and then the tensors of two ranks, one text each; None of all others."""
+    (first, a), (other, b) = ((rank, view) for rank, view in views.items() if view)
+    for i, (of_first, of_other) in enumerate(zip(a, b, strict=False)):
+        if of_first != of_other:
             what = "(src, bucket_bytes, algorithm) is" if i == 0 else f"tensor {i - 1} is"
-            return f"{what} {of_a} on rank {rank_a} and {of_b} on rank {rank_b}"
-    return f"rank {rank_a} has {len(a) - 1} tensors and rank {rank_b} has {len(b) - 1}"
+            return f"{what} {of_first} on rank {first} and {of_other} on rank {other}"
+    return f"rank {first} has {len(a) - 1} tensors and rank {other} has {len(b) - 1}"

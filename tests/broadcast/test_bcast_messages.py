@@ -60,19 +60,6 @@ def test_profiler_sees_the_steps_of_the_plan_and_no_more() -> None:
     assert ranks.run(3, count_steps) == [[]] * 3
 
 
-def count_default_buckets(rank: int) -> list[str]:
-    """Buckets of three and of two tensors are relayed in 16 and 11 chunks of 1 MiB; all tensors together would be in 26."""
-    tensors = [torch.zeros((5 << 20) + 100_000, dtype=torch.uint8) for _ in range(5)]
-    topo = Topology.from_nodes([[0, 1]])
-    coalesced_bcast(tensors, topology=topo)
-    text = _unexpected(_messages(topo, rank) * 27, tensors, topology=topo)
-    return [text] if text else []
-
-
-def test_buckets_on_cpu_have_16_mib_by_default() -> None:
-    assert ranks.run(2, count_default_buckets) == [[]] * 2
-
-
 def count_striped_steps(rank: int) -> list[str]:
     """One bucket from rank 0. Each rank of its node passes a half on; those of the other swap theirs, and a rest."""
     counts = {

@@ -1,4 +1,4 @@
-"""Agreement rounds, and the headers of buckets."""
+"""Agreement rounds."""
 
 from __future__ import annotations
 
@@ -6,37 +6,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
-from epload.planning.buckets import HEADER_BYTES
 from epload.ranks.control import Control
 from epload.ranks.rendezvous import rendezvous
-from epload.transfer.framing import STATUS_ABORT, STATUS_OK, BucketHeader
 from support import ranks
 from support.failures import raised
-
-
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([STATUS_OK, STATUS_ABORT]),
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**64 - 1),
-    st.binary(min_size=16, max_size=16),
-)
-def test_header_round_trip(index: int, status: int, nbytes: int, checksum: int, fingerprint: bytes) -> None:
-    header = BucketHeader(index, status, nbytes, checksum, fingerprint)
-    raw = header.pack()
-    assert len(raw) == HEADER_BYTES
-    assert BucketHeader.unpack(raw) == header
-    assert BucketHeader.unpack(memoryview(bytearray(raw))) == header
-
-
-@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-def test_garbage_is_no_header(raw: bytes) -> None:
-    with pytest.raises(LoadError, match="out of step"):
-        BucketHeader.unpack(raw)
 
 
 def test_one_rank_needs_no_store() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -19,9 +18,12 @@ from torch import nn
 
 import epload
 from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
+from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
-from epload.ranks.place import DEFAULT_TIMEOUT
 from support import ranks
+from support.checks import all_fine
+from support.failures import error_of, raised_by
+from support.memory import memfds
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -30,16 +32,10 @@ def failing_larger_load(rank: int) -> list[str]:
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", timeout=10, progress=False)
     model, problems = meta_net(), []
     loader.load(model, state_for(1))
-    large = nn.Linear(300, 200)
-    state = {"weight": torch.ones(200, 300), "bias": torch.ones(200)}
-    if rank == 1:
-        state["weight"] = torch.ones(200, 301)
-    try:
-        loader.load(large, state)
-        problems.append("the load did not fail")
-    except epload.LoadError as error:
-        if "weight" not in str(error):
-            problems.append(str(error))
+    state = {"weight": torch.ones(200, 301 if rank == 1 else 300), "bias": torch.ones(200)}
+    error = error_of(lambda: loader.load(nn.Linear(300, 200), state))
+    if "weight" not in error:
+        problems.append(error)
     for number in (2, 3):
         loader.load(model, state_for(number))
         problems += wrong(model, state_for(number))
@@ -47,27 +43,24 @@ def failing_larger_load(rank: int) -> list[str]:
 
 
 def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
-    assert ranks.run(4, failing_larger_load, limit=80) == [[]] * 4
+    all_fine(ranks.run(4, failing_larger_load, limit=80))
 
 
 def failing_group(rank: int) -> list[str]:
     """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
     model, problems = meta_net(), []
-    with (
-        mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port")) if rank == 3 else nullcontext()
+    no_port = mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port"))
+    with no_port if rank == 3 else nullcontext():
+        kind, text, seconds = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
+    if (
+        kind != "LoadError"
+        or "rank 3 could not make the process group of ranks [2, 3]: " not in text
+        or "no port" not in text
     ):
-        began = time.monotonic()
-        try:
-            loader.load(model, only_readers(state_for(1), "one"))
-            problems.append("the load did not fail")
-        except epload.LoadError as error:
-            if "rank 3 could not make the process group of ranks [2, 3]: " not in str(error) or "no port" not in str(
-                error
-            ):
-                problems.append(str(error))
-        if time.monotonic() - began > 20:
-            problems.append("the other ranks have waited for the timeout")
+        problems.append(f"{kind}: {text}")
+    if seconds > 20:
+        problems.append("the other ranks have waited for the timeout")
     if not all(parameter.is_meta for parameter in model.parameters()):
         problems.append("the model left meta")
     loader.load(model, only_readers(state_for(2), "one"))
@@ -75,7 +68,7 @@ def failing_group(rank: int) -> list[str]:
 
 
 def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
-    assert ranks.run(4, failing_group, limit=60) == [[]] * 4
+    all_fine(ranks.run(4, failing_group, limit=60))
 
 
 NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]
@@ -88,11 +81,7 @@ def large_mismatch(rank: int) -> str:
         odd = rank == 1 and number == 1234
         model.register_parameter(name, nn.Parameter(torch.zeros(3, dtype=torch.float64 if odd else torch.float32)))
     loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers="one", progress=False, timeout=60)
-    try:
-        loader.load(model, {name: torch.ones(3) for name in NAMES} if rank == 0 else None)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return error_of(lambda: loader.load(model, {name: torch.ones(3) for name in NAMES} if rank == 0 else None))
 
 
 def test_a_mismatch_of_models_larger_than_a_value_of_the_store() -> None:
@@ -164,20 +153,10 @@ def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
     assert ranks.run(4, broadcast_after_a_load, fails, limit=60) == [[]] * 4
 
 
-def memfds() -> int:
-    found = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            found += "memfd:epload" in os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-    return found
-
-
-def failing_offer(rank: int, round_: str) -> list[str]:
-    """A round fails between a leader's offer of memory and the end of it: another rank was interrupted in it."""
+def failing_announcement(rank: int, round_: str) -> list[str]:
+    """A round fails between a leader's announcement of memory and the end of it: another rank was interrupted in it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
-    before = memfds()
+    before = len(memfds())
     settle = Control.settle
 
     def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
@@ -187,17 +166,14 @@ def failing_offer(rank: int, round_: str) -> list[str]:
 
     model = meta_net()
     with mock.patch.object(Control, "settle", interrupted) if rank == 3 else nullcontext():
-        try:
-            loader.load(model, only_readers(state_for(1), "one"))
-            return ["the load did not fail"]
-        except epload.LoadError as error:
-            problems = [] if "no room for a round" in str(error) else [str(error)]
-    if memfds() != before:
-        problems.append(f"{memfds() - before} descriptors of shared memory are left")
+        error = error_of(lambda: loader.load(model, only_readers(state_for(1), "one")))
+    problems = [] if error.startswith("LoadError") and "no room for a round" in error else [error]
+    if len(memfds()) != before:
+        problems.append(f"descriptors of shared memory are left: {memfds()}")
     loader.load(model, only_readers(state_for(2), "one"))
     return problems + wrong(model, state_for(2))
 
 
 @pytest.mark.parametrize("round_", ["planning", "sharing memory"])
 def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
-    assert ranks.run(4, failing_offer, round_, limit=60) == [[]] * 4
+    all_fine(ranks.run(4, failing_announcement, round_, limit=60))

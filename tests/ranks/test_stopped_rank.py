@@ -30,10 +30,10 @@ from support.memory import anonymous_and_shared
 
 NODES = [[0, 1], [2, 3]]
 BUCKET = 4 << 20
-LAYERS, WIDTH = 88, 768  # 208 MB of float32
+LAYERS, WIDTH = 72, 768  # 170 MB of float32
 STOP_AT = 12
 """Waves that the rank has unpacked when it stops."""
-SECONDS = 3.0
+SECONDS = 1.5
 """For which it is stopped once all others have come to a halt or the load is over."""
 SLACK = 100 << 20
 """Counts what test_repeated_loads does: sockets, threads, the manifest."""
@@ -79,23 +79,18 @@ def wake(victim: int, folder: Path, seen: dict[str, Any]) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
+def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
     schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     (folder / f"waves-{rank}").touch()
     dist.barrier()
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    for layer in model:
+    for layer in (*model, model):
         fully_shard(layer)
-    fully_shard(model)
-    loader = HierarchicalLoader(
-        Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False
-    )
+    topology = Topology.from_nodes(NODES)
+    loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False)
     seen: dict[str, Any] = {}
-    waker = threading.Thread(target=wake, args=(victim, folder, seen))
-    if rank == (victim + 1) % 4:
-        waker.start()
     start = peak = anonymous_and_shared()
     done = threading.Event()
 
@@ -104,17 +99,20 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
         while not done.wait(0.002):
             peak = max(peak, anonymous_and_shared())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    helpers = [threading.Thread(target=watch)]
+    if rank == (victim + 1) % 4:
+        helpers.append(threading.Thread(target=wake, args=(victim, folder, seen)))
+    for helper in helpers:
+        helper.start()
     try:
         with stopping(rank, victim, folder):
             loader.load(model, folder / "model.safetensors")
     finally:
         done.set()
-        watcher.join()
+        for helper in helpers:
+            helper.join()
     problems = []
-    if waker.ident is not None:
-        waker.join()
+    if seen:
         neighbors = next(node for node in NODES if victim in node)
         if seen["state"] != "T" or seen["waves"][victim] != STOP_AT:
             problems.append(f"rank {victim} was not stopped: {seen}")
@@ -125,14 +123,12 @@ def load_beside_a_stopped_rank(rank: int, folder: Path, readers: str, victim: in
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
     if peak - start > shards + BUFFERS * BUCKET + SLACK:
         problems.append(f"took {peak - start} bytes, with shards of {shards}")
-    for i, parameter in enumerate(model.parameters()):
-        if not bool((parameter.to_local() == i + 1).all()):
-            problems.append(f"layer {i} is wrong")
-    return problems
+    right = [bool((parameter.to_local() == i + 1).all()) for i, parameter in enumerate(model.parameters())]
+    return problems if all(right) else [*problems, f"layers are wrong: {right}"]
 
 
-@pytest.mark.parametrize(("readers", "victim"), [("one", 3), ("one", 0), ("partitioned", 1)])
+@pytest.mark.parametrize(("readers", "victim"), [("one", 0), ("partitioned", 1)])
 def test_others_wait_for_a_stopped_rank(readers: str, victim: int, tmp_path: Path) -> None:
     state = {f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}
     save_file(state, tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, load_beside_a_stopped_rank, tmp_path, readers, victim))
+    all_fine(ranks.run(4, load_next_to_a_stopped_rank, tmp_path, readers, victim))

@@ -104,25 +104,3 @@ def test_ranks_that_do_not_come_are_named(ranks: tuple[int, ...], named: str) ->
     assert len(texts) == 1, results
     assert f"the step: {named} not arrive within 2 s" in texts.pop()
     assert max(seconds for rank, (_, seconds) in results.items() if rank not in ranks) < 10
-
-
-def failing(control: Control) -> tuple[str, float]:
-    """Rank 5 fails while the others wait for it, in a round and beside one."""
-    control.begin(timedelta(minutes=1))
-    began = time.monotonic()
-    try:
-        with control.guard():
-            control.settle("the first step", None)
-            if control.rank == 5:
-                time.sleep(0.5)
-                raise LoadError("rank 5 is broken")
-            control.settle("the second step", None)
-    except LoadError as error:
-        return str(error).splitlines()[0], time.monotonic() - began
-    return "", 0.0
-
-
-def test_a_failure_wakes_all_nodes() -> None:
-    results, _ = run(THREE, failing)
-    assert {text for text, _ in results.values()} == {"rank 5 is broken"}, results
-    assert max(seconds for _, seconds in results.values()) < 10

@@ -16,7 +16,7 @@ from support import ranks
 from support.failures import Slow
 from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
-RUNS = 8
+RUNS = 4
 APART = 0.02
 """Seconds between the two threads, which is less than a load takes."""
 WAYS = ("one loader", "one topology", "two topologies", "loaders made in the threads", "topologies made in the threads")
@@ -33,56 +33,44 @@ def ended(action: Callable[[], Any], model: torch.nn.Module, turn: int) -> End:
     return ("wrong", str(bad[:3])) if bad else ("", "")
 
 
-class Two:
-    """Two loads, A and B, of different checkpoints."""
+def new_loader(topology: Topology) -> HierarchicalLoader:
+    return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
 
-    def __init__(self, way: str, rank: int) -> None:
-        self._rank = rank
-        if way == "one loader":
-            loader = self._loader(Topology.from_nodes(NODES))
-            self._make: list[Callable[[], HierarchicalLoader]] = [lambda: loader] * 2
-        elif way == "one topology":
-            topology = Topology.from_nodes(NODES)
-            loaders = [self._loader(topology) for _ in range(2)]
-            self._make = [lambda: loaders[0], lambda: loaders[1]]
-        elif way == "two topologies":
-            loaders = [self._loader(Topology.from_nodes(NODES)) for _ in range(2)]
-            self._make = [lambda: loaders[0], lambda: loaders[1]]
-        elif way == "loaders made in the threads":
-            shared = Topology.from_nodes(NODES)
-            self._make = [lambda: self._loader(shared)] * 2
-        else:
-            self._make = [lambda: self._loader(Topology.from_nodes(NODES))] * 2
 
-    def _loader(self, topology: Topology) -> HierarchicalLoader:
-        return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
+def makers(way: str) -> list[Callable[[], HierarchicalLoader]]:
+    """Returns two functions that return the loaders of two threads."""
+    if way == "topologies made in the threads":
+        return [lambda: new_loader(Topology.from_nodes(NODES))] * 2
+    topologies = [Topology.from_nodes(NODES) for _ in range(1 + (way == "two topologies"))]
+    if way == "loaders made in the threads":
+        return [lambda: new_loader(topologies[0])] * 2
+    loaders = [new_loader(topologies[-i]) for i in range(1 + (way != "one loader"))]
+    return [lambda: loaders[0], lambda: loaders[-1]]
 
-    def run(self, swapped: bool) -> list[End]:
-        """Returns how A and B end; ``swapped``: B begins a little before A."""
-        ends: list[End] = [("", "did not end")] * 2
-        models = [meta_net() for _ in range(2)]
 
-        def one(which: int) -> None:
-            state = state_for(which + 1)
-            source: Checkpoint | None = Slow(state, 0.3) if self._rank == 0 else None
-            ends[which] = ended(lambda: self._make[which]().load(models[which], source), models[which], which + 1)
+def load_both(make: list[Callable[[], HierarchicalLoader]], rank: int, swapped: bool) -> list[End]:
+    """Returns how two loads of different checkpoints end; ``swapped``: the second begins a little before the first."""
+    ends: list[End] = [("", "did not end")] * 2
+    models = [meta_net() for _ in range(2)]
 
-        threads = [threading.Thread(target=one, args=(which,)) for which in range(2)]
-        for thread in reversed(threads) if swapped else threads:
-            thread.start()
-            time.sleep(APART)
-        for thread in threads:
-            thread.join()
-        return ends
+    def load_one(which: int) -> None:
+        source: Checkpoint | None = Slow(state_for(which + 1), 0.3) if rank == 0 else None
+        ends[which] = ended(lambda: make[which]().load(models[which], source), models[which], which + 1)
+
+    threads = [threading.Thread(target=load_one, args=(which,)) for which in range(2)]
+    for thread in reversed(threads) if swapped else threads:
+        thread.start()
+        time.sleep(APART)
+    for thread in threads:
+        thread.join()
+    return ends
 
 
 def two_threads(rank: int, way: str, crossed: bool) -> tuple[list[list[End]], list[str]]:
-    two = Two(way, rank)
-    runs = [two.run(crossed and rank in ((1, 2), (0,), (3,))[turn % 3]) for turn in range(RUNS)]
+    make = makers(way)
+    runs = [load_both(make, rank, crossed and rank in ((1, 2), (0,), (3,))[turn % 3]) for turn in range(RUNS)]
     model = meta_net()
-    HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET, timeout=30, progress=False).load(
-        model, Checkpoint.from_state_dict(state_for(3)) if rank == 0 else None
-    )
+    new_loader(Topology.from_nodes(NODES)).load(model, state_for(3) if rank == 0 else None)
     return runs, wrong(model, state_for(3))
 
 
@@ -107,7 +95,7 @@ def load_and_broadcast(rank: int) -> list[str]:
     topology = Topology.from_nodes(NODES)
     model = meta_net()
     state = state_for(1)
-    loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
+    loader = new_loader(topology)
     problems: list[str] = []
 
     def broadcast() -> None:

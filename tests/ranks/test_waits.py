@@ -171,26 +171,17 @@ def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: 
         return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_rank_killed_at_a_step_is_named(step: str) -> None:
-    results = ranks.run(4, killed_at, 2, step, NODES, dying=(2,), limit=80)
-    check(results, "rank 2")
+@pytest.mark.parametrize(
+    ("victim", "step"), [*((2, step) for step in STEPS), *((0, step) for step in STEPS[1::2]), (3, "planning")]
+)
+def test_a_rank_killed_at_a_step_is_named(victim: int, step: str) -> None:
+    """Also the coordinator, and a rank whose child keeps its connections."""
+    check(ranks.run(4, killed_at, victim, step, NODES, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
 
 
-@pytest.mark.parametrize("step", ["making groups", "planning", "the transfer"])
-def test_a_coordinator_killed_at_a_step_is_named(step: str) -> None:
-    check(ranks.run(4, killed_at, 0, step, NODES, dying=(0,), limit=80), "rank 0")
-
-
-@pytest.mark.parametrize("step", ["making groups"])
-def test_a_killed_rank_that_is_alone_in_its_node_is_named(step: str) -> None:
+def test_a_killed_rank_that_is_alone_in_its_node_is_named() -> None:
     """Nobody shares buffers with it, but others of its machine watch its process."""
-    check(ranks.run(3, killed_at, 1, step, [[0], [1], [2]], dying=(1,), limit=80), "rank 1")
-
-
-@pytest.mark.parametrize("step", ["planning", "making groups"])
-def test_a_killed_rank_whose_child_keeps_its_connections_is_named(step: str) -> None:
-    check(ranks.run(4, killed_at, 3, step, NODES, True, dying=(3,), limit=80), "rank 3")
+    check(ranks.run(3, killed_at, 1, "making groups", [[0], [1], [2]], dying=(1,), limit=80), "rank 1")
 
 
 def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:

@@ -172,7 +172,8 @@ def slow(stream: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("slow_job", "stream", "stage"),
     [
-        ("trainer", "entry", "host"), ("trainer", "stream", "none"), ("engine", "spread", "host"), ("engine", "stream", "none"),
+        ("trainer", "entry", "host"), ("trainer", "stream", "none"), ("engine", "forwarding", "host"),
+        ("engine", "stream", "none"),
     ],
 )  # fmt: skip
 def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> None:

@@ -21,7 +21,6 @@ from epload.transfer import shared_memory
 from support import fakedev, ranks
 from support.accelerator import DEVICE, NODES, for_readers, meta_net, wrong
 from support.checks import all_fine
-from support.failures import Outcome, check, outcome
 from support.small_model import BUCKET, state_for
 
 WAYS = {
@@ -102,17 +101,6 @@ def _traced(rank: int, semantics: str) -> list[str]:
 @pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
 def test_only_what_a_rank_keeps_crosses_to_its_device(semantics: str) -> None:
     all_fine(ranks.run(2, _traced, semantics, setup=partial(fakedev.setup, semantics)))
-
-
-def _differently(rank: int) -> Outcome:
-    algorithm = "auto" if rank == 0 else "two_level"
-    loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="one", algorithm=algorithm, bucket_bytes=BUCKET)
-    return {"differ": outcome(partial(loader.load, meta_net(), state_for(1)))}, []
-
-
-def test_ranks_that_ask_for_different_ways_are_reported() -> None:
-    expected = {"differ": ("ManifestMismatch", ["ranks [0] have", "algorithm=auto", "ranks [1] have"])}
-    check(ranks.run(2, _differently, setup=fakedev.setup), expected)
 
 
 def _apart(rank: int) -> list[str]:

@@ -29,6 +29,13 @@ class Regions(NamedTuple):
             return
         ops.upload([bucket], self.copies.in_bucket(), self.targets, self.copies.rows, self.pipe)
 
+    def pack(self, bucket: Tensor) -> None:
+        """Copies them into a bucket (uint8) on the targets' device, or on CPU."""
+        if self.pipe is None or not bucket.is_cpu:
+            ops.pack(bucket, self.targets, self.copies.rows)
+            return
+        ops.download(self.targets, self.copies.rows, [bucket], self.copies.in_bucket(), self.pipe)
+
     def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
         """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""
         self._replace(copies=copies).unpack(bucket)

@@ -16,7 +16,6 @@ from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, Transfer, through_memory
-from epload.transfer.framing import Framing
 from epload.transfer.local import Local
 from epload.transfer.movers import MOVERS, Channel
 from epload.transfer.sources import checkpoint_source
@@ -42,8 +41,7 @@ def make_engine(
         checkpoint.configure_reads(options.direct_io and not again, threads)
         pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
         fill = checkpoint_source(plan, checkpoint, pipe)
-    framing = Framing(plan.identity, partial(plan.describe, load.manifest), topology.rank, topology.control)
-    context = TransferContext(plan, flow, fill, framing, topology.control, report)
+    context = TransferContext(plan, flow, fill, partial(plan.describe, load.manifest), topology.control, report)
     if flow.readers == "every":
         assert checkpoint is not None
         limit = direct_read.READ_BYTES if load.device == CPU else direct_read.DEVICE_READ_BYTES
@@ -52,7 +50,7 @@ def make_engine(
     if not route.on_host:
         assert staging is not None
         phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
-        ring = DeviceRing(staging, flow, report, phase, in_order=True, moves=moves)
+        ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
         mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
         return Engine(context, make_waves(plan), ring, mover, local)
     memory = resources.memory

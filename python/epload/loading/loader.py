@@ -222,7 +222,7 @@ class HierarchicalLoader:
                 finally:
                     if self._control.failure is not None and not self._control.failure.clean:
                         self._resources.forget_staging()
-                        self.topology.retire()
+                        self.topology.groups.clear()
         except Refused as refused:
             error = refused.failure.error()
         raise error

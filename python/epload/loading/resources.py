@@ -36,7 +36,7 @@ class Resources:
         """Before the first round of a load: all ranks have come through the last round of the one before, and none of them moves
         data before all have come to this one."""
         if self.memory is not None:
-            self.memory.board.clear()
+            self.memory.counters.clear()
 
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
@@ -57,7 +57,7 @@ class Resources:
     def forget_staging(self) -> None:
         """After a failed transfer: the next load makes new staging memory."""
         self.memory = None
-        self.device.forget()
+        self.device.clear()
 
     def close(self) -> None:
         """Frees everything."""

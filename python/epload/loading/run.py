@@ -44,7 +44,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     if load.missing.holders:
         control.doing = "sharing buffers"
         stream = resources.device.stream(device) if device != CPU else None
-        with control.stopping(topology.groups):
+        with control.stopping(topology.groups.fail):
             report.transport_steps += share(request.model, load.missing.holders, topology, stream)
     with Progress(load.plan.nbytes, show_progress) as bar:
         report.readers, report.algorithm = load.readers, route.flow.algorithm if route.sends else ""

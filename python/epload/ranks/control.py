@@ -11,17 +11,19 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
+from epload.ranks.connection import DEFAULT_TIMEOUT, outcome_keys
 from epload.ranks.failure import Failure, describe
-from epload.ranks.place import DEFAULT_TIMEOUT, Place, outcome_keys
-from epload.ranks.rounds import Round, Rounds, decide_on_reports, encode_report
+from epload.ranks.messages import decode, put
+from epload.ranks.rounds import Rounds, Views, decide_on_reports, encode_report
 from epload.ranks.watch import Watch
 
 _PUBLISH_SECONDS, _POLL_SECONDS = 5.0, 0.05
@@ -30,11 +32,11 @@ _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
 
-class Control(Place):
+class Control(Rounds):
     """Rounds, failures and watch of the ranks of one topology. Every rank calls the same rounds in the same order.
 
-    One thread of a rank runs its rounds. The watch runs in another thread; :meth:`fail`, :meth:`refuse`, :meth:`abort` and
-    :meth:`next_load` are thread-safe.
+    One thread of a rank runs its rounds. The watch runs in another thread; :meth:`fail`, :meth:`refuse`, :meth:`abort`,
+    :meth:`activity` and :meth:`next_load` are thread-safe.
     """
 
     def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int, name: str = "") -> None:
@@ -53,25 +55,22 @@ class Control(Place):
             raise ValueError(f"{len(ranks)} ranks cannot agree without a store; call init_process_group first")
         super().__init__(store, ranks, rank)
         self.name = name
-        self.agreed: set[bytes] = set()
+        self.agreed: set[str] = set()
         """Digests of what all ranks have already found to be equal."""
         self.failure: Failure | None = None
         """The failure with which the present load has ended on all ranks; None if there is none."""
         self._succeeded = False
         """True if this rank has come through the last round of the load."""
-        self._numbering = threading.Lock()
-        self._last_number = 0
-        """Returned last by :meth:`next_load`."""
+        self._numbers = count(1)
         self._looked = 0.0
-        """Value of ``time.monotonic()`` when :meth:`known` last asked the store."""
+        """Value of ``time.monotonic()`` when :meth:`published_failure` last asked the store."""
+        self._activities: dict[str, str] = {}
+        """Activity of each thread of this load, by the name of the thread."""
         self.watch = Watch(self, self.fail)
-        self._rounds = Rounds(self, self.watch.wake)
 
     def next_load(self) -> int:
         """Returns the number of the next load. Every rank takes one for each load, also for one that it refuses. Thread-safe."""
-        with self._numbering:
-            self._last_number += 1
-            return self._last_number
+        return next(self._numbers)
 
     def begin(self, timeout: timedelta | None = None, number: int | None = None) -> None:
         """Begins a load, on all ranks. Whatever the outcome of the last one on each of them, they are in step again.
@@ -82,10 +81,9 @@ class Control(Place):
         """
         number = number if number is not None else self.next_load()
         self.timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
-        self.doing, self.progress = "", 0
+        self.doing, self.progress, self._activities = "", 0, {}
         self._start_attempt(number, 0)
-        if self.store is not None:
-            self.forget(number)
+        self.clear_before(number)
 
     def end(self) -> None:
         """Ends a load, whatever its outcome."""
@@ -98,6 +96,35 @@ class Control(Place):
         self.failure, self._succeeded = None, False
         self.at = load, attempt, 1
 
+    # ---- activity ----
+
+    @contextmanager
+    def activity(self, what: str) -> Iterator[None]:
+        """A context in which the calling thread does something; ``doing`` is what all threads do. Thread-safe."""
+        thread = threading.current_thread().name
+        with self._lock:
+            before = self._activities.get(thread, "")
+            self._activities[thread] = what
+            self.doing = ", ".join(filter(None, self._activities.values()))
+        yield  # an error leaves what the thread was doing in place, for its own text
+        with self._lock:
+            self._activities[thread] = before
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[Callable[[int], None]]:
+        """A context for work between two rounds, whose function is called as bytes are done: they count as progress, and it
+        raises RemoteFailure if another rank has failed."""
+        stop = threading.Event()
+        self.doing = what
+
+        def done(nbytes: int) -> None:
+            self.progress += nbytes + 1
+            if stop.is_set():
+                raise RemoteFailure("another rank failed")
+
+        with self.stopping(stop.set):
+            yield done
+
     # ---- failures ----
 
     def refuse(self, number: int, error: Exception) -> Failure:
@@ -106,19 +133,16 @@ class Control(Place):
         For a thread that finds another in a load. The other ranks stop in the first round, so that groups can be reused.
         """
         failure = Failure.of(error, self.rank, clean=True)
-        if self.store is None:
-            return failure
         with suppress(RuntimeError):  # the store is lost, which the others notice themselves
             return self.publish(f"{number}.0/", failure) or failure
         return failure
 
     def abort(self, error: Exception) -> None:
         """Fails the load that another thread is in, with only the error's text. Thread-safe."""
-        if self.store is not None:
-            with suppress(RuntimeError):  # the store is lost, which all notice themselves
-                self.publish(self.prefix, Failure.of(error, self.rank))
+        with suppress(RuntimeError):  # the store is lost, which all notice themselves
+            self.publish(self.prefix, Failure.of(error, self.rank))
 
-    def known(self) -> Failure | None:
+    def published_failure(self) -> Failure | None:
         """Returns the first failure that any rank has published in this load. Asks the store every tenth of a second at most."""
         failure = self.known_failure()
         if failure is not None or self.store is None or time.monotonic() - self._looked < _LOOK_SECONDS:
@@ -133,81 +157,72 @@ class Control(Place):
         """
         remote, prefix = isinstance(error, RemoteFailure), self.prefix
         try:
-            first = self._first(_PUBLISH_SECONDS if remote else 0.0)
+            first = self._wait_for_failure(_PUBLISH_SECONDS if remote else 0.0)
             if first is not None and (first.hard or not hard):
                 return first
             others = ""
             if first is None and not remote and self.store is not None:
                 timed_out, ended = isinstance(error, WaitTimeout), self.processes.ended
                 others = self.heartbeats.describe(self.ranks, ended, self.doing, timed_out)
-            failure = describe(error, self.rank, hard, doing=self.doing, others=others)
-            return self.publish(prefix, failure) if self.store is not None else failure
+            return self.publish(prefix, describe(error, self.rank, hard, doing=self.doing, others=others))
         except RuntimeError as lost:
             why = f"The other ranks could not be notified, as the store is lost: {message_of(lost)}"
             failure = Failure(LoadError.__name__, f"{message_of(error)}\n{why}", self.rank)
             self.notice(prefix, failure)  # those of this node can be
             return failure
 
-    def _first(self, seconds: float) -> Failure | None:
+    def _wait_for_failure(self, seconds: float) -> Failure | None:
         """Returns the failure of the present attempt, if one is known or published within some seconds."""
         until = time.monotonic() + seconds
         while self.store is not None and not self._succeeded:
-            if (failure := self.known_failure() or self.look()) is not None:
+            failure = self.known_failure() or self.look()
+            if failure is not None or time.monotonic() >= until:
                 return failure
-            if time.monotonic() >= until:
-                break
             time.sleep(_POLL_SECONDS)
         return None
 
-    def conclude(self, error: BaseException) -> Failure | None:
-        """Ends the present load with ``error``, unless it has failed already. Returns as :meth:`fail`."""
-        if self.failure is not None:
-            return self.failure
-        failure = self.fail(error)
+    def _finish(self, error: BaseException, hard: bool = True) -> Failure | None:
+        """Ends the present attempt with ``error``: later rounds belong to another one. Returns as :meth:`fail`."""
+        failure = self.fail(error, hard)
         if failure is not None:
             self._start_attempt(self.at[0], self.at[1] + 1)
             self.failure = failure
         elif self.store is not None and not self._succeeded:
             self._succeeded = True
             with suppress(RuntimeError):  # interrupted, perhaps before it had passed the decision on
-                self._rounds.pass_on_outcome()
+                self.pass_on_outcome()
         return failure
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """A context in which the watch runs, and out of which every rank raises the same error."""
-        try:
-            with self.watch:
-                try:
-                    yield
-                except BaseException as error:
-                    self._raise_shared(error)
-                    raise
-        except BaseException as error:  # also of a watch that cannot start, while the other ranks wait for this one
-            self._raise_shared(error)
-            raise
-
-    def _raise_shared(self, error: BaseException) -> None:
-        """Publishes the error, and raises what the other ranks raise if that is another one."""
-        failure = self.conclude(error)
-        # None: the load has succeeded on all ranks, and this one was interrupted while it returned.
-        if failure is None or not isinstance(error, Exception):
-            return
-        shared = failure.error()
-        if (type(shared), str(shared)) != (type(error), str(error)):
-            raise shared from error
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.watch)  # may fail while the other ranks wait for this one
+                yield
+            except BaseException as error:
+                failure = self.failure or self._finish(error)
+                # None: the load has succeeded on all ranks, and this one was interrupted while it returned.
+                if failure is not None and isinstance(error, Exception):
+                    shared = failure.error()
+                    if (type(shared), str(shared)) != (type(error), str(error)):
+                        raise shared from error
+                raise
 
     # ---- rounds ----
 
-    def agree(
-        self, what: str, view: str, decide: Callable[[Mapping[int, str]], str], patience: float = 1.0, last: bool = False,
-    ) -> str:  # fmt: skip
-        """Runs a round: returns, on every rank, what the coordinator's ``decide`` made of all ranks' views.
+    def settle(
+        self, what: str, failure: BaseException | None, view: Any = None,
+        decide: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
+    ) -> Any:  # fmt: skip
+        """Runs a round: returns, on every rank, what the coordinator's ``decide`` made of all ranks' views. Any rank may report
+        that it failed: then every rank raises that error.
 
         Args:
             what: name of the round, for error messages.
-            view: this rank's.
-            decide: called with the view of each rank.
+            failure: this rank's. When several ranks failed, the text has each distinct message with the ranks that reported it.
+            view: this rank's, a JSON value.
+            decide: called with the view of each rank; returns a JSON value.
             patience: multiplies the timeout, for a round that ranks come to after a timeout of their own.
             last: the load has succeeded when the round has.
 
@@ -215,62 +230,41 @@ class Control(Place):
             LoadError: a rank did not come within the timeout, published a failure, or ``decide`` raised; with the same text
                 on every rank that is alive.
         """
+        report = encode_report(what, failure, view)
+
+        def decide_all(views: Views) -> str:
+            return decide_on_reports(what, views, decide)
+
         if self.store is None:
             try:
-                return decide({self.rank: view})
+                return json.loads(decide_all({report: [self.rank]}))
             except Exception as refusal:
                 self.failure = Failure.of(refusal, self.rank, clean=True)
                 raise
         with self.watch:
             self.doing = what
             try:
-                try:
-                    decision = self._rounds.run(Round(what, patience * self.timeout, last), view, decide)
-                    load, attempt, step = self.at
-                    self._succeeded, self.at = last, (load, attempt, step + 1)
-                    return decision
-                except (WaitTimeout, RankExited, RemoteFailure) as raised:
-                    error = raised
-                raise self._shared_error(error)
+                decision = self.run_round(what, patience * self.timeout.total_seconds(), last, report, decide_all)
+            except (WaitTimeout, RankExited, RemoteFailure) as error:
+                shared = self._finish(error, hard=not isinstance(error, RemoteFailure)) or Failure.of(error, self.rank)
+                raise shared.error() from None
             except DistNetworkError as lost:
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
-
-    def _shared_error(self, error: LoadError) -> Exception:
-        """Returns what all ranks raise, after publishing ``error`` if it is this rank's; later rounds belong to a new attempt."""
-        failure = self.fail(error) if not isinstance(error, RemoteFailure) else None
-        failure = failure or self._first(_PUBLISH_SECONDS)
-        if failure is None:
-            failure = Failure(LoadError.__name__, "another rank failed and ended before it could say why", self.rank)
-        self._start_attempt(self.at[0], self.at[1] + 1)
-        self.failure = failure
-        return failure.error()
-
-    def settle(
-        self, what: str, failure: BaseException | None, view: Any = None,
-        decide: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
-    ) -> Any:  # fmt: skip
-        """A round in which any rank may report that it failed: then every rank raises that error.
-
-        ``view`` and what ``decide`` returns are JSON values. When several ranks failed, the text has each distinct message
-        with the ranks that reported it. Other arguments are those of :meth:`agree`.
-        """
-        report = encode_report(what, failure, view)
-        return json.loads(
-            self.agree(what, report, lambda reports: decide_on_reports(what, reports, decide), patience, last)
-        )
+            load, attempt, step = self.at
+            self._succeeded, self.at = last, (load, attempt, step + 1)
+            return json.loads(decision)
 
     def exchange(self, what: str, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """A round in which every rank may send bytes to any other; returns what was sent to this rank, by sender.
 
         ``messages``: by receiver; every rank sends to the same receivers.
         """
-        if self.store is None:
+        if (store := self.store) is None:
             return dict(messages)
-        prefix = f"{self.prefix}message/{what}"
-        sent: list[str] = []
+        prefix, sent = f"{self.prefix}message/{what}", list[str]()
         for receiver, message in messages.items():
-            sent += self.messages.put(f"{prefix}/{self.rank}/{receiver}", message)
+            sent += put(store, f"{prefix}/{self.rank}/{receiver}", message)
         self.settle(what, None)
         self.delete_later(sent)
-        senders = self.ranks if self.rank in messages else ()
-        return {sender: self.messages.get(f"{prefix}/{sender}/{self.rank}") for sender in senders}
+        keys = {sender: f"{prefix}/{sender}/{self.rank}" for sender in self.ranks if self.rank in messages}
+        return {sender: decode(store, key, store.get(key)) for sender, key in keys.items()}

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 from epload.errors import LoadError, RankExited, WaitTimeout, kind_of, make_error, message_of
 
+FAILURE = b"f"
+"""The first byte of an outcome that is a failure; no decision begins with it."""
 _MAX_TEXT = 1 << 20
 """Characters of a failure's text; the store accepts values of up to 8 MiB."""
 
@@ -38,11 +40,12 @@ class Failure:
         return cls(kind_of(error), _shorten(message_of(error)), rank, clean, hard)
 
     @classmethod
-    def decode(cls, data: bytes) -> Failure:
-        return cls(**json.loads(data))
+    def decode(cls, outcome: bytes) -> Failure | None:
+        """Returns the failure that an outcome is; None if it is a decision, or empty."""
+        return cls(**json.loads(outcome[1:])) if outcome.startswith(FAILURE) else None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return FAILURE + json.dumps(asdict(self)).encode()
 
     def error(self) -> Exception:
         """Returns a new exception of the same class and text."""
@@ -59,21 +62,21 @@ def describe(error: BaseException, rank: int, hard: bool, doing: str, others: st
         doing: the rank's activity when it failed.
         others: appended, the state of the other ranks.
     """
-    if not isinstance(error, Exception):
-        text = f"rank {rank} was interrupted ({type(error).__name__})"
+    # A ValueError or TypeError becomes a LoadError: a caller's mistake is reported in a round, before anything moves.
+    kind, text = LoadError.__name__, message_of(error)
+    if isinstance(error, LoadError):
+        kind = kind_of(error)
+    elif isinstance(error, Exception):
+        name = type(error).__name__
+        text = f"rank {rank}: {text}" if text.startswith(name) else f"rank {rank}: {name}: {text}"
     else:
-        text = message_of(error)
-        if not isinstance(error, LoadError):
-            kind = "" if text.startswith(type(error).__name__) else f"{type(error).__name__}: "
-            text = f"rank {rank}: {kind}{text}"
+        text = f"rank {rank} was interrupted ({type(error).__name__})"
     if doing and not isinstance(error, LoadError):
         text += f" (last activity of rank {rank}: {doing})"
     if others:
         text += f"\n{others}"
     if stack := stack_of(error):
         text += f"\nTraceback of rank {rank}:\n{stack}"
-    # A ValueError or TypeError becomes a LoadError: a caller's mistake is reported in a round, before anything moves.
-    kind = kind_of(error) if isinstance(error, LoadError) else LoadError.__name__
     return Failure(kind, _shorten(text), rank, hard=hard)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -13,46 +12,38 @@ from torch.distributed.distributed_c10d import PrefixStore
 from epload.core import threads
 from epload.errors import LoadError, RemoteFailure, message_of
 from epload.ranks.control import Control
-from epload.ranks.groups import Backends, Group, abort, dispose
-from epload.ranks.place import Stop
+from epload.ranks.groups import Backends, Group, GroupStore, abort, dispose
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 0.5
 """Seconds that a canceled group has to end by itself."""
+Ranks = tuple[int, ...]
 
 
 class GroupCache:
     """The groups of a topology that this rank is in."""
 
-    def __init__(
-        self, backends: Backends | None, rank: int, control: Control, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, backends: Backends | None, control: Control, device: torch.device | None = None) -> None:
         """
         Args:
             backends: of the groups; None if there are none, as without ``torch.distributed``.
-            rank: this process's.
             control: of all ranks of the topology.
             device: on which groups have their communicators as soon as they are made, for ranks that outlive each other.
         """
         self._backends = backends
-        self._rank = rank
+        self._rank = control.rank
         self._control = control
         self._device = device
-        self._groups: dict[tuple[timedelta, tuple[int, ...]], Group] = {}
+        self._groups: dict[tuple[timedelta, Ranks], Group] = {}
         """Groups that this rank is in, by timeout, which a group is given when it is made, and ranks."""
-        self._made: set[tuple[timedelta, tuple[tuple[int, ...], ...]]] = set()
-        """Timeouts and families of groups that all ranks of the topology have made."""
+        self._made: set[tuple[timedelta, tuple[Ranks, ...]]] = set()
+        """Timeouts and sets of disjoint groups that all ranks of the topology have made."""
         self.count = 0
         """Number of groups that this rank has begun to make; part of the name of the next."""
         self._agreed: tuple[int, int] | None = None
         """The attempt of a load for which all ranks have the same count."""
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all groups that this rank is in."""
-        return [group.name for group in self._groups.values()]
-
-    def name(self, ranks: tuple[int, ...]) -> str:
+    def name(self, ranks: Ranks) -> str:
         """Returns the name of the group of ``ranks``; ``""`` if this rank is not in it, or is alone in it."""
         group = self._groups.get((self._control.timeout, ranks))
         return group.name if group is not None else ""
@@ -67,90 +58,90 @@ class GroupCache:
         """Groups that are made outside of a load need rounds."""
         self._agreed = None
 
-    def make(self, what: str, *families: tuple[tuple[int, ...], ...]) -> None:
-        """Makes the groups of each family in turn, unless they exist. The groups of one family share no rank. Collective.
+    def make(self, what: str, *disjoint_groups: tuple[Ranks, ...]) -> None:
+        """Makes sets of groups in turn, unless they exist. The groups of one set share no rank. Collective.
 
         ``what``: name of the round, for error messages.
         """
         control, timeout = self._control, self._control.timeout
-        families = tuple(family for family in families if (timeout, family) not in self._made)
-        if self._backends is None or not families:
+        sets = [groups for groups in disjoint_groups if (timeout, groups) not in self._made]
+        if self._backends is None or not sets:
             return
         with control.guard():
             alone = self._agreed != control.position[:2]
             if alone:  # a rank that failed to make its last ones may have a lower count
                 self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
-            first, new_groups = self.count, list[Group]()
-            self.count += len(families)
+            existing = dict(self._groups)
+            first, self.count = self.count, self.count + len(sets)
             try:
-                for number, family in enumerate(families, first):
-                    ranks = next((ranks for ranks in family if self._rank in ranks and len(ranks) > 1), None)
-                    # Two families may have a group in common. A second one of the same ranks would end the first.
-                    if ranks is not None and (timeout, ranks) not in self._groups:
-                        new_groups.append(self._make_group(f"{what} {number}", sorted(ranks), timeout, self._backends))
-                        self._groups[timeout, ranks] = new_groups[-1]
+                for number, groups in enumerate(sets, first):
+                    for ranks in groups:
+                        # Two sets may have a group in common. A second one of the same ranks would end the first.
+                        if self._rank in ranks and len(ranks) > 1 and (timeout, ranks) not in self._groups:
+                            self._groups[timeout, ranks] = self._make_group(f"{what} {number}", ranks, self._backends)
                 if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
                     control.settle(what, None)
             except BaseException:
-                self._groups = {key: group for key, group in self._groups.items() if group not in new_groups}
+                new_groups = [group for key, group in self._groups.items() if key not in existing]
+                self._groups = existing
                 dispose(new_groups)
                 raise
-        self._made.update((timeout, family) for family in families)
+        self._made.update((timeout, groups) for groups in sets)
 
-    def _make_group(self, name: str, ranks: Sequence[int], timeout: timedelta, backends: Backends) -> Group:
+    def _make_group(self, name: str, ranks: Ranks, backends: Backends) -> Group:
         """Raises LoadError if the group cannot be made, RemoteFailure if another rank fails meanwhile."""
-        control = self._control
+        control, timeout, members = self._control, self._control.timeout, sorted(ranks)
         assert control.store is not None
-        control.doing = f"makes the process group of ranks {ranks}"
-        group = Group(f"epload/{control.name}/{name}/{ranks[0]}", ranks)
-        prefix, stop = f"group/{name}/{ranks[0]}", Stop()
-        store = PrefixStore(prefix, control.store)
-        group.device = self._device.index if self._device is not None else _current_device(backends)
+        control.doing = f"makes the process group of ranks {members}"
+        prefix, stop = f"group/{name}/{members[0]}", threading.Event()
+        store = GroupStore(PrefixStore(prefix, control.store), timeout)
+        device = self._device.index if self._device is not None else _current_device(backends)
+        group = Group(f"epload/{control.name}/{name}/{members[0]}", members, device)
         ended, errors = threading.Event(), list[BaseException]()
 
         def make() -> None:  # in a thread, as a wait for connections between members cannot be canceled
             try:
-                group.enter_thread()
                 group.make(store, self._rank, timeout, backends, self._device)
             except BaseException as error:
                 errors.append(error)
             ended.set()
 
-        with control.stopping(stop):
+        with control.stopping(stop.set):
             threads.start("epload-group", make)
             until = time.monotonic() + 1.25 * timeout.total_seconds() + 2
             while not ended.wait(_POLL_SECONDS):
                 if stop.is_set() or time.monotonic() >= until:
-                    group.cancel()
+                    store.canceled = True
                     ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
                     break
-        control.delete_later(f"{prefix}/{key}" for key in group.keys)
-        if not ended.is_set() or errors:
-            dispose([group] if ended.is_set() else [])
-            if stop.is_set():
-                raise RemoteFailure("another rank failed")
-            cause = message_of(errors[0]) if errors else f"not done within {timeout}"
-            text = f"rank {self._rank} could not make the process group of ranks {ranks}: {cause}"
-            raise LoadError(text) from (errors[0] if errors else None)
-        group.register()
-        return group
+        control.delete_later(f"{prefix}/{key}" for key in store.keys)
+        if ended.is_set() and not errors:
+            group.register()
+            return group
+        dispose([group] if ended.is_set() else [])
+        if stop.is_set():
+            raise RemoteFailure("another rank failed")
+        cause = message_of(errors[0]) if errors else f"not done within {timeout}"
+        raise LoadError(f"rank {self._rank} could not make the process group of ranks {members}: {cause}") from (
+            errors[0] if errors else None
+        )
 
     def fail(self) -> None:
         """Ends what the groups do on devices, as another rank has failed. Thread-safe."""
         abort(list(self._groups.values()))
 
     def clear(self) -> None:
-        """Disposes of all groups. On all ranks alike."""
-        dispose(list(self._groups.values()))
+        """Disposes of all groups, as after a failed transfer: new ones are made. On all ranks alike."""
+        dispose(self._groups.values())
         self._groups.clear()
         self._made.clear()
 
 
 def _current_device(backends: Backends) -> int | None:
     """Returns the index of the calling thread's device if there is a backend for it, else None."""
-    if set(backends) == {"cpu"} or not torch.accelerator.is_available():
+    if set(backends.values()) == {"gloo"}:  # to ask for an accelerator may initialize its library
         return None
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type not in backends or set(backends.values()) == {"gloo"}:
-        return None
-    return int(torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return (
+        torch.accelerator.current_device_index() if accelerator is not None and accelerator.type in backends else None
+    )

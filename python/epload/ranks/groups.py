@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -38,7 +38,8 @@ class GroupStore(Store):
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
         super().__init__()
-        self._inner = store
+        self.inner = store
+        """Store whose waits cannot be canceled."""
         self._timeout = timeout
         self.canceled = False
         self.keys: list[str] = []
@@ -46,31 +47,27 @@ class GroupStore(Store):
 
     def set(self, key: str, value: str) -> None:
         self.keys.append(key)
-        self._inner.set(key, value)
+        self.inner.set(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._inner.get(key)
+        return self.inner.get(key)
 
     def add(self, key: str, value: int) -> int:
         self.keys.append(key)
-        return self._inner.add(key, value)
+        return self.inner.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
+        return self.inner.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        return self._inner.delete_key(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return self._inner.multi_get(keys)
+        return self.inner.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Polls, as a wait inside the store cannot be canceled."""
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = _MIN_POLL
-        while not self._inner.check(keys):
+        while not self.inner.check(keys):
             if self.canceled:
                 raise LoadError("making a process group was canceled, as another rank failed")
             if time.monotonic() >= until:
@@ -93,25 +90,24 @@ def backends_of(group: dist.ProcessGroup) -> Backends:
 class Group:
     """A process group that this rank is in."""
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], device: int | None) -> None:
         """
         Args:
             name: by which the native ops find the group.
             ranks: sorted global ranks of the members.
+            device: index of the device that its backends for devices use; None if it has none.
         """
         self.name: Any = name  # torch 2.13 has a type for names, 2.11 has none
         self.ranks = tuple(ranks)
-        self.device: int | None = None
-        """Index of the device that its backends for devices use."""
+        self._device = device
         self._group: dist.ProcessGroup | None = None
-        self._store: GroupStore | None = None
         self._device_backends: list[Any] = []
 
     def make(
-        self, store: Store, rank: int, timeout: timedelta, backends: Backends, device: torch.device | None = None
+        self, store: GroupStore, rank: int, timeout: timedelta, backends: Backends, device: torch.device | None = None
     ) -> None:
-        """Blocks until all members have called this. Thread-safe; :meth:`cancel` in another thread ends it early, unless it makes
-        a communicator.
+        """Blocks until all members have called this, in a thread of its own, unless the store's waits are canceled while it makes
+        no communicator.
 
         Args:
             store: the job's, prefixed for this group alone.
@@ -121,82 +117,71 @@ class Group:
             device: on which to make its communicator now. Otherwise the first operation makes it, which nothing can end if a
                 member does not come. The process then also survives members that end: nobody but epload ends operations.
         """
-        self._store = GroupStore(store, timeout)
-        group = dist.ProcessGroup(PrefixStore("group/", store), self.ranks.index(rank), len(self.ranks))
-        built_backends: dict[str, tuple[Any, Any]] = {}
-        for kind_of_device, backend in backends.items():
-            if backend not in built_backends:
-                with _no_error_handling() if device is not None and backend == "nccl" else nullcontext():
-                    built_backends[backend] = self._make_backend(kind_of_device, backend, store, rank, timeout)
-            kind, built = built_backends[backend]
-            group._register_backend(torch.device(kind_of_device), kind, built)
+        self._enter_device()
+        index, size = self.ranks.index(rank), len(self.ranks)
+        group = dist.ProcessGroup(PrefixStore("group/", store.inner), index, size)
+        built: dict[str, tuple[Any, Any]] = {}
+        for kind_of_device, name in backends.items():
+            if name not in built:
+                prefix = f"{kind_of_device}/"
+                with _no_error_handling() if device is not None and name == "nccl" else nullcontext():
+                    # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the
+                    # process exits, when Python code can no longer run.
+                    inner = PrefixStore(prefix, store if name == "gloo" else store.inner)
+                    built[name] = self._make_backend(name, inner, index, size, timeout)
+            group._register_backend(torch.device(kind_of_device), *built[name])
         # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
-        default = min(built_backends, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
-        group._set_default_backend(built_backends[default][0])
+        default = min(built, key=lambda name: (name not in ("nccl", "xccl"), name == "gloo"))
+        group._set_default_backend(built[default][0])
         group._set_group_name(self.name)
         if device is not None:
             _connect(group, device)
         self._group = group
-        if self._device_backends:
+        if self.on_devices:
             _with_devices.add(self)
 
-    def _make_backend(self, device: str, name: str, store: Store, rank: int, timeout: timedelta) -> tuple[Any, Any]:
+    def _make_backend(self, name: str, store: Store, index: int, size: int, timeout: timedelta) -> tuple[Any, Any]:
         """Returns the backend's type and object."""
-        assert self._store is not None
-        index, size = self.ranks.index(rank), len(self.ranks)
-        # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the process exits,
-        # when Python code can no longer run.
-        plain = PrefixStore(f"{device}/", store)
-        built: Any
+        types, plugin, backend_type = dist.ProcessGroup.BackendType, dist.Backend._plugins.get(name.upper()), None
         if name == "gloo":
-            built = dist.ProcessGroupGloo(PrefixStore(f"{device}/", self._store), index, size, timeout)
-            built.options.global_ranks_in_group = list(self.ranks)
-            built.options.group_name = self.name
-            return dist.ProcessGroup.BackendType.GLOO, built
+            gloo = dist.ProcessGroupGloo(store, index, size, timeout)
+            self._describe(gloo.options)
+            return types.GLOO, gloo
         if name in ("nccl", "xccl"):
             kind = getattr(distributed_c10d, f"ProcessGroup{name.upper()}")
             options = kind.Options()
             options._timeout = timeout
-            options.global_ranks_in_group = list(self.ranks)
-            options.group_name = self.name
-            built = kind(plain, index, size, options)
-            backend_type = getattr(dist.ProcessGroup.BackendType, name.upper())
-        elif (plugin := dist.Backend._plugins.get(name.upper())) is not None:
-            backend_type = dist.ProcessGroup.BackendType.CUSTOM
-            if plugin.extended_api:
-                arguments = _distributed_c10d._DistributedBackendOptions()
-                arguments.store, arguments.group_rank, arguments.group_size = plain, index, size
-                arguments.timeout, arguments.group_id = timeout, self.name
-                arguments.global_ranks_in_group = list(self.ranks)
-                built = plugin.creator_fn(arguments, None)
-            else:
-                built = plugin.creator_fn(plain, index, size, timeout)
-        else:
+            self._describe(options)
+            backend_type = getattr(types, name.upper())
+            backend: Any = kind(store, index, size, options)
+        elif plugin is None:
             raise LoadError(
                 f"cannot make process groups of backend {name!r}; initialize the job with gloo, nccl or hccl"
             )
-        self._device_backends.append(built)
-        return backend_type, built
+        elif plugin.extended_api:
+            arguments = _distributed_c10d._DistributedBackendOptions()
+            arguments.store, arguments.group_rank, arguments.group_size = store, index, size
+            arguments.timeout, arguments.group_id = timeout, self.name
+            arguments.global_ranks_in_group = list(self.ranks)
+            backend = plugin.creator_fn(arguments, None)
+        else:
+            backend = plugin.creator_fn(store, index, size, timeout)
+        self._device_backends.append(backend)
+        return backend_type or types.CUSTOM, backend
+
+    def _describe(self, options: Any) -> None:
+        options.global_ranks_in_group = list(self.ranks)
+        options.group_name = self.name
 
     def register(self) -> None:
         """Lets the native ops find the group by its name."""
         assert self._group is not None
         _distributed_c10d._register_process_group(self.name, self._group)
 
-    @property
-    def keys(self) -> list[str]:
-        """Keys in the store that this rank has set; not needed once all members have made the group."""
-        return self._store.keys if self._store is not None else []
-
-    def cancel(self) -> None:
-        """Ends a wait of :meth:`make` in the store."""
-        if self._store is not None:
-            self._store.canceled = True
-
-    def enter_thread(self) -> None:
+    def _enter_device(self) -> None:
         """Makes the group's device the current one of a new thread."""
-        if self.device is not None:
-            torch.accelerator.set_device_index(self.device)
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
 
     @property
     def on_devices(self) -> bool:
@@ -207,14 +192,14 @@ class Group:
         """Ends operations that run on devices. In a thread of its own, as that may not return."""
         backends, self._device_backends = self._device_backends, []
         with suppress(Exception):
-            self.enter_thread()
+            self._enter_device()
         for backend in backends:
             with suppress(Exception):
                 backend.abort()
 
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
-        self._group = self._store = None
+        self._group = None
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -252,29 +237,34 @@ def can_connect(backend: str) -> bool:
     return backend in ("nccl", "xccl") or (backend != "fake" and backend.upper() in dist.Backend._plugins)
 
 
-def dispose(groups: Sequence[Group]) -> None:
+def dispose(groups: Iterable[Group]) -> None:
     """Closes groups in another thread, as closing one waits for operations that still run in it."""
     open_groups = list(groups)
     for group in open_groups:
         with suppress(Exception):
             _distributed_c10d._unregister_process_group(group.name)
+    abort(open_groups)
 
     def close() -> None:
         while open_groups:
             open_groups.pop().close()
 
-    abort(open_groups)
     if open_groups:
-        with suppress(LoadError):  # no thread can be started: the groups stay open until the process exits
-            threads.start("close-groups", close)  # which a load leaves behind, unlike threads named epload-*
+        _start("close-groups", close)  # which a load leaves behind, unlike threads named epload-*
 
 
-def abort(groups: Sequence[Group]) -> None:
+def abort(groups: Iterable[Group]) -> None:
     """Ends operations of groups that run on devices. Each in another thread: NCCL's abort of a communicator may not return."""
     for group in groups:
         if group.on_devices:
-            with suppress(LoadError):  # no thread can be started: the operations go on until the process exits
-                threads.start("abort-group", group.abort)
+            _start("abort-group", group.abort)
+
+
+def _start(name: str, target: Callable[[], None]) -> None:
+    with suppress(
+        LoadError
+    ):  # no thread can be started: operations go on, and groups stay open, until the process exits
+        threads.start(name, target)
 
 
 _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()

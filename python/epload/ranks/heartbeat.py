@@ -1,4 +1,5 @@
-"""Heartbeats: that a rank is alive and what it is doing. Ranks tell the leader of their node, which posts one for all of them."""
+"""Heartbeats: each says that a rank is alive and what it is doing. Ranks send theirs to the leader of their node, which posts one
+for all of them."""
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ class Heartbeat(NamedTuple):
 
     time: float
     """Seconds since 1970, on the rank's machine."""
-    position: Position
+    load: int
+    attempt: int
+    step: int
     progress: int
     """Grows as the rank moves data."""
     doing: str
 
-    @classmethod
-    def decode(cls, fields: Sequence[object]) -> Heartbeat:
-        time, position, progress, doing = fields
-        return cls(time, tuple(position), progress, doing)  # type: ignore[arg-type]
+    @property
+    def position(self) -> Position:
+        return self[1:4]
 
 
 class Heartbeats:
@@ -48,8 +50,8 @@ class Heartbeats:
         """``store``: returns a connection that no wait blocks."""
         self._store = store
         self._tree = tree
-        self._near: dict[int, Heartbeat] = {}
-        """The last heartbeat of each rank of the node that this rank hears of."""
+        self.local: dict[int, Heartbeat] = {}
+        """The last heartbeat in this load of each rank of the node that this rank receives any from."""
         self._posted_at = 0.0
         self._posted: Position = (0, 0, 0)
 
@@ -60,52 +62,47 @@ class Heartbeats:
 
     def beat(self, position: Position, progress: int, doing: str) -> bytes:
         """Returns a heartbeat of this rank, as sent to others of its node."""
-        self._near[self._tree.rank] = beat = Heartbeat(time.time(), position, progress, doing[:200])
+        self.local[self._tree.rank] = beat = Heartbeat(time.time(), *position, progress, doing[:200])
         return json.dumps(beat).encode()
 
-    def hear(self, rank: int, sent: bytes) -> None:
-        """Takes in a heartbeat of another rank of the node."""
-        self._near[rank] = Heartbeat.decode(json.loads(sent))
-
-    def forget(self, load: int) -> None:
-        """Forgets heartbeats of the node's ranks in loads before this one."""
-        self._near = {rank: beat for rank, beat in self._near.items() if beat.position[0] >= load}
+    def receive(self, rank: int, beat: bytes) -> None:
+        """Remembers a heartbeat of another rank of the node."""
+        self.local[rank] = Heartbeat(*json.loads(beat))
 
     def post(self, position: Position, waits: bool) -> None:
         """Replaces what the store has of this rank's node, or of this rank alone if it does not lead the node.
 
         Only once in an interval, or when this rank begins to wait (``waits``) in the round at ``position``.
         """
-        if not (waits and position != self._posted) and time.monotonic() - self._posted_at < self.interval:
+        if (not waits or position == self._posted) and time.monotonic() - self._posted_at < self.interval:
             return
         self._posted_at, self._posted = time.monotonic(), position
-        beats = self._near if self._tree.leads else {self._tree.rank: self._near[self._tree.rank]}
+        beats = self.local if self._tree.leads else {self._tree.rank: self.local[self._tree.rank]}
         self._store().set(f"heartbeat/{self._tree.rank}", json.dumps(beats))
 
     def _read(self, poster: int) -> dict[int, Heartbeat]:
         """Returns the heartbeats in the last post of a rank."""
-        value = read_if_set(self._store(), f"heartbeat/{poster}") or b"{}"
-        return {int(rank): Heartbeat.decode(fields) for rank, fields in json.loads(value).items()}
+        beats = json.loads(read_if_set(self._store(), f"heartbeat/{poster}") or "{}")
+        return {int(rank): Heartbeat(*fields) for rank, fields in beats.items()}
 
     def state(self, ranks: Iterable[int], position: Position) -> list[tuple[int, int, float]]:
         """Returns a value that changes as long as any of ``ranks``, or of the nodes that they lead, moves data, or is alive and
         itself waits in the round at ``position``."""
         beats: dict[int, Heartbeat] = {}
         for rank in ranks:
-            if rank not in self._tree.node:
+            if rank in self.local:
+                beats[rank] = self.local[rank]
+            elif rank not in self._tree.node:
                 beats |= self._read(rank)
-            elif rank in self._near:
-                beats[rank] = self._near[rank]
-        return [
-            (rank, beat.progress, beat.time if beat.position >= position else 0.0)
-            for rank, beat in sorted(beats.items())
-        ]
+        return sorted(
+            (rank, beat.progress, beat.time if beat.position >= position else 0.0) for rank, beat in beats.items()
+        )
 
     def arrived(self, rank: int, position: Position) -> bool:
         """Returns True if a rank is known to have come to the round at ``position``."""
-        posters = {self._tree.node_of[rank][0], rank} if rank not in self._tree.node else ()
-        beats = [self._near, *map(self._read, posters)]
-        return any(rank in heard and heard[rank].position >= position for heard in beats)
+        leader = self._tree.node_of[rank][0]
+        reports = [self.local] if rank in self._tree.node else [self._read(poster) for poster in {leader, rank}]
+        return any(rank in beats and beats[rank].position >= position for beats in reports)
 
     def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, timed_out: bool) -> str:
         """Returns the last known state of each rank, for an error message; empty if no rank has posted a heartbeat.
@@ -120,21 +117,22 @@ class Heartbeats:
         beats: dict[int, Heartbeat] = {}
         for leader in {self._tree.node_of[rank][0] for rank in shown}:
             beats |= self._read(leader)
-        beats |= self._near
+        beats |= self.local
         if not beats:
             return ""
         oldest = time.time() - _SILENT_INTERVALS * self.interval
         lines = ["Last known state of each rank:"]
         for rank in sorted(shown):
-            state, note = "no heartbeat received", ", silent: not in this call, stopped or unreachable"
-            if rank in beats:
-                state, note = beats[rank].doing or "not started", ", silent: stopped or unreachable"
+            beat, note = beats.get(rank), ""
+            state = "no heartbeat received" if beat is None else beat.doing or "not started"
             if rank == self._tree.rank:
-                state, note = doing, ""
+                state = doing
             elif rank in ended:
                 note = ", process ended"
-            elif not timed_out or (rank in beats and beats[rank].time >= oldest):
-                note = ""
+            elif timed_out and beat is None:
+                note = ", silent: not in this call, stopped or unreachable"
+            elif timed_out and beat is not None and beat.time < oldest:
+                note = ", silent: stopped or unreachable"
             lines.append(f"  rank {rank}: {state}{note}")
         if len(shown) < len(ranks):
             lines.append(f"  and {len(ranks) - len(shown)} more")

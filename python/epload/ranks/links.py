@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from epload.errors import LoadError
 from epload.ranks.tree import Tree
 
-_HEADER = struct.Struct("<IQ")
-"""Number of bytes of a message's tag and of its data."""
-_HELLO = struct.Struct("<I")
-"""The rank that has connected, before any message."""
+_SIZE = struct.Struct("<Q")
+"""Number of bytes of a message: its tag, a zero byte, and its data."""
 _HELLO_SECONDS = 5.0
 """Maximum seconds from a connection to its hello: other programs may connect, too."""
 _POLL_SECONDS = 0.02
@@ -31,17 +30,13 @@ class Link:
         self._connection = connection
         self._lock = threading.Lock()
         self._received = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
+        """Messages that are not sent yet, as the other end does not read."""
         self.closed = False
         """True if the other end has closed the connection."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
-
-    @property
-    def unsent(self) -> bool:
-        """True if a message is not sent yet, as the other end does not read."""
-        return bool(self._unsent)
 
     def send(self, tag: str, data: bytes, optional: bool = False) -> None:
         """Sends a message, or as much of it as fits into the socket; :meth:`flush` sends the rest.
@@ -49,21 +44,21 @@ class Link:
         ``optional``: the message is dropped if others are not sent yet.
         """
         with self._lock:
-            if self._unsent and optional:
+            if self.unsent and optional:
                 return
-            name = tag.encode()
-            self._unsent += _HEADER.pack(len(name), len(data)) + name + data
+            message = tag.encode() + b"\0" + data
+            self.unsent += _SIZE.pack(len(message)) + message
         self.flush()
 
     def flush(self) -> None:
         with self._lock:
             try:
-                while self._unsent:
-                    del self._unsent[: self._connection.send(self._unsent)]
+                while self.unsent:
+                    del self.unsent[: self._connection.send(self.unsent)]
             except BlockingIOError:
                 return
             except OSError:  # the watch detects that the process has ended
-                self._unsent.clear()
+                self.unsent.clear()
 
     def receive(self) -> list[tuple[str, bytes]]:
         """Returns the messages that have arrived, each with its tag; does not wait."""
@@ -75,29 +70,26 @@ class Link:
             pass
         except OSError:
             self.closed = True
-        messages, at = [], 0
-        while len(self._received) - at >= _HEADER.size:
-            tag, nbytes = _HEADER.unpack_from(self._received, at)
-            begin = at + _HEADER.size
-            if len(self._received) < begin + tag + nbytes:
+        messages, end = [], 0
+        while len(self._received) >= (begin := end + _SIZE.size):
+            (nbytes,) = _SIZE.unpack_from(self._received, end)
+            if len(self._received) < begin + nbytes:
                 break
-            at = begin + tag + nbytes
-            messages.append((self._received[begin : begin + tag].decode(), bytes(self._received[begin + tag : at])))
-        del self._received[:at]
+            end = begin + nbytes
+            tag, _, data = bytes(self._received[begin:end]).partition(b"\0")
+            messages.append((tag.decode(), data))
+        del self._received[:end]
         return messages
 
-    def close(self) -> None:
-        self._connection.close()
-
     def __del__(self) -> None:
-        self.close()
+        self._connection.close()
 
 
 def connect_node(tree: Tree, token: str, limit: timedelta, check: Callable[[], None]) -> dict[int, Link]:
     """Returns this rank's links: a leader's to the other ranks of its node, any other rank's to its leader.
 
     Args:
-        tree: this rank's place.
+        tree: the node's ranks.
         token: equal on the node's ranks, and unknown to other programs.
         limit: time within which the others have to connect.
         check: raises an error if one of them cannot come any more.
@@ -105,21 +97,29 @@ def connect_node(tree: Tree, token: str, limit: timedelta, check: Callable[[], N
     Raises:
         LoadError: a rank has not connected in time.
     """
-    if len(tree.node) == 1:
-        return {}
-    address = f"\0epload/{token}/{tree.leader}"
+    address = address_of(token, tree.leader)
     until = time.monotonic() + limit.total_seconds()
-    if tree.leads:
-        return _accept(address, tree, until, check)
-    return {tree.leader: _connect(address, tree, until, check)}
+    if tree.members:
+        return _accept(address, token, tree, until, check)
+    return {} if tree.leads else {tree.leader: _connect(address, token, tree, until, check)}
 
 
-def _connect(address: str, tree: Tree, until: float, check: Callable[[], None]) -> Link:
+def address_of(token: str, leader: int) -> str:
+    """Returns the address at which a leader listens. Other programs can see it, but not the token."""
+    return f"\0epload/{hashlib.blake2b(token.encode(), digest_size=16).hexdigest()}/{leader}"
+
+
+def _hello(token: str, rank: int) -> bytes:
+    """Returns what a rank sends before any message."""
+    return f"{token}{rank:12}".encode()
+
+
+def _connect(address: str, token: str, tree: Tree, until: float, check: Callable[[], None]) -> Link:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(address)
-            connection.sendall(_HELLO.pack(tree.rank))
+            connection.sendall(_hello(token, tree.rank))
             return Link(connection)
         except OSError as error:  # the leader does not listen yet
             connection.close()
@@ -130,37 +130,23 @@ def _connect(address: str, tree: Tree, until: float, check: Callable[[], None]) 
             time.sleep(_POLL_SECONDS)
 
 
-def _accept(address: str, tree: Tree, until: float, check: Callable[[], None]) -> dict[int, Link]:
-    links: dict[int, Link] = {}
+def _accept(address: str, token: str, tree: Tree, until: float, check: Callable[[], None]) -> dict[int, Link]:
+    missing, links = {_hello(token, rank): rank for rank in tree.members}, dict[int, Link]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen(len(tree.members))
         listener.settimeout(5 * _POLL_SECONDS)
-        while missing := sorted(set(tree.members) - links.keys()):
+        while missing:
             check()
             if time.monotonic() >= until:
-                raise LoadError(f"ranks {missing} did not connect to rank {tree.rank} of their node in time")
-            try:
+                names = list(missing.values())
+                raise LoadError(f"ranks {names} did not connect to rank {tree.rank} of their node in time")
+            with suppress(OSError):  # nobody has connected yet, or it is another program
                 connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            rank = _hello(connection)
-            if rank in missing:
-                links[rank] = Link(connection)
-            else:
-                connection.close()
+                connection.settimeout(_HELLO_SECONDS)
+                rank = missing.pop(connection.recv(len(_hello(token, 0)), socket.MSG_WAITALL), None)
+                if rank is None:
+                    connection.close()
+                else:
+                    links[rank] = Link(connection)
     return links
-
-
-def _hello(connection: socket.socket) -> int | None:
-    """Returns the rank that has connected; None if it is another program."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if user != os.getuid():
-        return None
-    connection.settimeout(_HELLO_SECONDS)
-    try:
-        data = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    return int(_HELLO.unpack(data)[0]) if len(data) == _HELLO.size else None

@@ -14,7 +14,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_identity() -> str:
-    """The kernel's boot id: equal on two processes exactly if they run on the same machine."""
+    """Returns the kernel's boot id: equal on two processes exactly if they run on the same machine."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -35,7 +35,7 @@ def local_network() -> str:
 
 
 def group_equal(of_rank: Mapping[int, str]) -> list[list[int]]:
-    """The ranks that have each text, in the order of the ranks."""
+    """Returns the ranks that have each text, in the order of the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(of_rank.items()):
         ranks_of.setdefault(text, []).append(rank)
@@ -51,41 +51,42 @@ def membership(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | Non
     Raises:
         ValueError: this process is not in the group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _is_initialized():
         if group is not None:
             raise ValueError("got a process group, but torch.distributed is not initialized")
         return None, 0, (0,)
-    group = group if group is not None else dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
-    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), tuple(sorted(dist.get_process_group_ranks(group)))
     if rank not in ranks:
         raise ValueError(f"rank {rank} is not in the group of ranks {list(ranks)}")
     return group, rank, ranks
 
 
-def check_partition(nodes: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_partition(nodes: list[list[int]], ranks: Sequence[int]) -> None:
     """Raises ValueError if ``nodes`` is not a partition of ``ranks``."""
     listed = {rank for node in nodes for rank in node}
     if not all(nodes) or len(listed) != sum(map(len, nodes)):
-        raise ValueError(f"expected nodes that are not empty and share no rank, got {list(map(list, nodes))}")
+        raise ValueError(f"expected nodes that are not empty and share no rank, got {nodes}")
     if unknown := sorted(listed - set(ranks)):
         raise ValueError(f"nodes list ranks {unknown}, which are not among the group's ranks {list(ranks)}")
     if missing := sorted(set(ranks) - listed):
         raise ValueError(
-            f"ranks {missing} are in no node of {list(map(list, nodes))}; list every rank of the group, "
-            "or pass group= with the ranks that load together"
+            f"ranks {missing} are in no node of {nodes}; list every rank of the group, or pass group= with the ranks that load "
+            "together"
         )
 
 
 def uninitialized_warning() -> str:
-    """A warning if a launcher has started several ranks but ``torch.distributed`` is not initialized; else empty."""
-    size = os.environ.get("WORLD_SIZE", "")
-    if "RANK" not in os.environ or not size.isdecimal() or int(size) < 2:
-        return ""
-    if dist.is_available() and dist.is_initialized():
+    """Returns a warning if a launcher has started several ranks but ``torch.distributed`` is not initialized; else empty."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    if rank is None or size in ("", "1") or _is_initialized():
         return ""
     return (
-        f"WORLD_SIZE is {size}, but torch.distributed is not initialized, so rank {os.environ['RANK']} loads alone, as does "
+        f"WORLD_SIZE is {size}, but torch.distributed is not initialized, so rank {rank} loads alone, as does "
         "every other rank: each reads the whole checkpoint. Call torch.distributed.init_process_group() before epload"
     )

@@ -8,13 +8,20 @@ import os
 import select
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
+
+
+class _Process(NamedTuple):
+    rank: int
+    pid: int
+    start: str
+    """Time at which it started, which together with its id is unique in its namespace."""
 
 
 class Processes:
@@ -28,11 +35,9 @@ class Processes:
         """Prefixed for the rendezvous; None unless more ranks may register."""
         self._list = self._own_key = ""
         self._seen = 0
-        self._unwatched: list[tuple[int, int, str]] = []
-        """Rank, process id and start time of each process that is not watched yet."""
-        self._watched: dict[int, tuple[int, int, str]] = {}
-        """The same by file descriptor, for each process that is watched."""
-        self._poll = select.poll()
+        self._unwatched: list[_Process] = []
+        self._watched: dict[int, _Process] = {}
+        """Processes that are watched, by file descriptor."""
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
@@ -51,24 +56,22 @@ class Processes:
     def _find(self) -> None:
         """Reads which ranks have registered since the last call."""
         with self._lock:
-            count = self._store.add(self._list, 0) if self._store is not None else 0
-            while self._store is not None and self._seen < count:
-                key = f"{self._list}/{self._seen + 1}"
+            if self._store is None:
+                return
+            for number in range(self._seen + 1, self._store.add(self._list, 0) + 1):
+                key = f"{self._list}/{number}"
                 if (value := read_if_set(self._store, key)) is None:
                     break
-                rank, pid, start = value.decode().split()
+                self._seen = number
                 if key != self._own_key:
-                    self._unwatched.append((int(rank), int(pid), start))
-                self._seen += 1
+                    rank, pid, start = value.decode().split()
+                    self._unwatched.append(_Process(int(rank), int(pid), start))
 
-    def wait(self, others: Mapping[int, int], seconds: float) -> set[int]:
+    def wait(self, others: Mapping[int, int], seconds: float) -> None:
         """Sleeps until a process ends, another file descriptor is ready, or ``seconds`` have passed. For one thread.
 
         Args:
             others: file descriptors with the events to wait for.
-
-        Returns:
-            Those of ``others`` that are ready.
 
         Raises:
             OSError: this process has too many open files.
@@ -77,41 +80,34 @@ class Processes:
         while self._unwatched:
             self._watch(self._unwatched[-1])
             self._unwatched.pop()
-        for fd, events in others.items():
-            self._poll.register(fd, events)
-        try:
-            ready = {fd for fd, _ in self._poll.poll(1e3 * max(seconds, 0.0))}
-        finally:
-            for fd in others:
-                with suppress(KeyError):
-                    self._poll.unregister(fd)
-        for fd in ready - others.keys():
-            rank, pid, _ = self._watched.pop(fd)
-            self._poll.unregister(fd)
-            os.close(fd)
-            self.ended = {**self.ended, rank: pid}
-        return ready & others.keys()
+        poll = select.poll()
+        for fd, events in {**dict.fromkeys(self._watched, select.POLLIN), **others}.items():
+            poll.register(fd, events)
+        for fd, _ in poll.poll(1e3 * max(seconds, 0.0)):
+            if fd in self._watched:
+                self._end(self._watched.pop(fd))
+                os.close(fd)
 
-    def _watch(self, process: tuple[int, int, str]) -> None:
+    def _end(self, process: _Process) -> None:
+        self.ended = {**self.ended, process.rank: process.pid}
+
+    def _watch(self, process: _Process) -> None:
         """Watches a process, unless the system does not allow that."""
-        rank, pid, start = process
         if not hasattr(os, "pidfd_open"):
             return
         try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.ended = {**self.ended, rank: pid}
-            return
+            fd = os.pidfd_open(process.pid)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
+            if error.errno == errno.ESRCH:
+                self._end(process)
             return
-        if _start_time(pid) != start:  # the process id has been reused
+        if _start_time(process.pid) == process.start:
+            self._watched[fd] = process
+        else:  # the process id has been reused
             os.close(fd)
-            self.ended = {**self.ended, rank: pid}
-            return
-        self._watched[fd] = process
-        self._poll.register(fd, select.POLLIN)
+            self._end(process)
 
     def close(self) -> None:
         """Closes its files, until :meth:`wait` is called again. Not while a thread is in that."""
@@ -119,14 +115,12 @@ class Processes:
             fd, process = self._watched.popitem()
             os.close(fd)
             self._unwatched.append(process)
-        self._poll = select.poll()
 
     def __del__(self) -> None:
         self.close()
 
 
 def _start_time(pid: int) -> str:
-    """Start time of a process, which together with its id is unique in its namespace."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):

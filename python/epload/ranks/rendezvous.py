@@ -29,7 +29,7 @@ _locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(t
 
 
 def rendezvous(
-    store: Store,
+    store: Store | None,
     ranks: tuple[int, ...],
     rank: int,
     timeout: timedelta,
@@ -41,7 +41,7 @@ def rendezvous(
     """Makes a control for ``ranks``, all of which call this.
 
     Args:
-        store: the job's.
+        store: the job's; None for a single rank.
         ranks: global ranks.
         rank: this process's.
         timeout: within which all ranks have to come.
@@ -54,6 +54,9 @@ def rendezvous(
     Raises:
         LoadError: a rank did not come within ``timeout``, ended, or had a ``failure``; the same on every rank that came.
     """
+    if store is None:
+        control = Control(None, ranks, rank)
+        return control, control.settle("topology", failure, view, decide)
     lock = _locks[ranks, rank]
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
@@ -69,15 +72,15 @@ def rendezvous(
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
-            nodes = group_equal({rank: place for rank, (place, _) in views.items()})
+            nodes = group_equal({rank: node for rank, (node, _) in views.items()})
             return decide({rank: view for rank, (_, view) in views.items()}), nodes, secrets.token_hex(16)
 
         try:
             with control.guard():
                 control.doing = "topology"
                 control.processes.register(control.connection(), rank)
-                place = f"{local_network()} {within}"
-                decision, nodes, token = control.settle("topology", failure, [place, view], close_and_decide)
+                node = f"{local_network()} {within}"
+                decision, nodes, token = control.settle("topology", failure, [node, view], close_and_decide)
                 control.delete_later(control.processes.close_registry())
                 # Another group of the same ranks has a store of its own, which gives out the same numbers.
                 control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"

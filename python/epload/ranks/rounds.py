@@ -8,10 +8,9 @@ less often the longer they have waited, and the more nodes there are.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -26,231 +25,204 @@ from epload.errors import (
     make_error,
     message_of,
 )
-from epload.ranks import tree as trees
-from epload.ranks.failure import Failure, stack_of
-from epload.ranks.messages import read_if_set
-from epload.ranks.place import FAILURE, Place, outcome_keys
-from epload.ranks.tree import Bundle
+from epload.ranks.connection import NodeConnection, outcome_keys
+from epload.ranks.failure import FAILURE, Failure, stack_of
+from epload.ranks.membership import group_equal
+from epload.ranks.messages import decode, encode, put, read_if_set
 
-_MIN_POLL, _MAX_POLL = 0.002, 0.25
-_MIN_POLL_PER_NODE, _MAX_POLL_PER_NODE = 1e-5, 1 / 8192
-"""Seconds to the first look at the store, and at most between two: the larger of a constant and what grows with the nodes."""
+_MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
+"""Seconds to the first look at the store, at most between two, and to the first with very many nodes, for each of them."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
 """Number of times within its limit that a rank looks at the heartbeats of those it waits for, and maximum seconds between two."""
 T = TypeVar("T")
+Views = Mapping[str, list[int]]
+"""Each distinct view of a round, with the ranks that have it."""
+Decide = Callable[[Views], str]
 
 
-@dataclass(frozen=True)
-class Round:
-    """One agreement round."""
+class Rounds(NodeConnection):
+    """Runs one rank's part of rounds, one after the other."""
 
-    what: str
-    """Its name in error messages."""
-    limit: timedelta
-    """Maximum time without progress that a rank is waited for."""
-    last: bool
-    """True if the load has succeeded when the round has."""
-
-
-class Rounds:
-    """Runs one rank's part of rounds."""
-
-    def __init__(self, place: Place, wake: Callable[[], None]) -> None:
-        """``wake``: lets the watch send what a link has not taken yet."""
-        self._place = place
-        self._wake = wake
-
-    @property
-    def number(self) -> str:
-        """The load, the attempt and the round in it, as text."""
-        return "{}.{}/{}".format(*self._place.at)
-
-    @property
-    def _tag(self) -> str:
-        """Tag of the round's messages within a node; with a rank, the key of a leader's views."""
-        return f"view/{self.number}"
-
-    def run(self, round_: Round, view: str, decide: Callable[[Mapping[int, str]], str]) -> str:
+    def run_round(self, what: str, limit: float, last: bool, view: str, decide: Decide) -> str:
         """Returns the coordinator's decision, on every rank.
+
+        Args:
+            what: name of the round in error messages.
+            limit: maximum seconds without progress that a rank is waited for.
+            last: True if the load has succeeded when the round has.
 
         Raises:
             WaitTimeout: a rank did not come within the limit.
             RankExited: the process of a rank on this machine has ended.
             RemoteFailure: a failure was published, also one of ``decide`` itself.
         """
-        place, events = self._place, self._place.events
-        place.waits_since = monotonic()
+        events = self.events
+        self._what, self._limit = what, limit
+        self._number = "{}.{}/{}".format(*self.at)
+        self._key = outcome_keys(self.prefix)[0] if last else self._number
+        """Key of the decision; that of the last round is the outcome of the load."""
+        self.waits_since = monotonic()
         try:
-            with events.round(round_.what, self.number) if events is not None else nullcontext():
-                if not place.tree.leads:
-                    return self._participate(round_, view)
-                bundle = self._gather(round_, view)
-                if place.rank == place.tree.root:
-                    return self._decide(round_, bundle, decide)
-                place.delete_later(place.messages.put(f"{self._tag}/{place.rank}", trees.encode(bundle)))
-                place.messages.delete_released()
-                decision = self._wait(round_, lambda: self._read(self._key(round_)), lambda: [place.tree.root])
+            with events.round(what, self._number) if events is not None else nullcontext():
+                views = self._gather(view) if self.tree.leads else {}
+                if self.rank == self.coordinator:
+                    decision = self._decide(views, decide, last)
+                else:
+                    self._hand_on(view, views)
+                    above = self.coordinator if self.tree.leads else self.tree.leader
+                    decision = self._wait(self._decided, lambda: [above])
+                    self.release()  # deleted in the next round: after the last one the store may no longer exist
                 self._pass_on(decision)
-                place.messages.release()  # deleted in the next round: after the last one the store may no longer exist
                 return decision
         finally:
-            place.waits_since = 0.0
-            place.received.pop(self._tag, None)
+            self.waits_since = 0.0
+            self.received.pop(self._number, None)
 
-    def _key(self, round_: Round) -> str:
-        """Returns the key of the decision; that of the last round is the outcome of the load."""
-        return outcome_keys(self._place.prefix)[0] if round_.last else self.number
+    def _received(self) -> dict[int, bytes]:
+        """Returns what other ranks of the node have sent in this round."""
+        return self.received.get(self._number, {})
 
-    def _read(self, key: str) -> str | None:
-        """Returns the decision if there is one. Raises RemoteFailure if the coordinator has refused to make it."""
-        place = self._place
-        if (value := read_if_set(place.connection(), key)) is None:
+    def _decided(self) -> str | None:
+        """Returns the decision if there is one."""
+        leader = self.tree.leader
+        if leader in self._received():
+            return self._received()[leader].decode()
+        # A leader that has ended may not have passed the decision on.
+        return self._read() if self.tree.leads or leader in self.processes.ended else None
+
+    def _read(self) -> str | None:
+        """Returns the decision in the store if there is one. Raises RemoteFailure if the coordinator has refused to make it."""
+        store = self.connection()
+        if (value := read_if_set(store, self._key)) is None:
             return None
-        if value.startswith(FAILURE):
-            place.look()
-            raise RemoteFailure("another rank failed")
-        return place.messages.decode(key, value).decode()
+        self._raise_if_failed(value)
+        return decode(store, self._key, value).decode()
 
-    def _pass_on(self, decision: str) -> None:
-        """A leader passes a decision on to the other ranks of its node."""
-        for rank in self._place.tree.members:
-            self._send(rank, decision.encode())
+    def _raise_if_failed(self, value: bytes) -> None:
+        if value.startswith(FAILURE):
+            self.look()
+            raise RemoteFailure("another rank failed")
 
     def pass_on_outcome(self) -> None:
-        """Does so if this rank was interrupted when the load had succeeded, perhaps before it could."""
-        if (decision := self._read(outcome_keys(self._place.prefix)[0])) is not None:
+        """Passes on the decision of the last round, if this rank was interrupted in it, perhaps before it could."""
+        if (decision := self._read()) is not None:
             self._pass_on(decision)
 
-    def _send(self, rank: int, data: bytes) -> None:
-        link = self._place.links[rank]
-        link.send(self._tag, data)
-        if link.unsent:
-            self._wake()
+    def _pass_on(self, decision: str) -> None:
+        """Passes a decision on to the other ranks of the node, if this rank leads it."""
+        for rank in self.tree.members:
+            self.send(rank, self._number, decision.encode(errors="backslashreplace"))
 
-    def _participate(self, round_: Round, view: str) -> str:
-        """The part of a rank that does not lead its node."""
-        place, leader = self._place, self._place.tree.leader
-        place.messages.delete_released()
-        self._send(leader, view.encode(errors="backslashreplace"))
-
-        def decided() -> str | None:
-            if leader in place.received.get(self._tag, {}):
-                return place.received[self._tag][leader].decode()
-            # A leader that has ended may not have passed the decision on.
-            return self._read(self._key(round_)) if leader in place.processes.ended else None
-
-        decision = self._wait(round_, decided, lambda: [leader])
-        place.messages.release()
-        return decision
-
-    def _gather(self, round_: Round, view: str) -> Bundle:
+    def _gather(self, view: str) -> Views:
         """Returns the views of the node that this rank leads, and of all nodes below it."""
-        place, tree, store = self._place, self._place.tree, self._place.connection()
-        keys = {leader: f"{self._tag}/{leader}" for leader in tree.children}
+        tree, store = self.tree, self.connection()
+        keys = [f"view/{self._number}/{leader}" for leader in tree.children]
 
         def missing() -> list[int]:
-            absent = [rank for rank in tree.members if rank not in place.received.get(self._tag, {})]
-            return absent + [leader for leader, key in keys.items() if not store.check([key])]
+            absent = [rank for rank in tree.members if rank not in self._received()]
+            return absent + [rank for rank, key in zip(tree.children, keys, strict=True) if not store.check([key])]
 
         def gathered() -> list[bytes] | None:
-            if len(place.received.get(self._tag, {})) < len(tree.members):
+            if len(self._received()) < len(tree.members) or (keys and not store.check(keys)):
                 return None
-            if not keys:
-                return []
-            return store.multi_get([*keys.values()]) if store.check([*keys.values()]) else None
+            return store.multi_get(keys) if keys else []
 
-        values = self._wait(round_, gathered, missing) if tree.members or keys else []
-        bundles: list[Bundle] = [{view: [place.rank]}]
-        bundles += [{data.decode(): [rank]} for rank, data in place.received.get(self._tag, {}).items()]
-        for key, value in zip(keys.values(), values, strict=True):
-            bundles.append(trees.decode(place.messages.decode(key, value)))
-        return trees.merge(bundles)
+        values = self._wait(gathered, missing) if tree.members or keys else []
+        views: dict[str, list[int]] = defaultdict(list)
+        views[view].append(tree.rank)
+        for rank, data in self._received().items():
+            views[data.decode()].append(rank)
+        for key, value in zip(keys, values, strict=True):
+            for text, ranks in json.loads(decode(store, key, value)).items():
+                views[text] += ranks
+        return views
 
-    def _decide(self, round_: Round, bundle: Bundle, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """The part of the coordinator: makes, publishes and passes on the decision."""
-        place, key = self._place, self._key(round_)
-        place.messages.release()
-        place.messages.delete_released()
+    def _hand_on(self, view: str, views: Views) -> None:
+        """Hands this rank's view to the leader of its node, or a leader those of its node to the leader above."""
+        assert self.store is not None
+        if self.tree.leads:
+            self.delete_later(put(self.store, f"view/{self._number}/{self.rank}", json.dumps(views).encode()))
+        else:
+            self.send(self.tree.leader, self._number, view.encode(errors="backslashreplace"))
+        self.delete_released()
+
+    def _decide(self, views: Views, decide: Decide, last: bool) -> str:
+        """Takes the part of the coordinator: makes and publishes the decision."""
+        assert self.store is not None
+        self.release()
+        self.delete_released()
+        keys: list[str] = []
         try:
-            decision = decide(trees.by_rank(bundle))
+            decision = decide(views)
         except Exception as error:  # all ranks stop at the same step
-            place.publish(place.prefix, Failure.of(error, place.rank, clean=True, hard=False))
-            value, parts = FAILURE, list[str]()
+            self.publish(self.prefix, Failure.of(error, self.rank, clean=True, hard=False))
+            value = FAILURE
         else:
-            value, parts = place.messages.encode(key, decision.encode(errors="backslashreplace"))
-        place.delete_later([key, *parts])
-        if round_.last:
-            value = place.set_outcome(place.prefix, value)
+            value, keys = encode(self.store, self._key, decision.encode(errors="backslashreplace"))
+        self.delete_later([self._key, *keys])
+        if last:
+            value = self.set_outcome(self.prefix, value)
         else:
-            place.messages.store.set(key, value)  # type: ignore[arg-type]
-        if value.startswith(FAILURE):
-            place.look()
-            raise RemoteFailure("another rank failed")
-        self._pass_on(decision)
+            self.store.set(self._key, value)  # type: ignore[arg-type]
+        self._raise_if_failed(value)
         return decision
 
     # ---- waiting ----
 
-    def _wait(self, round_: Round, ready: Callable[[], T | None], missing: Callable[[], list[int]]) -> T:
+    def _wait(self, ready: Callable[[], T | None], missing: Callable[[], list[int]]) -> T:
         """Waits for what ``ready`` returns. ``missing``: returns the ranks that it waits for.
 
         Those that themselves wait for others have more time than those, so that they can say which are missing.
         """
-        place, limit = self._place, round_.limit.total_seconds()
-        grace = 0.25 * limit + 2
+        nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
-        nodes, now = len(place.tree.nodes), monotonic()
-        pause = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes)
-        max_poll = min(max(_MAX_POLL, _MAX_POLL_PER_NODE * nodes), sample)
-        until, next_sample, last_state = now + limit, now + sample, None
+        pause, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
+        until, next_sample = now + limit, now + sample
         while True:
-            place.news.wait(pause)
-            place.news.clear()
-            pause = min(2 * pause, max_poll)
+            self.news.wait(pause)
+            self.news.clear()
+            pause = min(2 * pause, _MAX_POLL, sample)
             if (value := ready()) is not None:
                 return value
-            self._check(round_)
+            self._check()
             now = monotonic()
             if now >= next_sample:
-                state = place.heartbeats.state(missing(), place.position)
+                state = self.heartbeats.state(missing(), self.position)
                 if last_state not in (None, state):
                     until = now + limit
                 last_state, next_sample = state, now + sample
             if now >= until:
                 waited_for = missing()
                 absent = self._absent(waited_for)
-                if absent or now >= until + grace:
-                    raise self._timeout(round_, absent or waited_for)
+                if absent or now >= until + 0.25 * limit + 2:
+                    raise self._timeout(absent or waited_for)
 
-    def _check(self, round_: Round) -> None:
+    def _check(self) -> None:
         """Raises an error if the round has failed."""
-        place = self._place
-        if place.known_failure() is not None:
+        if self.known_failure() is not None:
             raise RemoteFailure("another rank failed")
         # A rank that has read the decision of the last round may end before this one has read it.
-        if place.processes.ended and self._read(self._key(round_)) is None:
-            raise RankExited(*min(place.processes.ended.items()))
+        if self.processes.ended and self._read() is None:
+            raise RankExited(*min(self.processes.ended.items()))
 
     def _absent(self, missing: Sequence[int]) -> list[int]:
         """Returns the ranks that have not come: of ``missing``, and of the nodes that those lead."""
-        place = self._place
-
-        def late(rank: int) -> bool:
-            return not place.heartbeats.arrived(rank, place.position)
-
+        tree, heartbeats, position = self.tree, self.heartbeats, self.position
         absent: list[int] = []
-        for rank in filter(late, missing):
-            near = rank in place.tree.node
-            absent += [rank] if near else filter(late, place.tree.node_of[rank])
+        for leader in missing:
+            if not heartbeats.arrived(leader, position):
+                ranks = (leader,) if leader in tree.node else tree.node_of[leader]
+                absent += [rank for rank in ranks if not heartbeats.arrived(rank, position)]
         return absent
 
-    def _timeout(self, round_: Round, absent: Sequence[int]) -> WaitTimeout:
-        place, limit = self._place, f"{round_.limit.total_seconds():.0f} s"
-        if list(absent) == [place.tree.root]:
-            who = f"rank {absent[0]}, the coordinator, made no decision within {limit} (seen by rank {place.rank})"
-        else:
-            who = f"{_name(absent)} did not arrive within {limit}"
-        return WaitTimeout(f"{round_.what}: {who}")
+    def _timeout(self, absent: Sequence[int]) -> WaitTimeout:
+        limit = f"{self._limit:.0f} s"
+        if list(absent) == [self.coordinator]:
+            seen = f"(seen by rank {self.rank})"
+            return WaitTimeout(
+                f"{self._what}: rank {absent[0]}, the coordinator, made no decision within {limit} {seen}"
+            )
+        return WaitTimeout(f"{self._what}: {_name(absent)} did not arrive within {limit}")
 
 
 def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
@@ -258,25 +230,23 @@ def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
     error = None
     if failure is not None:
         stack = "" if is_known(failure) else stack_of(failure)
-        error = [kind_of(failure), message_of(failure) + (f"\n{stack}" if stack else "")]
+        error = [kind_of(failure), f"{message_of(failure)}\n{stack}".rstrip("\n")]
     return json.dumps({"at": what, "error": error, "view": view})
 
 
-def decide_on_reports(what: str, texts: Mapping[int, str], decide: Callable[[dict[int, Any]], Any]) -> str:
+def decide_on_reports(what: str, views: Views, decide: Callable[[dict[int, Any]], Any]) -> str:
     """Returns the decision as JSON. Raises the error of the ranks that failed, or CallOrderError if one is in another round."""
-    parsed = {text: json.loads(text) for text in set(texts.values())}
-    reports = {rank: parsed[text] for rank, text in texts.items()}
-    if any(report["at"] != what for report in parsed.values()):
+    parsed = [(json.loads(text), ranks) for text, ranks in views.items()]
+    reports = dict(sorted((rank, report) for report, ranks in parsed for rank in ranks))
+    if any(report["at"] != what for report, _ in parsed):
         logger.info("ranks in different rounds: %s", {rank: report["at"] for rank, report in reports.items()})
         raise CallOrderError
-    failed = {rank: report["error"] for rank, report in reports.items() if report["error"]}
-    if failed:
-        causes = {rank: error for rank, error in failed.items() if error[0] != RemoteFailure.__name__} or failed
-        ranks_of: dict[str, list[int]] = {}
-        for rank, (_, text) in causes.items():
-            ranks_of.setdefault(text, []).append(rank)
-        merged = "\n".join(f"{text} [{_name(ranks)}]" for text, ranks in ranks_of.items())
-        raise make_error(next(iter(causes.values()))[0], merged)
+    errors = {rank: report["error"] for rank, report in reports.items() if report["error"]}
+    if errors:
+        causes = {rank: error for rank, error in errors.items() if error[0] != RemoteFailure.__name__} or errors
+        groups = group_equal({rank: text for rank, (_, text) in causes.items()})
+        kind, _ = causes[groups[0][0]]
+        raise make_error(kind, "\n".join(f"{causes[ranks[0]][1]} [{_name(ranks)}]" for ranks in groups))
     return json.dumps(decide({rank: report["view"] for rank, report in reports.items()}))
 
 

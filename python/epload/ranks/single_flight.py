@@ -70,7 +70,9 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
         number = control.next_load()
         if _current is not None:
             raise _refuse(call, number, _current)
-        call.topology.dispose_stale_groups()
+        if call.topology.stale:
+            call.topology.stale = False
+            call.topology.groups.clear()
         control.begin(timeout, number)  # before another thread can find this load, and fail it
         _current = call
     try:

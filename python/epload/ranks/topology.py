@@ -13,11 +13,11 @@ from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
 from epload.native.extension import _C
 from epload.planning.algorithms import ALGORITHMS
+from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.groups import backends_of
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
-from epload.ranks.place import DEFAULT_TIMEOUT
 from epload.ranks.rendezvous import rendezvous
 
 
@@ -53,7 +53,7 @@ class Topology:
         self.control = control
         self.made_by = threading.current_thread()
         """The thread that made this topology."""
-        self.groups = GroupCache(backends_of(group) if group is not None else None, rank, control)
+        self.groups = GroupCache(backends_of(group) if group is not None else None, control)
         self._loaders = 0
         self.stale = False
         """True if a load has failed of which this rank learned while another load may have used the groups."""
@@ -70,16 +70,13 @@ class Topology:
             LoadError: a rank did not come in time, or ended; the same on every rank that came.
         """
         group, rank, ranks = membership(group)
-        if group is None:
-            return cls([[rank]], None, rank, Control(None, ranks, rank))
-
-        store, limit = group.get_group_store(), as_timedelta(timeout)
-        control, nodes = rendezvous(store, ranks, rank, limit, None, machine_identity(), group_equal)
+        store = group.get_group_store() if group is not None else None
+        control, nodes = rendezvous(store, ranks, rank, as_timedelta(timeout), None, machine_identity(), group_equal)
         return cls(nodes, group, rank, control)
 
     @classmethod
     def default(cls, timeout: timedelta | float | None = None) -> Topology:
-        """The topology of the whole job, discovered once per ``init_process_group`` so that its groups are reused.
+        """Returns the topology of the whole job, discovered once per ``init_process_group`` so that its groups are reused.
 
         ``timeout``: as for :meth:`discover`.
         """
@@ -97,7 +94,7 @@ class Topology:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | float | None = None,
     ) -> Topology:
-        """An explicit topology. Collective over the group.
+        """Returns an explicit topology. Collective over the group.
 
         Args:
             nodes: global ranks of each node, which together are those of the group.
@@ -110,12 +107,8 @@ class Topology:
             LoadError: as for :meth:`discover`.
         """
         group, rank, ranks = membership(group)
-        nodes = [list(node) for node in nodes]
-        checked = Attempt(lambda: check_partition(nodes, ranks))
-        if group is None:
-            if checked.failure is not None:
-                raise checked.failure
-            return cls(nodes, None, rank, Control(None, ranks, rank))
+        lists = [list(node) for node in nodes]
+        failure = Attempt(lambda: check_partition(lists, ranks)).failure
 
         def check_equal(views: Mapping[int, list[list[int]]]) -> None:
             first = views[ranks[0]]
@@ -126,11 +119,11 @@ class Topology:
                         f"{its_nodes}"
                     )
 
-        store, limit = group.get_group_store(), as_timedelta(timeout)
         # Emulated nodes of one machine are nodes for their control as well.
-        within = str(next((number for number, node in enumerate(nodes) if rank in node), ""))
-        control, _ = rendezvous(store, ranks, rank, limit, checked.failure, nodes, check_equal, within)
-        return cls(nodes, group, rank, control)
+        within = str(next((number for number, node in enumerate(lists) if rank in node), ""))
+        store = group.get_group_store() if group is not None else None
+        control, _ = rendezvous(store, ranks, rank, as_timedelta(timeout), failure, lists, check_equal, within)
+        return cls(lists, group, rank, control)
 
     def __repr__(self) -> str:
         noun = "rank" if len(self.ranks) == 1 else "ranks"
@@ -147,40 +140,26 @@ class Topology:
             raise ValueError(f"expected src among the topology's ranks {list(self.ranks)}, got {src}")
 
     def leaders(self, src: int) -> tuple[int, ...]:
-        """One rank per node: those on the rail of ``src``, in the order of the nodes."""
+        """Returns one rank per node: those on the rail of ``src``, in the order of the nodes."""
         self.check_source(src)
         return tuple(_C.leaders(self.nodes, src))
 
     def route(self, src: int, algorithm: str = "two_level") -> Route:
-        """The route of a broadcast from ``src``. Collective: makes its groups if they do not exist.
+        """Returns the route of a broadcast from ``src``. Collective: makes its groups if they do not exist.
 
         Raises:
-            ValueError: ``src`` is in no node, or node sizes differ, so that there are no stripes.
+            ValueError: ``src`` is in no node.
         """
         self.check_source(src)
         chosen = ALGORITHMS[algorithm]
-        if chosen.striped and not self.even:
-            raise ValueError(
-                f"algorithm '{algorithm}' expects nodes of equal size, got {list(map(list, self.nodes))}; use 'two_level'"
-            )
         between = chosen.groups(self.nodes, src)
         self.groups.make("route", between, self.nodes)
         inter = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
         leader = chosen.leader(self.nodes, src, self.rank)
         return Route(src, leader, self.groups.name(inter), self.groups.name(self.node))
 
-    def retire(self) -> None:
-        """Disposes of all groups, as after a failed transfer: the next route makes new ones. On all ranks alike."""
-        self.groups.clear()
-
-    def dispose_stale_groups(self) -> None:
-        """Is called before each load."""
-        if self.stale:
-            self.stale = False
-            self.retire()
-
     def number_loader(self) -> int:
-        """The number of a new loader. All ranks make their loaders in the same order."""
+        """Returns the number of a new loader. All ranks make their loaders in the same order."""
         self._loaders += 1
         return self._loaders
 
@@ -190,9 +169,11 @@ _default_lock = threading.Lock()
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta:
-    """A timeout as callers pass it; 30 minutes for None. Raises TypeError if it is of another type."""
+    """Returns a timeout as callers pass it; 30 minutes for None. Raises TypeError if it is of another type."""
     if timeout is None:
         return DEFAULT_TIMEOUT
-    if not isinstance(timeout, int | float | timedelta):
+    if isinstance(timeout, timedelta):
+        return timeout
+    if not isinstance(timeout, int | float):
         raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return timedelta(seconds=timeout)

@@ -20,7 +20,6 @@ from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices
 from epload.files import read_regular
 from epload.native import ops
-from epload.ranks.activity import working
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
@@ -88,7 +87,7 @@ def write_checkpoint(
             return created.temporary.name
 
         def write_part() -> None:
-            with working(control, "writes its part of the checkpoint") as wrote, closing(folder):
+            with control.working("writes its part of the checkpoint") as wrote, closing(folder):
                 write(folder, wrote)
                 with report.timed("sync"):
                     folder.sync(lambda: wrote(0))

@@ -21,7 +21,7 @@ from epload.transfer.context import TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, message_timeout, run_transfer
-from epload.transfer.movers import broadcast, explain
+from epload.transfer.movers import broadcast
 from epload.transfer.sinks import Sink
 
 MAX_GROUPS = 12
@@ -50,7 +50,7 @@ class DeviceRoute:
         """``staging_nodes``: those that keep whole versions in host memory, so that one rank for each rail receives."""
         self.backend = backend
         self.device = device
-        self.groups = GroupCache({device.type: backend}, control.rank, control, device)
+        self.groups = GroupCache({device.type: backend}, control, device)
         self._plan = plan
         self._members = members
         self._control = control
@@ -133,7 +133,7 @@ class DeviceRoute:
         """Moves one version, after what the caller has queued."""
         self._context = context
         self._ring = DeviceRing(
-            self._staging, context.flow, context.report, "inter_node", in_order=False,
+            self._staging, context, "inter_node", in_order=False,
             seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
         )  # fmt: skip
         engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
@@ -145,8 +145,8 @@ class DeviceRoute:
         the wave before is passed on."""
         staging = self._staging
         self._broadcast(wave, 0, staging.entry)
-        staging.spread.wait_stream(staging.entry)
-        self._broadcast(wave, 1, staging.spread)
+        staging.forwarding.wait_stream(staging.entry)
+        self._broadcast(wave, 1, staging.forwarding)
 
     def _broadcast(self, wave: Wave, which: int, stream: torch.Stream) -> None:
         """Makes the first or the second hop of a wave's buckets, where this rank takes part in it."""
@@ -157,11 +157,8 @@ class DeviceRoute:
                 continue
             doing = f"broadcasts bucket {number} from rank {root} to {[rank for rank in ranks if rank != root]}"
             # On the current stream, as the op would make another one and the current one wait for each other.
-            with context.activity.doing(doing), context.report.timed("inter_node", doing) as span, stream:
+            with context.moving("inter_node", doing, number) as span, stream:
                 bucket = self._ring.bucket(wave, i)
-                try:
-                    broadcast(bucket, Route(root, root, "", self.groups.name(ranks)), "two_level", stream)
-                except RuntimeError as error:
-                    raise explain(context, error, number) from error
+                broadcast(bucket, Route(root, root, "", self.groups.name(ranks)), "two_level", stream)
                 span.nbytes = bucket.nbytes
             context.report.transport_steps += 1

@@ -28,7 +28,6 @@ from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
 from epload.sync.transfer import ExchangeRoles, HostRoute, LocalBuckets
 from epload.transfer.context import TransferContext
-from epload.transfer.framing import Framing
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -249,22 +248,18 @@ class Generation:
     ) -> None:
         control, plan, verify = self.control, self.plan, self._own.verify
         roles = ExchangeRoles(plan, self.members, control.rank)
-        framing = Framing(
-            plan.identity, plan.describe, control.rank, control, verify, version=version, ends_in_order=False
+        fill = shards.pack if shards is not None and self._sends else None
+        context = TransferContext(
+            plan, roles, fill, plan.describe, control, report, verify, version, ends_in_order=False
         )
-
-        def check(number: int, bucket: Tensor) -> None:
-            framing.verify(number, roles.reader(number), bucket)
-
-        sink, fill = LocalBuckets(None), None
         if self._sends:
-            fill = shards.pack if shards is not None else None
+            sink = LocalBuckets(None)
         elif route.device is not None and self.memory is not None:
-            sink = LocalBuckets(shards, dict(self.staged_buckets()), check if verify else None)
+            sink = LocalBuckets(shards, dict(self.staged_buckets()), context.verify if verify else None)
         else:
             sink = LocalBuckets(shards)
         with Progress(plan.nbytes, show) as bar:
-            route.run(TransferContext(plan, roles, fill, framing, control, report), sink, bar)
+            route.run(context, sink, bar)
 
     def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
         rank, sends = self.control.rank, self._sends

@@ -29,9 +29,9 @@ from epload.planning.buckets import BucketCopies
 from epload.planning.holdings import Holdings, digest_of
 from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
-from epload.ranks.activity import working
-from epload.ranks.contents import get, put
+from epload.ranks.contents import get
 from epload.ranks.control import Control
+from epload.ranks.messages import put
 from epload.report import TransferReport
 from epload.sync.arrival import same_bits
 from epload.sync.devices import first_line, share_memory
@@ -203,7 +203,7 @@ class Puller:
         packed: list[Shards] = []
         activity = "copies what a sender has in memory of a device"
         try:
-            with report.timed("unpack", activity), working(control, activity) as done:
+            with report.timed("unpack", activity), control.working(activity) as done:
                 for memory in self._memory.values():
                     if self._landing is not None:
                         packed.append(self._shards(memory, self._landing, verify))

@@ -224,7 +224,7 @@ class WeightSender(Endpoint):
         control.doing = f"waits for receivers of version {version}"
 
         def check() -> None:
-            if (failure := control.known()) is not None:
+            if (failure := control.published_failure()) is not None:
                 raise failure.error()
 
         try:

@@ -116,7 +116,7 @@ class HostRoute:
         self._control = control
         self._memory = memory
         self._waves_before = 0
-        self.groups = GroupCache({"cpu": "gloo"}, control.rank, control)
+        self.groups = GroupCache({"cpu": "gloo"}, control)
         self.groups.make("exchange", tuple(map(members.rail, range(members.rails))))
 
     def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:

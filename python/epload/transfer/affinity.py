@@ -34,20 +34,20 @@ def read_threads(readers: int) -> int:
 def near(device: torch.device) -> Iterator[None]:
     """Runs the calling thread, and threads that it starts inside, on the CPUs near a device."""
     before = _allowed()
-    moved = move_thread(device)
+    move_thread(device)
     try:
         yield
     finally:
-        if moved:
-            _run_on(before)
+        _run_on(before)
 
 
-def move_thread(device: torch.device) -> bool:
-    """Moves the calling thread, and those that it will start, to the CPUs near a device. False if it stays where it is."""
+def move_thread(device: torch.device) -> None:
+    """Moves the calling thread, and those that it will start, to the CPUs near a device, if that can be."""
     allowed = _allowed()
     cpus = cpus_near(_pci_address(device), _SYSFS) & allowed
     # Fewer CPUs would hold up the reading threads more than distant memory does.
-    return (len(cpus) >= MAX_READ_THREADS or 2 * len(cpus) >= len(allowed) > 0) and _run_on(cpus)
+    if len(cpus) >= MAX_READ_THREADS or 2 * len(cpus) >= len(allowed):
+        _run_on(cpus)
 
 
 def cpus_near(address: str, sysfs: Path) -> frozenset[int]:
@@ -71,9 +71,9 @@ def _pci_address(device: torch.device) -> str:
     """Returns ``""`` if it is not known."""
     if device.type != "cuda":
         return ""
-    found: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:  # torch does not promise them
         return ""
 
@@ -86,8 +86,6 @@ def _allowed() -> frozenset[int]:
         return frozenset()
 
 
-def _run_on(cpus: frozenset[int]) -> bool:
-    with suppress(OSError):
+def _run_on(cpus: frozenset[int]) -> None:
+    with suppress(AttributeError, OSError):  # OSError: also if there are none
         os.sched_setaffinity(0, cpus)
-        return True
-    return False

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from epload.errors import RemoteFailure, WaitTimeout
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import Roles
 from epload.planning.waves import Wave
-from epload.report import TransferReport
 from epload.transfer.affinity import move_thread
+from epload.transfer.context import TransferContext
 from epload.transfer.device import BUFFERS, DeviceStaging, wait_for
 
 
@@ -27,8 +26,7 @@ class DeviceRing:
     def __init__(
         self,
         staging: DeviceStaging,
-        flow: Roles,
-        report: TransferReport,
+        context: TransferContext,
         phase: str,
         in_order: bool,
         moves: bool = True,
@@ -44,18 +42,18 @@ class DeviceRing:
             seconds: within which a wave has to arrive once it is its turn.
             verifies: whether checksums are of what is in these buffers, and not of what the sink has made of it.
         """
-        self.lanes: tuple[tuple[str, ...], ...] = (
+        self.threads: tuple[tuple[str, ...], ...] = (
             (("read",), ("move", "unpack")) if in_order else (("read",), ("move",), ("unpack",))
         )
         self.staging = staging
-        self._flow = flow
-        self._report = report
+        self._flow = context.flow
+        self._report = context.report
         self._phase = phase
         self._in_order = in_order
         self._moves = moves
         self._seconds = seconds
         self._verifies = verifies
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._done = {"read": 0, "move": 0, "unpack": 0}
         """The number of waves for which each step is queued."""
         self._ended = self._failed = False
@@ -66,7 +64,7 @@ class DeviceRing:
         move_thread(self.staging.device)
 
     def wait(self, step: str, wave: Wave) -> None:
-        staging, place, fills = self.staging, self._place(wave), self._fills(wave)
+        staging, number, fills = self.staging, wave.index % BUFFERS, self._fills(wave)
         if step == "end":
             # A reader does not wait for the headers of its own buckets. If another rank ends while it receives the last ones,
             # this rank has to notice here: what comes later may wait for the stream in the driver.
@@ -78,45 +76,47 @@ class DeviceRing:
         elif step == "read":
             self._wait_until("unpack", wave.index - BUFFERS + 1)
             if not self._ended:
-                staging.wait_until_used(place, self._check)
+                wait_for(staging.used[number], self._check)
+                staging.copies.wait_event(staging.used[number])
         elif step == "unpack" and not fills:
             with self._report.timed(self._phase):
                 self._wait_until("move", wave.index + 1)
-                self._wait_for(staging.moved[place], f"wave {wave.index}")
+                self._wait_for(staging.moved[number], f"wave {wave.index}")
         elif step == "unpack" and self._moves:
             self._wait_until("move", wave.index + 1)
-            staging.stream.wait_event(staging.moved[place])
+            staging.stream.wait_event(staging.moved[number])
         elif fills:  # to be moved, or unpacked where nothing moves
             self._wait_until("read", wave.index + 1)
-            staging.wait_until_filled(place)
+            staging.entry.wait_event(staging.filled[number])
         else:
             self._wait_until("unpack", wave.index - BUFFERS + 1)
-            staging.wait_until_free(place)
+            for stream in {staging.entry, staging.forwarding}:
+                stream.wait_event(staging.used[number])
 
     def done(self, step: str, wave: Wave, last: bool = False) -> None:
-        staging, place = self.staging, self._place(wave)
+        staging, number = self.staging, wave.index % BUFFERS
         if step == "read":
-            staging.filled(place)
-        elif step == "move":
-            if not self._fills(wave):
-                with staging.spread:
-                    for i in range(len(wave.numbers)):
-                        header = self.bucket(wave, i)[:HEADER_BYTES]
-                        staging.headers[place, i].copy_(header, non_blocking=True)
-            staging.moved[place].record(staging.spread)
+            staging.filled[number].record(staging.copies)
         elif step == "unpack":
-            staging.used(place)
-        with self._turn:
+            staging.used[number].record(staging.stream)
+        else:
+            if not self._fills(wave):
+                with staging.forwarding:
+                    for i in range(len(wave.numbers)):
+                        self.header(wave, i).copy_(self.bucket(wave, i)[:HEADER_BYTES], non_blocking=True)
+            staging.moved[number].record(staging.forwarding)
+        with self._changed:
             self._done[step] = wave.index + 1
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def bucket(self, wave: Wave, i: int, multiple: int = 1) -> Tensor:
         """Returns the bucket, and bytes without meaning behind it that make its size a multiple."""
-        nbytes = -(-(wave.ends[i] - wave.begins[i]) // multiple) * multiple
-        return self.staging.buckets[self._place(wave)][wave.begins[i] : wave.begins[i] + nbytes]
+        begin = wave.begins[i]
+        nbytes = -(-(wave.ends[i] - begin) // multiple) * multiple
+        return self.staging.buckets[wave.index % BUFFERS][begin : begin + nbytes]
 
     def header(self, wave: Wave, i: int) -> Tensor:
-        return self.staging.headers[self._place(wave), i]
+        return self.staging.headers[wave.index % BUFFERS, i]
 
     def verify(self, wave: Wave, check: Callable[[int], None]) -> None:
         if self._verifies and not self._fills(wave):
@@ -124,23 +124,20 @@ class DeviceRing:
                 check(i)
 
     def stop(self, failed: bool = True) -> None:
-        failed = failed or not self._in_order  # a rank that moves on its own cannot end in order
-        with self._turn:
-            self._failed, self._ended = self._failed or failed, self._ended or not failed
-            self._turn.notify_all()
+        with self._changed:
+            if failed or not self._in_order:  # a rank that moves on its own cannot end in order
+                self._failed = True
+            else:
+                self._ended = True
+            self._changed.notify_all()
 
     def _fills(self, wave: Wave) -> bool:
         return self._flow.reader(wave.numbers[0]) == self._flow.rank
 
-    @staticmethod
-    def _place(wave: Wave) -> int:
-        """Returns the number of a wave's buffer."""
-        return wave.index % BUFFERS
-
     def _wait_until(self, step: str, count: int) -> None:
         """Waits for another thread of this rank, whose own waits for other ranks are limited in time."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._failed or self._ended or self._done[step] >= count)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._ended or self._done[step] >= count)
         self._check()
 
     def _wait_for(self, event: torch.Event, what: str) -> None:

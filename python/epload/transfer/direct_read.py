@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.attempt import Attempt
 from epload.observe.progress import Progress
 from epload.transfer.context import TransferContext
 from epload.transfer.framing import list_numbers
@@ -40,67 +38,65 @@ class DirectRead:
         Raises:
             LoadError: another rank failed, or this rank could not read.
         """
+        buckets, control = self._context.plan.buckets, self._context.control
         with self._local.entered():
             for numbers in self._groups:
-                if not self._step(self._read_regions, numbers, bar):
-                    for number in numbers:
-                        self._step(self._read_whole, range(number, number + 1), bar)
+                self._check()
+                with control.activity(f"reads {list_numbers('bucket', numbers)}"):
+                    nbytes = self._read_regions(numbers)
+                if nbytes is None:
+                    self._read_buckets(numbers, bar)
+                    continue
+                control.progress += nbytes
+                bar.update(sum(buckets[number].nbytes for number in numbers))
 
     def fail(self) -> None:
         """Nothing here waits for another rank."""
 
-    def _step(self, read: Callable[[range], int | None], numbers: range, bar: Progress) -> bool:
-        """Returns True if the checkpoint can read this way."""
-        context = self._context
-        if failure := context.framing.remote_failure():
+    def _check(self) -> None:
+        if failure := self._context.remote_failure():
             raise failure
-        with context.activity.doing(f"reads {list_numbers('bucket', numbers)}"):
-            nbytes = read(numbers)
-        if nbytes is None:
-            return False
-        context.control.progress += nbytes
-        bar.update(sum(context.plan.buckets[number].nbytes for number in numbers))
-        return True
 
     def _read_regions(self, numbers: range) -> int | None:
+        """Returns the bytes read; None if the checkpoint gives whole buckets only."""
         try:
             with self._context.report.timed("read", list_numbers("bucket", numbers)) as span:
                 nbytes = self._local.read(numbers, self._checkpoint)
                 span.nbytes = nbytes or 0
             return nbytes
         except Exception as error:
-            culprits, error = self._locate(numbers, self._checkpoint, error)
-            raise self._context.framing.describe_failure("read", culprits, error) from error
+            culprits, error = self._locate(numbers, error)
+            raise self._context.describe_failure("read", culprits, error) from error
 
-    def _locate(self, numbers: range, checkpoint: Checkpoint, error: Exception) -> tuple[range, Exception]:
+    def _locate(self, numbers: range, error: Exception) -> tuple[range, Exception]:
         """Reads the buckets once more, one by one; returns the first that fails, or all if none does, and the error."""
         for number in numbers if len(numbers) > 1 else ():
-            alone = range(number, number + 1)
-            again = Attempt(partial(self._local.read, alone, checkpoint))
-            if again.failure is not None:
-                return alone, again.failure
+            bucket = range(number, number + 1)
+            try:
+                self._local.read(bucket, self._checkpoint)
+            except Exception as again:
+                return bucket, again
         return numbers, error
 
-    def _read_whole(self, numbers: range) -> int:
-        """One bucket by way of a buffer, from a checkpoint that cannot read single regions."""
-        assert self._context.fill is not None
-        (number,) = numbers
-        plan = self._context.plan
-        bucket = plan.buckets[number]
-        if not bucket.targets:
-            return 0
+    def _read_buckets(self, numbers: range, bar: Progress) -> None:
+        """Reads buckets by way of a buffer, one after the other."""
+        context, plan, fill = self._context, self._context.plan, self._context.fill
+        assert fill is not None
         if self._buffer is None:
-            largest = max(bucket.nbytes for bucket in plan.buckets)
-            self._buffer = torch.empty(largest, dtype=torch.uint8)
-            self._context.report.peak_staging += largest
-        buffer = self._buffer[: bucket.nbytes]
-        step = "read"
-        try:
-            with self._context.report.timed("read", f"bucket {number}") as span:
-                self._context.fill(number, buffer)
-                span.nbytes = bucket.nbytes
-            step = "unpack"
-            self._local.unpack(number, buffer)
-        except Exception as error:
-            raise self._context.framing.describe_failure(step, [number], error) from error
-        return bucket.nbytes
+            self._buffer = torch.empty(max(bucket.nbytes for bucket in plan.buckets), dtype=torch.uint8)
+            context.report.peak_staging += self._buffer.nbytes
+        for number in numbers:
+            self._check()
+            bucket, step = self._buffer[: plan.buckets[number].nbytes], "read"
+            try:
+                with context.control.activity(f"reads bucket {number}"):
+                    if plan.buckets[number].targets:
+                        with context.report.timed("read", f"bucket {number}") as span:
+                            fill(number, bucket)
+                            span.nbytes = bucket.nbytes
+                        step = "unpack"
+                        self._local.unpack(number, bucket)
+            except Exception as error:
+                raise context.describe_failure(step, [number], error) from error
+            context.control.progress += bucket.nbytes
+            bar.update(bucket.nbytes)

@@ -7,12 +7,9 @@ their headers and ending early are here and nowhere else.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-
-from torch import Tensor
 
 from epload.errors import LoadError
 from epload.observe.progress import Progress
@@ -49,14 +46,10 @@ class Engine:
         self._sink = sink
         self._read_outcomes: dict[int, LoadError | None] = {}
         """Error that aborts the transfer, or None, for each bucket that this rank has read."""
-        self._checked: set[int] = set()
-        """Waves whose headers were checked."""
         self._aborted = math.inf
         """The first wave with a bucket that aborts the transfer."""
         self._failure: LoadError | None = None
         """Error of this rank, or the one in the bucket that aborted the transfer."""
-        self._over = threading.Event()
-        """Set when this rank has met such a bucket."""
 
     def run(self, bar: Progress) -> None:
         """``bar`` counts bytes.
@@ -67,7 +60,7 @@ class Engine:
         self._bar = bar
         if self._waves:
             with self._sink.entered():
-                pipeline.run(self._lanes(), self._stop, self._ring.enter_thread)
+                pipeline.run(self._stages(), self._stop, self._ring.enter_thread)
                 if self._mover is not None:
                     self._ring.wait("end", self._waves[-1])
         if self._failure is not None:
@@ -82,50 +75,42 @@ class Engine:
         self._context.control.fail(error)
         self._ring.stop()
 
-    # ---- lanes ----
-
-    def _lanes(self) -> list[pipeline.Stage]:
+    def _stages(self) -> list[pipeline.Stage]:
         steps: dict[str, Step] = {"unpack": self._unpack}
         if self._mover is not None:
             steps["move"] = self._move
         if self._context.fill is not None:
             steps["read"] = self._read
-        lanes = [[name for name in lane if name in steps] for lane in self._ring.lanes]
-        return [(lane[0], partial(self._run_lane, [steps[name] for name in lane])) for lane in lanes if lane]
+        threads = [[name for name in names if name in steps] for names in self._ring.threads]
+        return [(names[0], partial(self._run, [steps[name] for name in names])) for names in threads if names]
 
-    def _run_lane(self, steps: Sequence[Step]) -> None:
+    def _run(self, steps: Sequence[Step]) -> None:
         for wave in self._waves:
             if not all(step(wave) for step in steps):
-                if steps[-1] == self._unpack:
-                    self._over.set()
-                    self._ring.stop(failed=False)
                 break
 
     # ---- steps ----
 
     def _read(self, wave: Wave) -> bool:
-        positions = self._context.read_here(wave.numbers)
+        context = self._context
+        positions = [i for i, number in enumerate(wave.numbers) if context.flow.reader(number) == context.flow.rank]
         if not positions:
             return True
         self._ring.wait("read", wave)
-        if self._over.is_set():
+        if wave.index >= self._aborted:
             return False
         numbers = [wave.numbers[i] for i in positions]
         with self._report.timed("read", list_numbers("bucket", numbers)) as span:
             for i, number in zip(positions, numbers, strict=True):
-                span.nbytes += self._fill(number, self._ring.bucket(wave, i))
+                buffer = self._ring.bucket(wave, i)
+                with context.control.activity(f"reads bucket {number}"):
+                    failure = context.fill_bucket(number, buffer)
+                self._read_outcomes[number] = failure
+                self._failure = self._failure or failure
+                context.control.progress += buffer.nbytes
+                span.nbytes += buffer.nbytes - HEADER_BYTES
         self._ring.done("read", wave)
         return all(self._read_outcomes[number] is None for number in numbers)
-
-    def _fill(self, number: int, buffer: Tensor) -> int:
-        """Returns the bytes read."""
-        assert self._context.fill is not None
-        with self._context.activity.doing(f"reads bucket {number}"):
-            failure = self._context.framing.fill(number, buffer, self._context.fill)
-        self._read_outcomes[number] = failure
-        self._failure = self._failure or failure
-        self._context.control.progress += buffer.nbytes
-        return buffer.nbytes - HEADER_BYTES
 
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
@@ -134,59 +119,55 @@ class Engine:
         self._ring.done("move", wave)
         if not self._ring.checks_moved:
             return True
-        self._check(wave)
-        last = wave.index >= self._aborted
-        self._ring.done("check", wave, last)
-        return not last
+        is_last = self._check(wave)
+        self._ring.done("check", wave, is_last)
+        return not is_last
 
     def _unpack(self, wave: Wave) -> bool:
         self._ring.wait("unpack", wave)
-        self._check(wave)
-        if wave.index >= self._aborted:
+        if self._check(wave):
+            self._ring.stop(failed=False)
             return False
-        if self._context.framing.checked:
+        if self._context.checked:
             self._verify(wave)
         with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
             for i, number in enumerate(wave.numbers):
-                span.nbytes += self._take(number, self._ring.bucket(wave, i))
+                bucket = self._ring.bucket(wave, i)
+                if self._failure is None:
+                    try:
+                        self._sink.unpack(number, bucket)
+                    except (
+                        Exception
+                    ) as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
+                        self._failure = self._context.publish_failure("unpack", [number], error)
+                self._context.control.progress += bucket.nbytes
+                self._bar.update(bucket.nbytes)
+                span.nbytes += bucket.nbytes - HEADER_BYTES
         self._ring.done("unpack", wave)
         return True
 
-    def _check(self, wave: Wave) -> None:
-        """Checks the headers of a wave that has arrived: a reader may have aborted the transfer."""
-        if wave.index in self._checked:
-            return
+    def _check(self, wave: Wave) -> bool:
+        """Checks the headers of a wave that has arrived. Returns True if a reader has aborted the transfer in it, or before."""
         for i, number in enumerate(wave.numbers):
             if number in self._read_outcomes:
                 failure = self._read_outcomes[number]
             else:
                 body = self._ring.bucket(wave, i)[HEADER_BYTES:]
-                failure = self._context.framing.check(number, self._ring.header(wave, i), body)
+                failure = self._context.check(number, self._ring.header(wave, i), body)
             if failure is not None:
                 self._failure = self._failure or failure
                 self._aborted = min(self._aborted, wave.index)
-        self._checked.add(wave.index)
+        return wave.index >= self._aborted
 
     def _verify(self, wave: Wave) -> None:
         with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
 
             def check(i: int) -> None:
                 number, bucket = wave.numbers[i], self._ring.bucket(wave, i)
-                self._context.framing.verify(number, self._context.flow.reader(number), bucket.cpu())
+                self._context.verify(number, bucket.cpu())
                 span.nbytes += bucket.nbytes - HEADER_BYTES
 
             self._ring.verify(wave, check)
-
-    def _take(self, number: int, bucket: Tensor) -> int:
-        """Returns the bytes of the bucket."""
-        if self._failure is None:
-            try:
-                self._sink.unpack(number, bucket)
-            except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
-                self._failure = self._context.framing.publish_failure("unpack", [number], error)
-        self._context.control.progress += bucket.nbytes
-        self._bar.update(bucket.nbytes)
-        return bucket.nbytes - HEADER_BYTES
 
 
 Transfer = Engine | DirectRead
@@ -211,7 +192,7 @@ def through_memory(
     """
     timeout = message_timeout(context.control, waves)
     # The network's limit is over first, and its error says more.
-    ring = HostRing(memory, context.flow, 1.25 * timeout + timedelta(seconds=2), context.activity, waves_before)
+    ring = HostRing(memory, context, 1.25 * timeout + timedelta(seconds=2), waves_before)
     relays = context.flow.rank in context.flow.relays
     mover = MOVERS["host"](context, Channel(ring, routes, chunk_bytes, timeout.total_seconds())) if relays else None
     return Engine(context, waves, ring, mover, sink)
@@ -225,5 +206,5 @@ def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
 
 def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
     """Runs a transfer until it is done or a rank fails; raises as the transfer's own ``run``. ``groups``: those that it uses."""
-    with control.stopping(transfer, groups):
+    with control.stopping(transfer.fail, groups.fail):
         transfer.run(bar)

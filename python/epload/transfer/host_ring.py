@@ -1,4 +1,4 @@
-"""The staging buffers in host memory, of one rank or of all ranks of a node, as a ring that the node's board paces."""
+"""The staging buffers in host memory, of one rank or of all ranks of a node, as a ring that the node's progress counters pace."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from datetime import timedelta
 from torch import Tensor
 
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import Roles
 from epload.planning.waves import Wave
-from epload.ranks.activity import Activity
+from epload.transfer.context import TransferContext
+from epload.transfer.progress_counters import STEPS
 from epload.transfer.shared_memory import NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
-_STAGES = {"read": "read", "move": "relayed", "check": "checked", "unpack": "unpacked"}
-"""The board's stage that each step has done."""
 
 
 class HostRing:
@@ -26,14 +24,12 @@ class HostRing:
     Methods that wait raise RemoteFailure after :meth:`stop`, and WaitTimeout where another rank takes too long.
     """
 
-    lanes: tuple[tuple[str, ...], ...] = (("read",), ("move",), ("unpack",))
-    """Steps: each lane runs on a thread of its own, the last on the calling thread, and takes its steps in turn for each wave."""
+    threads: tuple[tuple[str, ...], ...] = (("read",), ("move",), ("unpack",))
+    """The steps of each thread, which takes them in turn for each wave. The last thread is the calling one."""
     checks_moved = True
     """True if headers are checked once a wave has been moved, rather than when it is unpacked."""
 
-    def __init__(
-        self, memory: NodeMemory, flow: Roles, timeout: timedelta, activity: Activity, waves_before: int = 0
-    ) -> None:
+    def __init__(self, memory: NodeMemory, context: TransferContext, timeout: timedelta, waves_before: int = 0) -> None:
         """
         Args:
             memory: with buffers for the largest wave.
@@ -41,9 +37,9 @@ class HostRing:
             waves_before: number of waves of this sync that went through the same memory before; no rank uses them any more.
         """
         self.memory = memory
-        self._flow = flow
+        self._context = context
+        self._flow = context.flow
         self._timeout = timeout
-        self._activity = activity
         self._before = waves_before
 
     def enter_thread(self) -> None:
@@ -54,12 +50,12 @@ class HostRing:
         "unpack" until the whole wave has arrived, and "end", with the last wave, until all that this rank sends and receives has
         arrived."""
         if step in ("read", "move") and (count := wave.index + 1 - len(self.memory.buffers)) > 0:
-            self._wait("unpacked", count, self._flow.sharers)
-            self._wait("checked", count, self._flow.relays)
+            self._wait("unpack", count, self._flow.sharers)
+            self._wait("check", count, self._flow.relays)
         if step == "unpack":
-            self._wait("relayed", wave.index + 1, self._flow.relays)
+            self._wait("move", wave.index + 1, self._flow.relays)
         if step in ("move", "unpack"):
-            readers = {self._flow.reader(number) for number in wave.numbers}
+            readers = set(map(self._flow.reader, wave.numbers))
             self._wait("read", wave.index + 1, sorted(readers & set(self._flow.sharers)))
 
     def done(self, step: str, wave: Wave, last: bool = False) -> None:
@@ -69,10 +65,10 @@ class HostRing:
         Args:
             last: True if this rank does the step for no other wave.
         """
-        self._post(_STAGES[step], _ENDED if last else wave.index + 1)
+        self._post(step, _ENDED if last else wave.index + 1)
         if step == "move":
             # The next wave comes only if no reader aborted this one, and the headers of this one may be in what others received.
-            self._wait("relayed", wave.index + 1, self._flow.relays)
+            self._wait("move", wave.index + 1, self._flow.relays)
 
     def bucket(self, wave: Wave, i: int | None = None) -> Tensor:
         """Returns the buffer of the bucket at position ``i``, or of the whole wave; uint8."""
@@ -90,23 +86,24 @@ class HostRing:
         for i, number in enumerate(wave.numbers):
             if sharers[number % len(sharers)] == self._flow.rank:
                 check(i)
-        self._post("verified", wave.index + 1)
-        self._wait("verified", wave.index + 1, sharers)
+        self._post("verify", wave.index + 1)
+        self._wait("verify", wave.index + 1, sharers)
 
     def stop(self, failed: bool = True) -> None:
         """Ends all steps: wakes all waits, now and later, with an error, or without ``failed`` in order, as a reader has aborted
         the transfer."""
         if failed:
-            self.memory.board.fail()
+            self.memory.counters.fail()
         else:
-            self._post("unpacked", _ENDED)
+            self._post("unpack", _ENDED)
 
-    def _post(self, stage: str, count: int) -> None:
-        self.memory.board.post(stage, self._before + count)
+    def _post(self, step: str, count: int) -> None:
+        self.memory.counters.post(step, self._before + count)
 
-    def _wait(self, stage: str, count: int, ranks: Sequence[int]) -> None:
+    def _wait(self, step: str, count: int, ranks: Sequence[int]) -> None:
         if not ranks:
             return
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        with self._activity.waiting(f"{names} has {stage} wave {count - 1}", ranks):
-            self.memory.board.wait(stage, self._before + count, ranks, self._timeout)
+        what, context = f"{names} has {STEPS[step]} wave {count - 1}", self._context
+        with context.control.activity(f"waits until {what}"), context.report.timed("wait", what, ranks):
+            self.memory.counters.wait(step, self._before + count, ranks, self._timeout)

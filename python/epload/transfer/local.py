@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
+from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
+from epload.native import ops
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
 from epload.transfer.device import DeviceStaging
@@ -39,8 +41,7 @@ class Local(Sink):
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         for regions in self.regions(range(number, number + 1)):
-            on_cpu = regions.targets[0].is_cpu
-            regions.unpack(bucket.cpu() if on_cpu else bucket)
+            regions.unpack(bucket.cpu() if regions.targets[0].is_cpu else bucket)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         """Reads what this rank keeps of some buckets; returns the bytes read, None if the checkpoint gives whole buckets only.
@@ -57,18 +58,23 @@ class Local(Sink):
         return total
 
     def regions(self, numbers: range) -> list[Regions]:
-        """Returns what this rank takes out of some buckets: the regions on CPU and those on the device, where there are any."""
+        """Returns what this rank takes out of some buckets."""
         targets, copies, origins = self._plan.taken(numbers)
         pipe = self._staging.pipe if self._staging is not None else None
-        native = pipe.native if pipe is not None else None
         tensors = [self.tensors[target] for target in targets]
-        on_cpu = [tensor.is_cpu for tensor in tensors]
-        if all(on_cpu) or not any(on_cpu):
-            return [Regions(tensors, copies, origins, None if on_cpu[0] else native)] if tensors else []
-        mask = torch.tensor(on_cpu, dtype=torch.bool, device="cpu")[copies.target]
-        regions = []
-        for rows, pipe_of_part in ((mask, None), (~mask, native)):
+        return split_by_device(tensors, copies, origins, pipe.native if pipe is not None else None)
+
+
+def split_by_device(tensors: list[Tensor], copies: CopyTable, origins: Tensor, pipe: ops.Pipe | None) -> list[Regions]:
+    """Returns the regions of tensors on CPU and those of tensors on a device, where there are any."""
+    on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool, device="cpu")
+    regions = []
+    for mask, its_pipe in ((on_cpu, None), (~on_cpu, pipe)):
+        if mask.all() and tensors:
+            return [Regions(tensors, copies, origins, its_pipe)]
+        if mask.any():
+            rows = mask[copies.target]
             part = copies.select(rows)
-            targets_of_part = [tensors[i] for i in part.renumber_targets()]
-            regions.append(Regions(targets_of_part, part, origins[rows], pipe_of_part))
-        return regions
+            targets = [tensors[i] for i in part.renumber_targets()]
+            regions.append(Regions(targets, part, origins[rows], its_pipe))
+    return regions

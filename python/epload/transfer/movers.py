@@ -11,10 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
 from epload.native.extension import _C
-from epload.planning.schedule import Flow, Step
+from epload.planning.schedule import Flow
 from epload.planning.waves import Wave
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
@@ -55,26 +54,24 @@ class Relay:
         self._context = context
         self._channel = channel
         self._ring = channel.ring
-        self._route = next(iter(channel.routes.values()))
-        self._phase = "inter_node" if context.flow.crosses and self._route.inter_group else "intra_node"
+        route = next(iter(channel.routes.values()))
+        self._groups = route.inter_group, route.intra_group
+        self._phase = "inter_node" if context.flow.crosses and route.inter_group else "intra_node"
 
     def move(self, wave: Wave) -> None:
-        steps = self._context.flow.steps(list(zip(wave.numbers, wave.begins, wave.ends, strict=True)))
-        if not steps:
+        context, channel, numbers = self._context, self._channel, wave.numbers
+        rows = context.flow.steps(list(zip(numbers, wave.begins, wave.ends, strict=True)))
+        if not rows:
             return
-        numbers, report = wave.numbers, self._context.report
-        groups = self._route.inter_group, self._route.intra_group
-        board = self._ring.memory.board.words  # on which a failure ends the wait for a message
-        doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, {_peers(steps)}"
-        with self._context.activity.doing(doing), report.timed(self._phase, doing) as span:
-            try:
-                rows = torch.tensor(steps, dtype=torch.int64)
-                report.transport_steps += ops.relay(
-                    self._ring.bucket(wave), rows, *groups, self._channel.chunk_bytes, board, self._channel.seconds
-                )
-            except RuntimeError as error:
-                raise explain(self._context, error, numbers[0]) from error
-            span.nbytes = sum(end - begin for begin, end, *_ in steps)
+        steps = torch.tensor(rows, dtype=torch.int64)
+        senders, receivers = (sorted({*ranks.flatten().tolist()} - {-1}) for ranks in (steps[:, 2:4], steps[:, 4:]))
+        doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, from ranks {senders} to ranks {receivers}"
+        counters = self._ring.memory.counters.words  # on which a failure ends the wait for a message
+        with context.moving(self._phase, doing, numbers[0]) as span:
+            context.report.transport_steps += ops.relay(
+                self._ring.bucket(wave), steps, *self._groups, channel.chunk_bytes, counters, channel.seconds
+            )
+            span.nbytes = int((steps[:, 1] - steps[:, 0]).sum())
 
 
 class Collective:
@@ -90,19 +87,14 @@ class Collective:
         self._phase = "inter_node" if context.flow.crosses else "intra_node"
 
     def move(self, wave: Wave) -> None:
-        flow, report = self._flow, self._context.report
+        context, flow = self._context, self._flow
         for i, number in enumerate(wave.numbers):
             reader, bucket = flow.reader(number), self._ring.bucket(wave, i, flow.stripes_multiple)
             route = self._routes[reader]
-            doing = f"broadcasts bucket {number} from rank {reader}"
-            with self._context.activity.doing(doing):
-                try:
-                    with report.timed(self._phase, doing) as span:
-                        broadcast(bucket, route, flow.algorithm, self._ring.staging.stream)
-                        span.nbytes = wave.ends[i] - wave.begins[i]
-                except RuntimeError as error:
-                    raise explain(self._context, error, number) from error
-            report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
+            with context.moving(self._phase, f"broadcasts bucket {number} from rank {reader}", number) as span:
+                broadcast(bucket, route, flow.algorithm, self._ring.staging.stream)
+                span.nbytes = wave.ends[i] - wave.begins[i]
+            context.report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
 
 
 MOVERS: dict[str, Callable[[TransferContext, Channel], Mover]] = {"host": Relay, "device": Collective}
@@ -115,21 +107,3 @@ def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream |
     ops.coalesced_bcast(
         [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=route.leader
     )
-
-
-def explain(context: TransferContext, error: RuntimeError, number: int) -> LoadError:
-    """Returns the error for a message that did not arrive."""
-    text = message_of(error)
-    if "given up" in text:
-        return RemoteFailure(text)
-    late = "Timed out" in text or "timeout" in text
-    kind = WaitTimeout if late else LoadError
-    names = context.framing.names([number])
-    return kind(f"rank {context.flow.rank} could not pass on bucket {number} ({names}): {text}")
-
-
-def _peers(steps: list[Step]) -> str:
-    """Describes which ranks this rank receives bytes from and sends them to."""
-    sources = sorted({rank for step in steps for rank in step[2:4] if rank >= 0})
-    sinks = sorted({rank for step in steps for rank in step[4:6] if rank >= 0})
-    return f"from ranks {sources} to ranks {sinks}"

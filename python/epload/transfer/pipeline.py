@@ -30,47 +30,37 @@ def run(
         LoadError: a thread cannot be started.
     """
     failures: list[BaseException] = []
+    go, ended, canceled = threading.Event(), threading.Semaphore(0), False
 
-    def run_stage(stage: Callable[[], None]) -> None:
+    def run_stage(stage: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
         try:
+            if prepare is not None:
+                prepare()
             stage()
         except BaseException as error:
             failures.append(error)
             stop(error)
 
+    def run_in_thread(stage: Callable[[], None]) -> None:
+        go.wait()
+        if not canceled:
+            try:
+                run_stage(stage, prepare)
+            finally:
+                ended.release()
+
     *others, (_, last) = stages
     started: list[threading.Thread] = []
-    ended = threading.Semaphore(0)
-
-    lock, begun, closed = threading.Lock(), 0, False
-
-    def run_in_thread(stage: Callable[[], None]) -> None:
-        nonlocal begun
-        with lock:
-            if closed:
-                return
-            begun += 1
-
-        def prepared() -> None:
-            prepare()
-            stage()
-
-        try:
-            run_stage(prepared)
-        finally:
-            ended.release()
-
     try:
         for name, stage in others:
             started.append(threads.start(f"epload-{name}", partial(run_in_thread, stage)))
-    except BaseException as error:  # no more threads, or an interrupt: stop those that run, and wait for them below
-        with lock:  # a thread whose start was interrupted may run, and is not in the list
-            closed, left = True, begun
-        failures.append(error)
-        stop(error)
-    else:
-        left = len(started)
-        run_stage(last)
+    except BaseException:  # no more threads, or an interrupt: no stage has begun
+        canceled = True
+        raise
+    finally:
+        go.set()
+    run_stage(last)
+    left = len(others)
     while left:
         try:
             ended.acquire()  # not join: a thread whose join was interrupted counts as ended although it runs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from epload.core.copy_table import CopyTable
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
-from epload.transfer.framing import Fill
+from epload.transfer.context import Fill
 
 
 def checkpoint_source(plan: LoadPlan, checkpoint: Checkpoint, pipe: ops.Pipe | None) -> Fill:
@@ -19,23 +21,22 @@ def checkpoint_source(plan: LoadPlan, checkpoint: Checkpoint, pipe: ops.Pipe | N
     Args:
         pipe: of the device that the buckets are on, if they are on one.
     """
-    host = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    @cache
+    def host_buffer() -> Tensor:
+        return torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
 
     def fill(number: int, buffer: Tensor) -> None:
-        nonlocal host
         pieces = plan.pieces(plan.buckets[number])
         if buffer.is_cpu:
             checkpoint.fill(buffer, pieces)
             return
         assert pipe is not None
-        if checkpoint.fill_on_device(buffer, pieces, pipe):
-            return
-        if host.numel() == 0:
-            host = torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
-        checkpoint.fill(host[: buffer.nbytes], pieces)
-        data = host[HEADER_BYTES : buffer.nbytes]
-        begin = torch.zeros(1, dtype=torch.int64, device="cpu")
-        rows = CopyTable.of_bytes(begin, begin + data.nbytes).rows
-        ops.upload([data], torch.stack([begin, begin], 1), [buffer[HEADER_BYTES:]], rows, pipe)
+        if not checkpoint.fill_on_device(buffer, pieces, pipe):
+            bucket = host_buffer()[: buffer.nbytes]
+            checkpoint.fill(bucket, pieces)
+            begin = torch.zeros(1, dtype=torch.int64, device="cpu")
+            copies = CopyTable.of_bytes(begin, begin + buffer.nbytes - HEADER_BYTES)
+            ops.upload([bucket[HEADER_BYTES:]], copies.in_bucket(), [buffer[HEADER_BYTES:]], copies.rows, pipe)
 
     return fill

@@ -1,55 +1,40 @@
-"""A rank's place in its control: its connections to the store and to the ranks of its node, and what it has learned over them."""
+"""Connects a rank with the others of its control: the store, the links of its node, and what it has learned over them."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from epload.errors import RankExited, RemoteFailure
+from epload.errors import RankExited
 from epload.observe.events import Events
 from epload.ranks.failure import Failure
 from epload.ranks.heartbeat import Heartbeats, Position
 from epload.ranks.links import Link, connect_node
-from epload.ranks.messages import MessageStore, read_if_set
+from epload.ranks.messages import read_if_set
 from epload.ranks.processes import Processes
 from epload.ranks.tree import Tree
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-FAILURE = b"f"
-"""The first byte of an outcome that is a failure; no decision begins with it."""
 FAILED = "failed"
 """Tag of a message within a node: the prefix of an attempt, and its failure."""
 _CONNECT_SECONDS = 10.0
-"""Within which the store's host has to answer."""
+"""Maximum seconds that the store's host takes to answer."""
 
 
-class Stoppable(Protocol):
-    """A wait that can be ended by another thread; a ``Board`` is one."""
+class NodeConnection:
+    """One rank's connection with the others. Each rank is a node of its own until all ranks know the topology."""
 
-    def fail(self) -> None: ...
-
-
-class Stop(threading.Event):
-    """An event that is set when another rank has failed."""
-
-    fail = threading.Event.set
-
-    def check(self) -> None:
-        """Raises RemoteFailure if another rank has failed."""
-        if self.is_set():
-            raise RemoteFailure("another rank failed")
-
-
-class Place:
-    """One rank among those of a control. Each rank is a node of its own until all ranks know the topology."""
+    wake_fd = -1
+    """Event that wakes the watch; -1 if it has never run."""
 
     def __init__(self, store: Store | None, ranks: tuple[int, ...], rank: int) -> None:
         """
@@ -73,25 +58,28 @@ class Place:
         """The load, the attempt, which counts the failures in it, and the round that this rank is in, or comes to next."""
         self.waits_since = 0.0
         """Value of ``time.monotonic()`` when this rank came to the round that it is in; 0 between two rounds."""
-        self._lock = threading.Lock()
         self.news = threading.Event()
         """Wakes this rank in a round: a message has arrived, a process has ended, a rank has failed, or the store is lost."""
         self.received: dict[str, dict[int, bytes]] = {}
-        """Messages of rounds by tag and sender."""
+        """Messages of rounds by number of the round and sender."""
+        self.stops: list[Callable[[], None]] = []
+        """Functions that end what waits in :meth:`stopping`; this rank then moves data."""
         self.processes = Processes()
-        self.tree = Tree.of([[member] for member in ranks], rank)
+        self.tree = Tree([[member] for member in ranks], rank)
         self.links: dict[int, Link] = {}
         """Links to the other ranks of this rank's node, if it leads that; else to the leader."""
+        self.heartbeats = Heartbeats(self.connection, self.tree)
+        self._lock = threading.Lock()
         self._failures: dict[str, Failure] = {}
         """The first failure of each attempt that is known to have failed, by the prefix of its keys."""
-        self._stoppable: list[Stoppable] = []
+        self._keys: list[str] = []
+        """Keys in the store to delete once all ranks have come to a later round."""
+        self._released: list[str] = []
+        """Keys that no rank needs any more."""
         self._joined = False
         """True if all ranks know the nodes; before, no groups are made."""
         self._own: Store | None = None
         self._connecting = threading.Lock()
-        if store is not None:
-            self.messages = MessageStore(store)
-            self.heartbeats = Heartbeats(self.connection, self.tree)
 
     def connection(self) -> Store:
         """Returns a connection to the store that is not blocked while a process group is made over the job's. Thread-safe.
@@ -114,23 +102,17 @@ class Place:
         Raises:
             RankExited, LoadError: a rank of the node has ended, or has not connected in time.
         """
-        tree = Tree.of(nodes, self.rank)
+        tree = Tree(nodes, self.rank)
 
         def check() -> None:
-            for rank, pid in sorted(self.processes.ended.items()):
-                if rank in tree.node:
-                    raise RankExited(rank, pid)
+            for rank in sorted(self.processes.ended.keys() & set(tree.node)):
+                raise RankExited(rank, self.processes.ended[rank])
 
         self.links = connect_node(tree, token, self.timeout, check)
         self.tree, self._joined = tree, True
         self.heartbeats = Heartbeats(self.connection, tree)
         if tree.leads:
             self.connection()
-
-    def delete_later(self, keys: Iterable[str]) -> None:
-        """Deletes keys that this rank has set when all ranks have come to the next round, and nobody needs them."""
-        if self.store is not None:
-            self.messages.delete_later(keys)
 
     @property
     def prefix(self) -> str:
@@ -143,24 +125,54 @@ class Place:
         load, attempt, step = self.at
         return load, attempt, step if self.waits_since else step - 1
 
+    def __del__(self) -> None:
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
+
+    def wake(self) -> None:
+        """Lets the watch send what a link has not taken yet."""
+        if self.wake_fd >= 0:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def send(self, rank: int, tag: str, data: bytes) -> None:
+        """Sends a message to another rank of the node. Thread-safe."""
+        link = self.links[rank]
+        link.send(tag, data)
+        if link.unsent:
+            self.wake()
+
+    # ---- keys in the store ----
+
+    def delete_later(self, keys: Iterable[str]) -> None:
+        """Deletes keys that this rank has set when all ranks have come to the next round, and nobody needs them."""
+        self._keys += keys
+
+    def release(self) -> None:
+        """Marks what this rank has set so far as needed by no rank: all have come to its round."""
+        self._released += self._keys
+        self._keys = []
+
+    def delete_released(self) -> None:
+        assert self.store is not None
+        while self._released:
+            self.store.delete_key(self._released.pop())
+
     # ---- failures ----
 
     def known_failure(self) -> Failure | None:
-        """Returns the failure of the present attempt that this rank has heard of."""
+        """Returns the failure of the present attempt that this rank has received."""
         return self._failures.get(self.prefix)
 
     def look(self, store: Store | None = None) -> Failure | None:
         """Looks in the store for a failure of the present attempt, over :meth:`connection` if not another. Thread-safe."""
         prefix, store = self.prefix, store or self.connection()
         outcome, stop = outcome_keys(prefix)
-        failure = self._failures.get(prefix)
+        failure = self._failures.get(prefix) or Failure.decode(read_if_set(store, outcome) or b"")
         if failure is None:
-            value = read_if_set(store, outcome) or b""
-            failure = Failure.decode(value[1:]) if value.startswith(FAILURE) else None
-        if failure is not None and not failure.hard and store.check([stop]):
+            return None
+        if not failure.hard and store.check([stop]):
             failure = replace(failure, hard=True)
-        if failure is not None:
-            self.notice(prefix, failure)
+        self.notice(prefix, failure)
         return failure
 
     def set_outcome(self, prefix: str, value: bytes) -> bytes:
@@ -170,10 +182,11 @@ class Place:
     def publish(self, prefix: str, failure: Failure) -> Failure | None:
         """Publishes a failure of an attempt. Returns what all ranks raise: this one or the first; None if the load has succeeded.
         Thread-safe."""
-        outcome = self.set_outcome(prefix, FAILURE + failure.encode())
-        if not outcome.startswith(FAILURE):
+        if self.store is None:
+            return failure
+        first = Failure.decode(self.set_outcome(prefix, failure.encode()))
+        if first is None:
             return None
-        first = Failure.decode(outcome[1:])
         if failure.hard and not first.hard:
             self.connection().set(outcome_keys(prefix)[1], "1")
             first = replace(first, hard=True)
@@ -181,7 +194,7 @@ class Place:
         return first
 
     def notice(self, prefix: str, failure: Failure, sender: int = -1) -> None:
-        """Takes in that an attempt has failed, as ``sender`` of this node says if given: wakes this rank and notifies its node.
+        """Remembers that an attempt has failed, as ``sender`` of this node says if given: wakes this rank and notifies its node.
         Thread-safe."""
         with self._lock:
             first = self._failures.get(prefix)
@@ -190,48 +203,40 @@ class Place:
             self._failures[prefix] = failure
         if failure == first:
             return
-        text = prefix.encode() + b" " + failure.encode()
-        for rank, link in self.links.items():
-            if rank != sender:
-                link.send(FAILED, text)
+        for rank in self.links.keys() - {sender}:
+            self.send(rank, FAILED, prefix.encode() + b" " + failure.encode())
         self.news.set()
         if failure.hard and prefix == self.prefix:
             self.stop()
 
-    def hear_failure(self, sender: int, data: bytes) -> None:
-        """Takes in a message that :meth:`notice` has sent on another rank."""
-        prefix, _, failure = data.partition(b" ")
-        self.notice(prefix.decode(), Failure.decode(failure), sender)
+    def clear_before(self, load: int) -> None:
+        """Clears what belongs to loads before this one, which may have failed."""
 
-    def forget(self, load: int) -> None:
-        """Forgets what belongs to loads before this one, which may have failed."""
-        self.heartbeats.forget(load)
-        for tag in [tag for tag in self.received if int(tag.split("/")[1].split(".")[0]) < load]:
-            del self.received[tag]
+        def is_recent(key: str) -> bool:
+            return int(key.split(".")[0]) >= load
+
+        self.heartbeats.local.clear()
         with self._lock:
-            self._failures = {prefix: f for prefix, f in self._failures.items() if int(prefix.split(".")[0]) >= load}
+            self.received = {number: views for number, views in self.received.items() if is_recent(number)}
+            self._failures = {prefix: failure for prefix, failure in self._failures.items() if is_recent(prefix)}
 
     @contextmanager
-    def stopping(self, *waiting: Stoppable) -> Iterator[None]:
-        """A context in which ``fail()`` of each is called when a rank publishes a hard failure or the store is lost."""
-        self._stoppable += waiting
+    def stopping(self, *stops: Callable[[], None]) -> Iterator[None]:
+        """A context in which each function is called when a rank publishes a hard failure or the store is lost. Any thread may
+        call them, and more than once."""
+        self.stops += stops
         try:
             if (failure := self.known_failure()) is not None and failure.hard:  # since before this
                 self.stop()
             yield
         finally:
-            for stoppable in waiting:
-                self._stoppable.remove(stoppable)
-
-    @property
-    def moves_data(self) -> bool:
-        """True if this rank is in :meth:`stopping`."""
-        return bool(self._stoppable)
+            for stop in stops:
+                self.stops.remove(stop)
 
     def stop(self) -> None:
         """Ends what waits in :meth:`stopping`."""
-        for waiting in list(self._stoppable):
-            waiting.fail()
+        for stop in list(self.stops):
+            stop()
 
 
 def outcome_keys(prefix: str) -> tuple[str, str]:
