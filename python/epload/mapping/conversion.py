@@ -83,7 +83,7 @@ def incompleteness(group: ConversionGroup, names: Sequence[str]) -> str:
             return f"{names[other]} and {names[source]} are for the same part of it"
     count = max(index for _, index in sources) + 1
     # Scales, which are all inputs but the first, may be absent.
-    scaled = bool(convert.operations) and convert.operations[0].name == "Dequantize"
+    scaled = bool(convert.operations) and "Dequantize" in convert.operations[0].name
     required = convert.sources[:1] if scaled else convert.sources
     indices = [range(count) if _INDEX in pattern else range(-1, 0) for pattern in required]
     # Counted, not listed: an index in a malformed checkpoint may have any number of digits.

@@ -176,22 +176,24 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
     """``to_local()`` of each DTensor, without a gradient, and each plain tensor, detached. They alias the model's storage."""
     private = private_path_available() if private is None else private
     with torch.no_grad():
-        if not private:
-            return [_to_local(t) for t in tensors]
-        return [t._local_tensor if type(t) is DTensor else _to_local(t) for t in tensors]
+        return [
+            tensor._local_tensor
+            if private and type(tensor) is DTensor
+            else (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
+            for tensor in tensors
+        ]
 
 
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def metadata(tensors: list[Any], private: bool | None = None) -> tuple[list[object], list[object]]:
-    """Returns the device, and the shape, dtype and layout, of each tensor, to be compared with a later result."""
+def metadata(tensors: Iterable[Any], private: bool | None = None) -> list[tuple[object, ...]]:
+    """Returns all of each tensor that does not depend on its values, to be compared with a later result."""
     private = private_path_available() if private is None else private
-    layouts: list[object] = [t._spec if private and type(t) is DTensor else _description(t) for t in tensors]
-    # A DTensor's own attributes take ten times as long.
-    return [(t._local_tensor if private and type(t) is DTensor else t).device for t in tensors], layouts
+    return [
+        (tensor._local_tensor.device, tensor._spec)
+        if private and type(tensor) is DTensor  # whose own attributes take ten times as long
+        else (tensor.device, tensor.shape, tensor.dtype, *_sharding(tensor))
+        for tensor in tensors
+    ]
 
 
-def _description(t: Tensor) -> tuple[object, ...]:
-    return (t.shape, t.dtype, t.placements, t.device_mesh) if isinstance(t, DTensor) else (t.shape, t.dtype)
+def _sharding(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()

@@ -54,8 +54,6 @@ class Targets:
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
     """True if different objects of the model are the same memory, and therefore one target."""
-    plain: bool = True
-    """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
     """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
@@ -128,14 +126,13 @@ def collect(
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
-    for module in modules.fsdp:
-        module.reshard()
-    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
+    modules.reshard()
+    state = read_state(model, modules, filled)
     expert_parallel = expert_parallel or ExpertParallelSpec()
     collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
     targets = collector.targets
-    targets.unsaved_buffers, targets.unsaved_meta, targets.plain = unsaved_buffers, unsaved_meta, plain
-    for name, tensor in entries:
+    targets.unsaved_buffers, targets.unsaved_meta = state.unsaved_buffers, state.unsaved_meta
+    for name, tensor in state.entries:
         collector.add(name, tensor)
     collector.check_overlap()
     expert_parallel.check(targets.names)
