@@ -29,18 +29,21 @@ def track(assembly: Assembly) -> Any:
 class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the results of operations their assemblies. Raises ValueError for operations that compute values."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func.overloadpacket)
         if rule is None:
             raise ValueError("it computes values, which a mapping cannot do")
         result: Any = func(*args, **(kwargs or {}))
         source, *options = args
-        source = source.assembly if isinstance(source, Tensor) else [tensor.assembly for tensor in source]
-        if not isinstance(result, Tensor):
-            for tensor, assembly in zip(result, rule(result, source, *options), strict=True):
-                tensor.assembly = assembly
+        tracked = rule(result, [t.assembly for t in source] if isinstance(source, list) else source.assembly, *options)
+        if isinstance(tracked, Assembly):
+            result.assembly = tracked
         else:
-            result.assembly = rule(result, source, *options)
+            for tensor, assembly in zip(result, tracked, strict=True):
+                tensor.assembly = assembly
         return result
 
 
