@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -268,19 +267,6 @@ def test_a_conversion_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot tell which tensors .* keeps in float32: .*NoSuchModel"):
         epload.convert(folder, tmp_path / "narrow", dtype=torch.bfloat16)
     assert not (tmp_path / "narrow").exists()
-
-
-def test_conversions_from_object_storage_and_of_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path / "float32", deepseek, "float32")
-    remote = fsspec.filesystem("memory")
-    for file in Path(folder).iterdir():
-        remote.pipe(f"/precision/{file.name}", file.read_bytes())
-    epload.convert("memory://precision", tmp_path / "remote", dtype=torch.bfloat16)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert load_file(tmp_path / "remote/model.safetensors")[bias].dtype == torch.float32
-    monkeypatch.chdir(folder)  # whose configuration is not that of a dict
-    epload.convert(load_file("model.safetensors"), tmp_path / "dict", dtype=torch.bfloat16)
-    assert load_file(tmp_path / "dict/model.safetensors")[bias].dtype == torch.bfloat16
 
 
 def test_a_conversion_of_what_does_not_fit_its_configuration_is_refused(tmp_path: Path) -> None:

@@ -101,16 +101,6 @@ def test_every_exponent(tmp_path: Path) -> None:
         assert torch.equal(as_bytes(got), as_bytes(full))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize("kind", [FP8, torch.float8_e5m2])
-def test_float_scales_are_factors_in_an_mx_checkpoint_too(
-    dtype: torch.dtype, kind: torch.dtype, tmp_path: Path
-) -> None:
-    value, scale = fp8(6, 128, dtype=kind), (torch.rand(6, 4) + 0.1).to(dtype)
-    got = load(write(tmp_path, {"w": value, "w_scale_inv": scale}, MX["ue8m0"][1]), 6, 128)
-    assert torch.equal(got, (value.float() * expand(scale.float(), (1, 32), (6, 128))).to(BF16))
-
-
 @pytest.mark.parametrize("config", [None, declare(1, 32), {"quantization_config": {"quant_method": "fp8"}}, {}])
 def test_undeclared_uint8_scales_are_refused(config: Any, tmp_path: Path) -> None:
     tensors = {"w": fp8(6, 128), "w_scale_inv": torch.full((6, 4), 126, dtype=torch.uint8)}
@@ -356,23 +346,3 @@ def _load_on_ranks(rank: int, folder: Path) -> list[str]:
 
 def test_ranks_take_the_declaration_of_the_one_that_reads(tmp_path: Path) -> None:
     all_fine(ranks.run(4, _load_on_ranks, tmp_path))
-
-
-def _reload(rank: int, folder: Path) -> list[str]:
-    """The same tensors under another configuration, with the same loader."""
-    problems = []
-    loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), progress=False)
-    model = Tree({"w": torch.empty(192, 64, dtype=BF16)})
-    for block in ((96, 64), (128, 64), (96, 64), (96, 128)):
-        if rank == 0:
-            write(folder, {"w": VALUE, "w_scale_inv": SCALE}, declare(*block))
-        torch.distributed.barrier()
-        loader.load(model, folder)
-        if not torch.equal(model.w, (VALUE.float() * expand(SCALE, block, (192, 64))).to(BF16)):
-            problems.append(str(block))
-        torch.distributed.barrier()
-    return problems
-
-
-def test_another_declaration_of_the_same_tensors(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, _reload, tmp_path))

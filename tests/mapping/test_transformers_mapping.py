@@ -19,7 +19,6 @@ from transformers.core_model_loading import (
     ConversionOps,
     Inkling2LoopDequantizeExperts,
     Interleave,
-    LinearToConv3d,
     PermuteForRope,
     SplitModulelist,
     WeightConverter,
@@ -170,27 +169,6 @@ def test_every_declared_conversion() -> None:
             assert torch.equal(got[name], value), f"{architecture}: {name}"
         checked += 1
     assert checked > 130
-
-
-@pytest.mark.parametrize(
-    ("operation", "shape"),
-    [
-        (Interleave(0, inverse=True), (8, 3)),
-        (Interleave(1), (2, 6)),
-        (PermuteForRope(permute_layer_names=["old"], inverse=True), (12, 3)),
-        (PermuteForRope(permute_layer_names=["old"]), (12,)),
-        (Conv3dToLinear(3, (2, 2, 2)), (5, 3, 2, 2, 2)),
-        (Conv3dToLinear(3, (2, 2, 2)), (5, 24)),
-        (LinearToConv3d(3, (2, 2, 2)), (5, 24)),
-    ],
-    ids=str,
-)
-def test_operations_of_one_tensor(operation: ConversionOps, shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    converter = WeightConverter(["old"], ["new"], [operation])
-    (expected,) = operation.convert({"old": [tensor]}, ["old"], ["new"], config=CONFIG).values()
-    got = assemble(Mapping(converts=(convert_of(converter, CONFIG),)), {"old": tensor}, {"new": tuple(expected.shape)})
-    assert torch.equal(got["new"], expected)
 
 
 def test_splitting_into_a_list() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import epload
 from epload import LocalModules, Topology
 from support import ranks
-from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
-from support.models import Block, Mlp, Rotary, Tied, mesh, on_meta, tp_then_fsdp
+from support.checks import all_fine, as_bytes, bits, full_values, local_of
+from support.models import Block, Rotary, Tied, mesh, on_meta
 
 NODES = [[0, 1], [2, 3]]
 
@@ -27,33 +26,8 @@ def loader(**options: Any) -> epload.HierarchicalLoader:
     )
 
 
-def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
-    """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelized model that held the values already."""
-    expected, model = make(), on_meta(make)
-    values = full_values(model)
-    with torch.no_grad():
-        for name, tensor in expected.state_dict(keep_vars=True).items():
-            tensor.copy_(values[name])
-    parallelize(expected)
-    parallelize(model)
-    report = loader().load(model, values if torch.distributed.get_rank() == 0 else None)
-    return [*differences(expected, model), *report.missing_keys, *report.unexpected_keys]
-
-
 def fsdp(model: nn.Module, **options: Any) -> None:
     fully_shard(model, mesh=mesh(("all", 4)), **options)
-
-
-# ---- buffers ----
-
-
-def _plain_buffers(rank: int) -> list[str]:
-    spec: Any = {"step": ((), torch.int64), "mask": ((3, 5), torch.bool), "mean": ((5,), torch.float64)}
-    return like_sharding_the_loaded_model(partial(Block, {"w": (5, 3)}, spec), fsdp)
-
-
-def test_accelerate_3898_plain_buffers() -> None:
-    all_fine(ranks.run(4, _plain_buffers))
 
 
 def _inv_freq(rank: int) -> list[str]:
@@ -141,25 +115,6 @@ def _broken_ties(rank: int) -> list[str]:
 
 def test_ties_that_parallelizing_broke() -> None:
     all_fine(ranks.run(4, _broken_ties))
-
-
-def _empty_shards(rank: int) -> list[str]:
-    return like_sharding_the_loaded_model(partial(Block, {"one": (1, 3), "none": (0, 2), "three": (3,)}), fsdp)
-
-
-def test_transformers_48237_empty_shards() -> None:
-    all_fine(ranks.run(4, _empty_shards))
-
-
-def _meshes(rank: int) -> list[str]:
-    hsdp = partial(fully_shard, mesh=mesh(("replicate", 2), ("shard", 2)))
-    tp = partial(tp_then_fsdp, axes=[("dp", 2), ("tp", 2)])
-    make = partial(Mlp, 7, 5, 3)
-    return like_sharding_the_loaded_model(make, hsdp) + like_sharding_the_loaded_model(make, tp)
-
-
-def test_accelerate_3740_pytorch_134095_136228_n_d_meshes_and_uneven_shards() -> None:
-    all_fine(ranks.run(4, _meshes))
 
 
 def _dtypes(rank: int) -> list[str]:

@@ -135,27 +135,6 @@ def _one_refuses(rank: int) -> list[str]:
     return ["loaded"]
 
 
-def test_ways_to_load_it() -> None:
-    state = values_of(Net())
-    expected = torch.cat([state[f"layers.1.{name}"] for name in "qkv"])
-
-    model = Net(loads=True)
-    fused, model.layers[1] = model.layers[1], nn.Identity()
-    epload.load(model, state, strict=False, progress=False)
-    model.layers[1] = fused
-    fused.load_state_dict({name.removeprefix("layers.1."): state[name] for name in state if "layers.1." in name})
-    assert fused.qkv.equal(expected)
-    assert model.embed.weight.equal(state["embed.weight"])
-
-    model = Net()
-    model.layers[1].split.remove()
-    sources = tuple(rf"layers\.1\.{name}" for name in "qkv")
-    concatenate = epload.mapping.Convert(sources, ("layers.1.qkv",), (epload.mapping.Concatenate(),))
-    epload.load(model, state, mapping=epload.Mapping(converts=(concatenate,)), progress=False)
-    assert model.layers[1].qkv.equal(expected)
-    assert model.layers[1].out.bias.equal(state["layers.1.out.bias"])
-
-
 def test_entries_that_are_the_models_own_under_other_names_are_filled() -> None:
     for lost in (False, True):
         model: Any = on_meta(lambda: Net(views=True)) if lost else Net(views=True)

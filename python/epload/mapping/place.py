@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -49,7 +50,8 @@ def place(
     if isinstance(mapping, Placed):
         return list(mapping.places)
     placer = _Placer(mapping, names, shapes, targets)
-    placed = placer.run()
+    placer.run()
+    placed = placer.placed
     if mapping.aliases:
         placed = [tuple([(placer.model_name[name], view) for name, view in places]) for places in placed]
     mismatched = [mismatch._replace(target=placer.model_name[mismatch.target]) for mismatch in placer.mismatches]
@@ -60,23 +62,21 @@ def place(
     return placed
 
 
-def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> list[list[str]]:
+def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> dict[str, list[str]]:
     """Returns the names of the model that tensors of each of these names would fill, whatever their shapes."""
     if isinstance(mapping, Placed):
-        return [[]] * len(names)
+        return {name: [] for name in names}
     placer = _Placer(mapping, names, [()] * len(names), targets)
     groups, others, renamed = placer.match()
-    filled: list[list[str]] = [[] for _ in names]
+    filled: dict[str, list[str]] = {}
     for source in others:
         target = placer.find(renamed[source]) or placer.find(names[source])
-        filled[source] = [target] if target is not None else []
+        filled[names[source]] = [target] if target is not None else []
     for group in groups:
-        forms = [form for name in group.targets if (form := placer.find(name)) is not None]
-        patterns = [re.compile(r"\d+".join(map(re.escape, form.split("{index}")))) for form in forms]
-        matching = [name for name in placer.targets if any(pattern.fullmatch(name) for pattern in patterns)]
-        for source in group.sources:
-            filled[source] = matching
-    return [[placer.model_name[name] for name in inner] for inner in filled]
+        patterns = [(placer.find(name) or "").replace("{index}", "*") for name in group.targets]
+        matching = [name for pattern in patterns for name in fnmatch.filter(placer.targets, pattern)]
+        filled |= {names[source]: matching for source in group.sources}
+    return {name: [placer.model_name[target] for target in inner] for name, inner in filled.items()}
 
 
 class _Placer:
@@ -103,7 +103,7 @@ class _Placer:
         self._outputs: dict[object, TensorLists] = {}
         """Results of conversions; groups that differ only in names share them."""
 
-    def run(self) -> list[tuple[Place, ...]]:
+    def run(self) -> None:
         groups, others, renamed = self.match()
         self._place_whole(others, renamed)
         if self.mapping.required and (self.mapping.renames or self.mapping.converts):
@@ -111,7 +111,6 @@ class _Placer:
         for group in groups:
             self._convert(group)
         self._tie()
-        return self.placed
 
     def match(self) -> tuple[list[ConversionGroup], list[int], list[str]]:
         """Returns what conversions take together, the numbers of all other tensors, and the renamed names."""
@@ -240,18 +239,14 @@ class _Placer:
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
         pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
-        tied = {name for name, _ in pairs}
         places: dict[str, list[tuple[int, View]]] = defaultdict(list)
-        for number, own in enumerate(self.placed) if tied else ():
+        for number, own in enumerate(self.placed) if pairs else ():
             for name, view in own:
-                if name in tied:
-                    places[name].append((number, view))
+                places[name].append((number, view))
         # One value may have any number of names, in pairs of any order.
-        while open_pairs := [(a, b) for a, b in pairs if a in places and b not in places and self._same_shape(a, b)]:
-            filled, empty = open_pairs[0]
-            places[empty] = places[filled]
-            for number, view in places[empty]:
-                self.placed[number] += ((empty, view),)
-
-    def _same_shape(self, filled: str, empty: str) -> bool:
-        return self.targets.get(empty) == self.targets[filled]
+        for _ in self.mapping.ties:
+            for filled, empty in pairs:
+                if filled in places and empty not in places and self.targets[filled] == self.targets.get(empty):
+                    places[empty] = places[filled]
+                    for number, view in places[filled]:
+                        self.placed[number] += ((empty, view),)

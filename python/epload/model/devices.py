@@ -36,24 +36,23 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
         kinds.setdefault((tensor.device, mesh_type, id(tensor) in offloaded), name)
-    first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
     accelerators: dict[torch.device, str] = {}
-    plain_meta = None
+    unlocated, fills_accelerator = True, False
     for (device, mesh_type, is_offloaded), name in kinds.items():
         if device.type == "meta" and not mesh_type:
-            plain_meta = name
+            fills_accelerator = True
             continue
-        compute = _current_device(name, mesh_type) if mesh_type and (device.type == "meta" or is_offloaded) else device
-        first_on.setdefault(CPU if is_offloaded else compute, name)
-        if compute != CPU:
-            accelerators.setdefault(compute, name)
+        unlocated = False
+        if mesh_type and (device.type == "meta" or is_offloaded):  # where FSDP computes with it
+            device = _current_device(name, mesh_type)
+        if device != CPU:
+            accelerators.setdefault(device, name)
+            fills_accelerator |= not is_offloaded
     if len(accelerators) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
         raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {listed}")
-    materialize_on = next(iter(accelerators), streams[0].device if streams and not first_on else CPU)
-    if plain_meta is not None:
-        first_on.setdefault(materialize_on, plain_meta)
-    load = next((device for device in first_on if device != CPU), CPU)
+    materialize_on = next(iter(accelerators), streams[0].device if streams and unlocated else CPU)
+    load = materialize_on if fills_accelerator else CPU
     for stream in streams:
         if stream.device != load:
             expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"

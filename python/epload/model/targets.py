@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,20 @@ class Targets:
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
         return all(getattr(self, column) == getattr(other, column) for column in columns)
 
+    def with_extra(self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Targets:
+        """Returns these targets followed by plain ones that other ranks may lack, without their tensors."""
+        numbers = range(len(self.names), len(self.names) + len(names))
+        return replace(
+            self,
+            names=self.names + names,
+            layout=self.layout + list(range(len(self.layouts), len(self.layouts) + len(shapes))),
+            dtypes=self.dtypes + dtypes,
+            layouts=self.layouts + [Layout(shape, (), ()) for shape in shapes],
+            coordinates=self.coordinates + [()] * len(shapes),
+            index=self.index | dict(zip(names, numbers, strict=True)),
+            local_only=self.local_only | {*numbers},
+        )
+
     def describe(self) -> list[str]:
         """Returns one line per target that all ranks share, equal on all ranks that want the same."""
         placements = [", ".join(map(_describe_placement, layout.placements)) or "whole" for layout in self.layouts]
@@ -155,59 +169,54 @@ class _Collector:
         self._expert_parallel = expert_parallel
         self._by_storage: dict[memory.StorageKey, int] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
-        """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
+        """Layout numbers, by what layouts depend on."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor, or another name of an added one: of the same object, or of a plain tensor that is the same memory."""
         targets, spec = self.targets, self._expert_parallel
-        if (owner := self._by_id.get(id(tensor))) is not None:
+        number = len(targets.names)
+        if (owner := self._by_id.setdefault(id(tensor), number)) != number:
             targets.index[name] = owner
             return
-        number = len(targets.names)
-        axis: int | None = None
-        key: tuple[object, ...] = (tensor.shape,)
+        fsdp_axis: int | None = None
+        sharding: object = None
         if isinstance(tensor, DTensor):
-            axis = self._fsdp_axes.get(id(tensor))
-            key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
+            fsdp_axis = self._fsdp_axes.get(id(tensor))
+            sharding = tensor.device_mesh, tensor.placements
         else:
             _check_loadable(name, tensor)
             is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
             if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
                 owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
                 if owner != number:
-                    targets.index[name], targets.has_aliases = owner, True
+                    targets.index[name] = self._by_id[id(tensor)] = owner
+                    targets.has_aliases = True
                     return
-        outer = spec.outer_shard(name) if spec.outer_shards else None
-        global_name = spec.global_name(name) if spec.local_modules else None
+        outer = spec.outer_shard(name)
+        global_name = spec.global_name(name)
         if global_name is not None:
             targets.local_only.add(number)
-        layout = self._layouts.get((key, outer))
-        if layout is None:
-            layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
-        self._by_id[id(tensor)] = targets.index[global_name or name] = number
+        key = (tensor.shape, sharding, fsdp_axis, outer)
+        if key not in self._layouts:
+            self._layouts[key] = len(targets.layouts)
+            self._add_layout(name, tensor, outer, fsdp_axis)
+        targets.index[global_name or name] = number
         targets.names.append(name)
         targets.tensors.append(tensor)
-        targets.layout.append(layout)
+        targets.layout.append(self._layouts[key])
         targets.dtypes.append(tensor.dtype)
 
-    def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
-        """Returns the number of a tensor's layout. Equal placements are often different objects."""
+    def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> None:
         targets = self.targets
         layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, self._in_module)
         meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
         if outer is not None:
             layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
             meshes.append(Mesh.of(outer.mesh))
-        key = (layout, coordinate, *meshes)
-        if key not in self._layouts:
-            for mesh in meshes:
-                if mesh not in targets.meshes:
-                    targets.meshes.append(mesh)
-            self._layouts[key] = len(targets.layouts)
-            targets.layouts.append(layout)
-            targets.coordinates.append(coordinate)
-            targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
-        return self._layouts[key]
+        targets.meshes += [mesh for mesh in dict.fromkeys(meshes) if mesh not in targets.meshes]
+        targets.layouts.append(layout)
+        targets.coordinates.append(coordinate)
+        targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
 
     def check_overlap(self) -> None:
         """Raises ModelMismatch if plain targets overlap in memory."""
