@@ -13,16 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import epload
 from epload import CheckpointError, ModelMismatch
-from support import ranks
-from support.checks import all_fine, as_bytes, local_of
+from support.checks import as_bytes
 from support.fp8 import BF16, FP8, Tree
-from support.models import mesh
 
 GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 MX: dict[str, tuple[str, dict[str, Any]]] = {
@@ -313,36 +309,3 @@ def test_a_malformed_configuration(case: str, tmp_path: Path) -> None:
         load(write(tmp_path, {"w": VALUE, "w_scale_inv": SCALE}, MALFORMED[case]), 192, 64)
     for other in ({}, {"mask": torch.ones(3, dtype=torch.uint8)}):
         assert torch.equal(load(write(tmp_path, {"w": RIGHT, **other}, MALFORMED[case]), 192, 64, strict=False), RIGHT)
-
-
-def _load_on_ranks(rank: int, folder: Path) -> list[str]:
-    problems = []
-    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
-    cases = {
-        "mx": (MX["mxfp8"][1], (1, 32), torch.arange(110, 110 + 200 * 5).remainder(150).byte().reshape(200, 5)),
-        "ragged": (declare(96, 64), (96, 64), torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) + 0.1),
-    }
-    value = fp8(200, 160)
-    for name, (config, block, scale) in cases.items():
-        factors = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
-        right = (value.float() * expand(factors, block, (200, 160))).to(BF16)
-        if rank == 0:
-            write(folder, {"w": value, "w_scale_inv": scale}, config)
-        torch.distributed.barrier()
-        for readers in ("one", "every", "partitioned"):
-            loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=8192, progress=False)
-            fsdp, tensor_parallel = (Tree({"w": right}) for _ in range(2))
-            fully_shard(fsdp, mesh=mesh(("all", 4)))
-            tensor_parallel.w = nn.Parameter(distribute_tensor(tensor_parallel.w, mesh(("tp", 4)), [Shard(1)]))
-            for model in (fsdp, tensor_parallel):
-                loader.load(model, folder)
-                got = model.state_dict()["w"]
-                wanted = local_of(distribute_tensor(right, got.device_mesh, got.placements))
-                if not torch.equal(as_bytes(local_of(got)), as_bytes(wanted)):
-                    problems.append(f"{name}, readers={readers}, {got.placements}")
-        torch.distributed.barrier()
-    return problems
-
-
-def test_ranks_take_the_declaration_of_the_one_that_reads(tmp_path: Path) -> None:
-    all_fine(ranks.run(4, _load_on_ranks, tmp_path))

@@ -75,25 +75,20 @@ def names_for(transforms: list[Any]) -> list[str]:
     return sorted(names)
 
 
-@pytest.mark.parametrize("scope", [None, "", "text"])
-def test_every_declared_rename(scope: str | None) -> None:
-    """Whatever the library makes of a name, our rules make of it."""
-    checked = changed = 0
+def test_declared_renames_are_the_librarys_own() -> None:
+    """Whatever the library makes of a name, our rules make of it, in any order of names."""
+    changed = 0
     for architecture, transforms in library._build_checkpoint_conversion_mapping().items():
-        for transform in transforms:
-            if scope is not None:
-                transform.scope_prefix, transform.base_model_prefix = scope, "model"
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         names = names_for(transforms)
-        ours = names
+        ours = names[::-1]
         for renaming in renamings:
             ours = LibraryRename.of(renaming).apply(ours)
-        for name, got in zip(names, ours, strict=True):
+        for name, renamed in zip(names, ours[::-1], strict=True):
             expected, _ = rename_source_key(name, renamings, [])
-            assert got == expected, f"{architecture}: {name}"
-            checked, changed = checked + 1, changed + (got != name)
-    assert checked > 10000
-    assert changed > 3000
+            assert renamed == expected, f"{architecture}: {name}"
+            changed += renamed != name
+    assert changed > 1000
 
 
 def test_every_declared_conversion_takes_the_same_names() -> None:

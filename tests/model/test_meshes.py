@@ -86,14 +86,12 @@ def test_a_mesh_in_another_order_on_one_rank(odd: int, readers: str) -> None:
 
 
 def another_outer_mesh(rank: int) -> str:
-    order = [0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3]
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(2, COLUMNS))
-    mesh = in_order(order)
-    loader = made()
+    mesh = in_order([0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3])
     state = {"weight": torch.arange(8.0 * COLUMNS).view(8, COLUMNS)}
     try:
-        loader.load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
+        made().load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
     except ManifestMismatch as error:
         assert not model.weight.any(), "nothing moved"
         return str(error)

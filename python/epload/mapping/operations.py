@@ -7,7 +7,7 @@ expert's number).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,9 +26,13 @@ class Operation:
     name: str
     """Key of the function that computes it."""
     arguments: tuple[Any, ...] = ()
+    function: Callable[[TensorLists, TargetShapes], TensorLists] | None = field(default=None, compare=False)
+    """Computes it in place of that function; None for the operations of mappings of your own."""
 
     def __call__(self, inputs: TensorLists, targets: TargetShapes) -> TensorLists:
         """Raises ValueError if the operation cannot be applied to these inputs."""
+        if self.function is not None:
+            return self.function(inputs, targets)
         return _FUNCTIONS[self.name](inputs, targets, *self.arguments)
 
     def __repr__(self) -> str:

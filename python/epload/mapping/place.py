@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from functools import cached_property
 from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
@@ -73,7 +71,7 @@ def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[st
         target = placer.find(renamed[source]) or placer.find(names[source])
         filled[names[source]] = [target] if target is not None else []
     for group in groups:
-        patterns = [(placer.find(name) or "").replace("{index}", "*") for name in group.targets]
+        patterns = [placer.find(name) or name.replace("{index}", "*") for name in group.targets]
         matching = [name for pattern in patterns for name in fnmatch.filter(placer.targets, pattern)]
         filled |= {names[source]: matching for source in group.sources}
     return {name: [placer.model_name[target] for target in inner] for name, inner in filled.items()}
@@ -123,18 +121,9 @@ class _Placer:
         renamed = apply_renames(self.mapping.renames, renamed)
         return *match_conversions(self.mapping.converts, renamed), renamed
 
-    @cached_property
-    def _indexed(self) -> set[str]:
-        """Names of the model with one of their numbers replaced by ``{index}``."""
-        return {
-            f"{name[: match.start()]}{{index}}{name[match.end() :]}"
-            for name in self.targets
-            for match in re.finditer(r"\d+", name)
-        }
-
     def find(self, name: str) -> str | None:
-        """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
-        targets = self._indexed if "{index}" in name else self.targets
+        """Returns the target for ``name``, with or without the base model's prefix."""
+        targets = self.targets
         if not self.mapping.base_model_prefix:
             return name if name in targets else None
         prefix = f"{self.mapping.base_model_prefix}."
@@ -178,15 +167,16 @@ class _Placer:
 
     def _convert(self, group: ConversionGroup) -> None:
         targets = [self.find(name) for name in group.targets]
-        if not any(targets):
-            self._place_whole(group.sources, self.names)
-            return
+        is_list = any("{index}" in name for name in group.targets)
+        outputs = self._run_operations(group, targets) if is_list or any(targets) else [[]]
         places: dict[int, list[Place]] = defaultdict(list)
-        for target, outputs in zip(targets, self._run_operations(group, targets), strict=True):
-            for index, assembly in enumerate(outputs):
-                name = (target or "").replace("{index}", str(index))
-                if name not in self.targets:
+        has_target = False
+        for pattern, assemblies in zip(group.targets, outputs, strict=False):
+            for index, assembly in enumerate(assemblies):
+                name = self.find(pattern.replace("{index}", str(index)))
+                if name is None:
                     continue
+                has_target = True
                 if assembly.shape != self.targets[name]:
                     text = self._problem(group, name, f"the result has shape {list(assembly.shape)}")
                     self.mismatches.append(ShapeMismatch(name, tuple(group.sources), text))
@@ -196,12 +186,14 @@ class _Placer:
                     places[group.sources[position]].append((name, view))
         for source, views in places.items():
             self.placed[source] = tuple(views)
+        if not has_target:
+            self._place_whole(group.sources, self.names)
 
     def _run_operations(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
         """Returns a list of tensors for each target, whose name in the model is None if it lacks it; sources are numbered within
         the group. Raises ModelMismatch for tensors that are missing or duplicate, or an operation that cannot be applied."""
         shapes = [self.shapes[source] for source in group.sources]
-        target_shapes = [None if name is None else self.targets.get(name) for name in targets]
+        target_shapes = [None if name is None else self.targets[name] for name in targets]
         key = (id(group.convert), tuple(group.inputs), tuple(shapes), tuple(target_shapes))
         if key in self._outputs:
             return self._outputs[key]
@@ -222,7 +214,7 @@ class _Placer:
             count = sum(map(len, tensors))
             problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
         if problem:
-            raise ModelMismatch(self._problem(group, next(filter(None, targets)), problem))
+            raise ModelMismatch(self._problem(group, next(filter(None, targets), group.targets[0]), problem))
         self._outputs[key] = tensors
         return tensors
 

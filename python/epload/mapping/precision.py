@@ -22,7 +22,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import place
 from epload.mapping.resolve import from_model
-from epload.mapping.wrappers import unwrap
+from epload.mapping.wrappers import strip_wrappers, unwrap
 from epload.model.initialization import is_pretrained, new_on_meta, preserve_generators
 from epload.model.modules import Modules
 from epload.model.targets import Targets
@@ -169,16 +169,16 @@ def _pretrained_models(
     inner, aliases, copies = unwrap(model, names)
     originals = {copied: original for original, copied in copies}
     inside = [originals.get(name, name) for name in apply_renames(aliases, names)]
-    outermost: dict[str, Any] = {}
-    for prefix, module in Modules(inner).named:
-        if is_pretrained(type(module)) and not any(prefix.startswith(above) for above in outermost):
-            outermost[prefix] = module
-    parts = []
-    for path, module in outermost.items():
-        prefix = apply_renames(aliases, [path])[0]
+    parts: list[tuple[Any, list[tuple[str, str]]]] = []
+    outermost: list[str] = []
+    for path, module in Modules(inner).named:
+        if not is_pretrained(type(module)) or path.startswith(tuple(outermost)):
+            continue
+        outermost.append(path)
+        prefix = strip_wrappers(path, aliases)
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
-        parts.append((module, [(n, name) for n, name in pairs if n not in tied]))
+        parts.append((module, [pair for pair in pairs if pair[0] not in tied]))
     return parts
 
 

@@ -6,7 +6,7 @@ one, too; all others are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,18 @@ from epload.core import views
 from epload.core.views import Assembly
 
 _aten = torch.ops.aten
+_KEEP_ORDER = {
+    _aten.alias, _aten.clone, _aten.detach, _aten.squeeze, _aten.unsqueeze, _aten.view, _aten._unsafe_view,
+    _aten._reshape_alias,
+}  # fmt: skip
+"""Operations whose results have the same elements in the same order, perhaps in another shape."""
+_SYMBOLIC: dict[Any, Callable[..., Any]] = {
+    _aten.cat: views.concatenate,
+    _aten.stack: views.stack,
+    _aten.transpose: views.transpose,
+    _aten.unbind: views.unstack,
+}
+_SPLITS = {_aten.split, _aten.split_with_sizes}
 
 
 def track(assembly: Assembly) -> Any:
@@ -33,42 +45,28 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = _RULES.get(func.overloadpacket)
-        if rule is None:
+        operation = func.overloadpacket
+        if operation not in _KEEP_ORDER | _SYMBOLIC.keys() | _SPLITS | {_aten.slice}:
             raise ValueError("it computes values, which a mapping cannot do")
         result: Any = func(*args, **(kwargs or {}))
-        source, *options = args
-        tracked = rule(result, [t.assembly for t in source] if isinstance(source, list) else source.assembly, *options)
-        if isinstance(tracked, Assembly):
-            result.assembly = tracked
+        first, *options = args
+        source: Any = [tensor.assembly for tensor in first] if isinstance(first, list) else first.assembly
+        if operation in _KEEP_ORDER:
+            result.assembly = views.reshape(source, result.shape)
+        elif operation is _aten.slice:
+            result.assembly = _slice(result, source, *options)
+        elif operation in _SPLITS:
+            dim = options[1] if len(options) > 1 else 0
+            _set_assemblies(result, views.split(source, dim, [part.shape[dim] for part in result]))
         else:
-            for tensor, assembly in zip(result, tracked, strict=True):
-                tensor.assembly = assembly
+            _set_assemblies(result, _SYMBOLIC[operation](source, *(options or [0])))
         return result
 
 
-def _reshape(result: Tensor, source: Assembly, *_: object) -> Assembly:
-    return views.reshape(source, result.shape)
-
-
-def _concatenate(_: Tensor, sources: Sequence[Assembly], dim: int = 0) -> Assembly:
-    return views.concatenate(sources, dim)
-
-
-def _stack(_: Tensor, sources: Sequence[Assembly], dim: int = 0) -> Assembly:
-    return views.stack(sources, dim)
-
-
-def _transpose(_: Tensor, source: Assembly, dim0: int, dim1: int) -> Assembly:
-    return views.transpose(source, dim0, dim1)
-
-
-def _split(result: Sequence[Tensor], source: Assembly, _: object, dim: int = 0) -> list[Assembly]:
-    return views.split(source, dim, [part.shape[dim] for part in result])
-
-
-def _unbind(_: Sequence[Tensor], source: Assembly, dim: int = 0) -> list[Assembly]:
-    return views.unstack(source, dim)
+def _set_assemblies(results: Any, assemblies: Any) -> None:
+    pairs = [(results, assemblies)] if isinstance(assemblies, Assembly) else zip(results, assemblies, strict=True)
+    for tensor, assembly in pairs:
+        tensor.assembly = assembly
 
 
 def _slice(
@@ -78,23 +76,3 @@ def _slice(
         raise ValueError(f"it takes every {step}th element, which a mapping cannot do")
     first, length = slice(start, end).indices(source.shape[dim])[0], result.shape[dim]
     return views.split(source, dim, [first, length, source.shape[dim] - first - length])[1]
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    _aten.alias: _reshape,
-    _aten.clone: _reshape,
-    _aten.detach: _reshape,
-    _aten.squeeze: _reshape,
-    _aten.unsqueeze: _reshape,
-    _aten.view: _reshape,
-    _aten._unsafe_view: _reshape,
-    _aten._reshape_alias: _reshape,
-    _aten.cat: _concatenate,
-    _aten.stack: _stack,
-    _aten.transpose: _transpose,
-    _aten.split: _split,
-    _aten.split_with_sizes: _split,
-    _aten.unbind: _unbind,
-    _aten.slice: _slice,
-}
-"""Functions of an operation's result, of its source's assembly, and of its other arguments."""

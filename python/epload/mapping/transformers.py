@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, takewhile
 from types import SimpleNamespace
 from typing import Any
@@ -115,49 +116,36 @@ class LibraryRename(Rename):
         return [renamed[name] for name in names]
 
 
-@dataclass(frozen=True, repr=False)
-class LibraryOperation(Operation):
-    """The operations of one converter of the library."""
+@torch.inference_mode(False)  # where composite operations arrive in one piece
+def _run_converter(converter: Any, config: Any, inputs: TensorLists, targets: TargetShapes) -> TensorLists:
+    """Runs the operations of a ``WeightConverter``. Raises ValueError if one computes values, or cannot be applied."""
+    sources, patterns = converter.source_patterns, converter.target_patterns
+    parameters = {
+        pattern: torch.empty(shape, device="meta")
+        for pattern, shape in zip(patterns, targets.values(), strict=True)
+        if shape is not None
+    }
 
-    converter: Any = field(default=None, compare=False)
-    """A ``WeightConverter``."""
-    config: Any = field(default=None, compare=False)
-    """The configuration of the model."""
+    def get_parameter(name: str) -> Tensor:
+        if name not in parameters:
+            raise ValueError(f"it needs the shapes of all of {', '.join(targets)}, but the model lacks some of them")
+        return parameters[name]
 
-    @torch.inference_mode(False)  # where composite operations arrive in one piece
-    def __call__(self, inputs: TensorLists, targets: TargetShapes) -> TensorLists:
-        """Raises ValueError if an operation computes values, or cannot be applied."""
-        sources, patterns = self.converter.source_patterns, self.converter.target_patterns
-        tensors: dict[str, Any] = {
-            pattern: [track(tensor) for tensor in tensors]
-            for pattern, tensors in zip(sources, inputs, strict=True)
-            if tensors
-        }
-        shapes = dict(zip(patterns, targets.values(), strict=True))
-        parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if shape is not None}
-
-        def get_parameter(name: str) -> Tensor:
-            if name not in parameters:
-                raise ValueError(
-                    f"it needs the shapes of all of {', '.join(targets)}, but the model lacks some of them"
-                )
-            return parameters[name]
-
-        model = SimpleNamespace(get_parameter=get_parameter)
-        for operation in self.converter.operations:
-            try:
-                with ElementTracker():
-                    tensors = operation.convert(
-                        tensors, source_patterns=sources, target_patterns=patterns, full_layer_name=patterns[0],
-                        model=model, config=self.config, missing_keys=None,
-                    )  # fmt: skip
-            except Exception as error:
-                raise ValueError(
-                    f"the transformers operation {type(operation).__name__} is not supported: {error}; load the model once with "
-                    "from_pretrained, save its state dict, and load that"
-                ) from error
-        outputs = [_output(tensors, pattern) for pattern in patterns]
-        return [[tensor.assembly for tensor in output] for output in outputs]
+    tracked = zip(sources, ([track(tensor) for tensor in tensors] for tensors in inputs), strict=True)
+    tensors: dict[str, Any] = {pattern: tensors for pattern, tensors in tracked if tensors}
+    for operation in converter.operations:
+        try:
+            with ElementTracker():
+                tensors = operation.convert(
+                    tensors, source_patterns=sources, target_patterns=patterns, full_layer_name=patterns[0],
+                    model=SimpleNamespace(get_parameter=get_parameter), config=config, missing_keys=None,
+                )  # fmt: skip
+        except Exception as error:
+            raise ValueError(
+                f"the transformers operation {type(operation).__name__} is not supported: {error}; load the model once with "
+                "from_pretrained, save its state dict, and load that"
+            ) from error
+    return [[tensor.assembly for tensor in _output(tensors, pattern)] for pattern in patterns]
 
 
 def _output(tensors: dict[str, Any], pattern: str) -> Any:
@@ -184,12 +172,12 @@ def convert_of(converter: Any, config: Any) -> Convert:
         whole_word = pattern.replace("*.", r".*\.") + r"(?!\w)" in converter.compiled_sources.pattern
         sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + r"(?!\w)" * whole_word)
     # It expands only \1 and the like; all else is literal.
-    targets = [
-        re.sub(r"\\(?!\d)", r"\\\\", re.sub(r"\\(\d)", r"\\g<\1>", pattern)) for pattern in converter.target_patterns
-    ]
+    literal = (re.sub(r"\\(?!\d)", r"\\\\", pattern.replace("*", "{index}")) for pattern in converter.target_patterns)
+    targets = tuple(re.sub(r"\\(\d)", r"\\g<\1>", pattern) for pattern in literal)
     names = [type(operation).__name__ for operation in converter.operations]
     # What permutations depend on besides shapes; the rest of the configuration shows in the shapes of the model.
     heads = [getattr(part, "num_attention_heads", 0) for part in (config, *vars(config).values())]
-    arguments = *(str(sorted(vars(operation).items(), key=str)) for operation in converter.operations), max(heads)
-    operation = LibraryOperation(" + ".join(names), arguments, converter, config)
-    return Convert(tuple(sources), tuple(t.replace("*", "{index}") for t in targets), (operation,), _scopes(converter))
+    settings = [str(sorted(vars(operation).items(), key=str)) for operation in converter.operations]
+    arguments = (*settings, str([*filter(None, heads)]))
+    operation = Operation(" + ".join(names), arguments, partial(_run_converter, converter, config))
+    return Convert(tuple(sources), targets, (operation,), _scopes(converter))

@@ -31,20 +31,22 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
 
     ``offloaded``: ids of the parameters that FSDP keeps on the CPU. ``streams``: those that the caller gave. Raises ValueError if
     targets are on two accelerators, or a stream is on a device where they are not."""
-    kinds: dict[tuple[torch.device, str, bool], str] = {}
-    """First target on each device, with each type of mesh, offloaded or not."""
-    for name, tensor in zip(targets.names, targets.tensors, strict=True):
-        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
-        kinds.setdefault((tensor.device, mesh_type, id(tensor) in offloaded), name)
     accelerators: dict[torch.device, str] = {}
-    unlocated, fills_accelerator = True, False
-    for (device, mesh_type, is_offloaded), name in kinds.items():
+    current: dict[str, torch.device] = {}
+    """Device of each type of mesh."""
+    has_meta, unlocated, fills_accelerator = False, True, False
+    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+        device, is_offloaded = tensor.device, id(tensor) in offloaded
+        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
+        has_meta |= device.type == "meta"
         if device.type == "meta" and not mesh_type:
             fills_accelerator = True
             continue
         unlocated = False
         if mesh_type and (device.type == "meta" or is_offloaded):  # where FSDP computes with it
-            device = _current_device(name, mesh_type)
+            if mesh_type not in current:
+                current[mesh_type] = _current_device(name, mesh_type)
+            device = current[mesh_type]
         if device != CPU:
             accelerators.setdefault(device, name)
             fills_accelerator |= not is_offloaded
@@ -57,7 +59,7 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
         if stream.device != load:
             expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
             raise ValueError(f"expected {expected}, got a stream of {stream.device}")
-    return Devices(load, materialize_on, any(device.type == "meta" for device, _, _ in kinds))
+    return Devices(load, materialize_on, has_meta)
 
 
 def _current_device(name: str, device_type: str) -> torch.device:

@@ -114,15 +114,16 @@ def layout_of(
     if fsdp_axis is not None:
         placements[fsdp_axis] = _with_split_factor(placements, fsdp_axis, mesh)
     layout = Layout(shape, tuple(mesh.shape), tuple(placements))
-    by_group = list(coordinate)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Sharded):
-            by_group[axis] = group_rank(mesh, axis)
-            if by_group[axis] != coordinate[axis] and in_module and axis != fsdp_axis:
-                raise ModelMismatch(_order_problem(name, mesh, axis))
-    if by_group != list(coordinate) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group):
-        raise ModelMismatch(_order_problem(name, mesh, next(a for a, n in enumerate(by_group) if n != coordinate[a])))
-    return layout, tuple(by_group)
+    by_group = tuple(
+        group_rank(mesh, axis) if isinstance(placement, Sharded) else coordinate[axis]
+        for axis, placement in enumerate(placements)
+    )
+    reordered = [axis for axis, index in enumerate(by_group) if index != coordinate[axis]]
+    is_undefined = bool(reordered) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group)
+    for axis in reordered:
+        if is_undefined or (in_module and axis != fsdp_axis):
+            raise ModelMismatch(_order_problem(name, mesh, axis))
+    return layout, by_group
 
 
 def group_rank(mesh: DeviceMesh, axis: int) -> int:

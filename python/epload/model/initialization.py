@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from epload.model.modules import Modules
 _INITIALIZED = "_is_hf_initialized"
 """The attribute with which transformers marks tensors and modules that its initializers must leave alone."""
 _TENSOR_DICTS = ("_parameters", "_buffers")
+_ModuleState = tuple[nn.Module, type, dict[str, Any], dict[str, Any]]
+"""A module, its class, its ``__dict__``, and the one that it has while its tensors are exchanged."""
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 """Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place."""
 
@@ -91,15 +93,15 @@ def compute_missing(
     with torch.no_grad(), torch.device("cpu"), guard, preserve_generators(), _exchanged(modules, full) as states:
         initializer.visit("", model)
     computed: dict[int, Tensor] = {}
-    for state in states:
+    for module, _, own, exchanged in states:
         for kind in _TENSOR_DICTS:
-            for name, tensor in state.own[kind].items():
-                value = state.exchanged[kind].get(name)
+            for name, tensor in own[kind].items():
+                value = exchanged[kind].get(name)
                 if id(tensor) in full and value is not None and not value.is_meta and not is_poisoned(value):
                     computed.setdefault(id(tensor), value.detach())
-        for name, attribute in state.exchanged.items():
-            if name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not state.own.get(name, full):
-                result.attributes.append((state.module, name, attribute))
+        for name, attribute in exchanged.items():
+            if name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not own.get(name, full):
+                result.attributes.append((module, name, attribute))
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
@@ -258,18 +260,6 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
             layer.reset_lora_parameters(name, method)  # other methods need the base weights
 
 
-class _ModuleState(NamedTuple):
-    """A module whose tensors are exchanged."""
-
-    module: nn.Module
-    cls: type
-    """Its own class."""
-    own: dict[str, Any]
-    """Its own ``__dict__``."""
-    exchanged: dict[str, Any]
-    """The ``__dict__`` that it has meanwhile."""
-
-
 @contextmanager
 def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_ModuleState]]:
     """Gives each module another ``__dict__``, with the same attributes but other tensors, and its class from before
@@ -296,7 +286,7 @@ def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_M
                 name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins)
                 for name, t in own[kind].items()
             }
-        states.append(_ModuleState(module, type(module), own, state))
+        states.append((module, type(module), own, state))
     try:
         for module, cls, _, state in states:
             object.__setattr__(module, "__dict__", state)

@@ -28,7 +28,7 @@ class Snapshot:
             devices: of the targets.
             options: everything else that targets and devices depend on.
         """
-        state = read_state(model, modules, filled=True)
+        state = read_state(model, modules, filled=False)
         # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
         self._is_usable = state.plain and not state.unsaved_meta and not targets.has_aliases
         self._model, self._options = weakref.ref(model), options
@@ -49,7 +49,7 @@ class Snapshot:
             return None
         modules = Modules(model)
         modules.reshard()
-        state = read_state(model, modules, filled=True)
+        state = read_state(model, modules, filled=False)
         if not state.plain or _identity(state) != self._tensors:
             return None
         return replace(self._targets, tensors=[state.entries[i][1] for i in self._positions]), self._devices
