@@ -11,7 +11,7 @@ from typing import NamedTuple
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import ConversionGroup, incompleteness, match_conversions
-from epload.mapping.mapping import Mapping, Placed, apply_renames
+from epload.mapping.mapping import Mapping, Placed, apply_renames, rename_keys
 from epload.mapping.operations import TensorLists
 
 Place = tuple[str, View]
@@ -136,8 +136,7 @@ class _Placer:
         lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in mismatched]
         if groups or renamed != list(self.names) or not lost:
             return
-        rules = [rename.source for rename in self.mapping.renames]
-        rules += [source for convert in self.mapping.converts for source in convert.sources]
+        _, rules = rename_keys(self.mapping, self.names)
         raise ModelMismatch(
             f"no rule of the mapping matches any checkpoint key, and the model lacks {len(lost)} of the {len(self.names)} keys "
             f"({', '.join(lost[:3])}{', ...' * (len(lost) > 3)}); the patterns are {', '.join(map(repr, rules[:5]))}"

@@ -87,6 +87,19 @@ class Targets:
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
         return all(getattr(self, column) == getattr(other, column) for column in columns)
 
+    def add_layout(
+        self, name: str, tensor: Tensor, layout: Layout, coordinate: tuple[int, ...], outer: OuterShard | None
+    ) -> None:
+        """Adds a tensor's own layout, or that of the larger tensor of which it is a shard."""
+        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
+        if outer is not None:
+            layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
+            meshes.append(Mesh.of(outer.mesh))
+        self.meshes += [mesh for mesh in dict.fromkeys(meshes) if mesh not in self.meshes]
+        self.layouts.append(layout)
+        self.coordinates.append(coordinate)
+        self.layout_meshes.append(tuple(map(self.meshes.index, meshes)))
+
     def with_extra(self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Targets:
         """Returns these targets followed by plain ones that other ranks may lack, without their tensors."""
         numbers = range(len(self.names), len(self.names) + len(names))
@@ -142,93 +155,54 @@ def collect(
     modules = modules or Modules(model)
     modules.reshard()
     state = read_state(model, modules, filled)
-    expert_parallel = expert_parallel or ExpertParallelSpec()
-    collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
-    targets = collector.targets
-    targets.unsaved_buffers, targets.unsaved_meta = state.unsaved_buffers, state.unsaved_meta
+    spec = expert_parallel or ExpertParallelSpec()
+    targets = Targets(unsaved_buffers=state.unsaved_buffers, unsaved_meta=state.unsaved_meta)
+    fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
+    by_id: dict[int, int] = {}
+    by_storage: dict[memory.StorageKey, int] = {}
+    layouts: dict[tuple[object, ...], int] = {}
+    """Layout numbers, by what layouts depend on."""
     for name, tensor in state.entries:
-        collector.add(name, tensor)
-    collector.check_overlap()
-    expert_parallel.check(targets.names)
-    return targets
-
-
-class _Collector:
-    """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
-
-    def __init__(self, fsdp_axes: Mapping[int, int], in_module: bool, expert_parallel: ExpertParallelSpec) -> None:
-        """
-        Args:
-            fsdp_axes, in_module: see :func:`dtensor.layout_of`.
-        """
-        self.targets = Targets()
-        self._by_id: dict[int, int] = {}
-        """Target of each of the model's objects, by id."""
-        self._fsdp_axes = fsdp_axes
-        self._in_module = in_module
-        self._expert_parallel = expert_parallel
-        self._by_storage: dict[memory.StorageKey, int] = {}
-        self._layouts: dict[tuple[object, ...], int] = {}
-        """Layout numbers, by what layouts depend on."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor, or another name of an added one: of the same object, or of a plain tensor that is the same memory."""
-        targets, spec = self.targets, self._expert_parallel
         number = len(targets.names)
-        if (owner := self._by_id.setdefault(id(tensor), number)) != number:
-            targets.index[name] = owner
-            return
-        fsdp_axis: int | None = None
-        sharding: object = None
-        if isinstance(tensor, DTensor):
-            fsdp_axis = self._fsdp_axes.get(id(tensor))
-            sharding = tensor.device_mesh, tensor.placements
-        else:
+        owner = by_id.setdefault(id(tensor), number)
+        if owner == number and not isinstance(tensor, DTensor):
             _check_loadable(name, tensor)
             is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
             if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
-                owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
-                if owner != number:
-                    targets.index[name] = self._by_id[id(tensor)] = owner
-                    targets.has_aliases = True
-                    return
-        outer = spec.outer_shard(name)
-        global_name = spec.global_name(name)
-        if global_name is not None:
-            targets.local_only.add(number)
+                owner = by_storage.setdefault(memory.storage_key(tensor), number)
+                targets.has_aliases |= owner != number
+        if owner != number:
+            targets.index[name] = by_id[id(tensor)] = owner
+            continue
+        fsdp_axis, outer = fsdp_axes.get(id(tensor)), spec.outer_shard(name)
+        sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         key = (tensor.shape, sharding, fsdp_axis, outer)
-        if key not in self._layouts:
-            self._layouts[key] = len(targets.layouts)
-            self._add_layout(name, tensor, outer, fsdp_axis)
+        if key not in layouts:
+            layouts[key] = len(targets.layouts)
+            layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, in_module)
+            targets.add_layout(name, tensor, layout, coordinate, outer)
+        if (global_name := spec.global_name(name)) is not None:
+            targets.local_only.add(number)
         targets.index[global_name or name] = number
         targets.names.append(name)
         targets.tensors.append(tensor)
-        targets.layout.append(self._layouts[key])
+        targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
+    _check_overlap(targets, by_storage)
+    spec.check(targets.names)
+    return targets
 
-    def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> None:
-        targets = self.targets
-        layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, self._in_module)
-        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
-        if outer is not None:
-            layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
-            meshes.append(Mesh.of(outer.mesh))
-        targets.meshes += [mesh for mesh in dict.fromkeys(meshes) if mesh not in targets.meshes]
-        targets.layouts.append(layout)
-        targets.coordinates.append(coordinate)
-        targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
 
-    def check_overlap(self) -> None:
-        """Raises ModelMismatch if plain targets overlap in memory."""
-        if len({pointer for pointer, *_ in self._by_storage}) == len(self._by_storage):
-            return
-        targets = self.targets
-        pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(self._by_storage.values())])
-        if pair is not None:
-            raise ModelMismatch(
-                f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
-                "clone() one of them, or keep it out of the state dict"
-            )
+def _check_overlap(targets: Targets, by_storage: Mapping[memory.StorageKey, int]) -> None:
+    """Raises ModelMismatch if plain targets overlap in memory."""
+    if len({pointer for pointer, *_ in by_storage}) == len(by_storage):
+        return
+    pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(by_storage.values())])
+    if pair is not None:
+        raise ModelMismatch(
+            f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
+            "clone() one of them, or keep it out of the state dict"
+        )
 
 
 def _check_loadable(name: str, tensor: Tensor) -> None:
