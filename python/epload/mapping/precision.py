@@ -151,13 +151,14 @@ def _dtypes_in_transformers(
         new_dtypes = {name: tensor.dtype for name, tensor in new.state_dict().items()} if new is not None else {}
         is_kept = _kept_names(module, dtype)
         for inner, name, number in members:
+            own_dtype = targets.tensors[number].dtype
             if isinstance(requested, Mapping) and _requested_dtype(name, requested):
                 continue
             if is_kept(inner):
                 assigned[number] = torch.float32
                 in_fp32.add(number)
-            elif inner in new_dtypes or targets.tensors[number].dtype != own:
-                assigned[number] = new_dtypes.get(inner, targets.tensors[number].dtype)
+            elif inner in new_dtypes or own_dtype != own:
+                assigned[number] = new_dtypes.get(inner, own_dtype)
     return assigned, in_fp32
 
 
