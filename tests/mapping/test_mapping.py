@@ -20,7 +20,7 @@ from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
-from support.mappings import Shapes, assemble, box, place, shapes_of
+from support.mappings import Shapes, assemble, place, shapes_of
 
 EXPERTS = Mapping(
     converts=(
@@ -37,16 +37,6 @@ EXPERTS = Mapping(
 
 def tensor(number: int, *shape: int) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float64).reshape(shape) + 1000 * number
-
-
-def take_apart(mapping: Mapping, state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-    """The checkpoint from the model: every region copied the other way."""
-    dtype = next(iter(state.values())).dtype
-    parts = {name: torch.full(shape, -1, dtype=dtype) for name, shape in shapes.items()}
-    for part, places in zip(parts.values(), place(mapping, shapes, shapes_of(state)), strict=True):
-        for target, view in places:
-            part.as_strided(view.size, view.strides, view.offset).copy_(state[target][box(view.start, view.size)])
-    return parts
 
 
 def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -265,7 +255,6 @@ def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
     assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
     placed = place(resolve_mapping("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
     assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
-    assert equal(take_apart(resolve_mapping("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
 
 
 def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

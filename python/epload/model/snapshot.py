@@ -28,13 +28,18 @@ class Snapshot:
             devices: of the targets.
             options: everything else that targets and devices depend on.
         """
-        state = read_state(model, modules, filled=False)
-        # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
-        self._is_usable = state.plain and not state.unsaved_meta and not targets.has_aliases
         self._model, self._options = weakref.ref(model), options
+        self._is_usable = False
+        # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
+        if targets.has_aliases or not targets.plain or any(tensor.is_meta for tensor in targets.tensors):
+            return
+        state = read_state(model, modules, filled=False)
+        if state.unsaved_meta or not state.plain:
+            return
+        self._is_usable = True
         self._tensors = _identity(state)
         position = {id(tensor): i for i, (_, tensor) in enumerate(state.entries)}
-        self._positions = [position[id(tensor)] for tensor in targets.tensors] if self._is_usable else []
+        self._positions = [position[id(tensor)] for tensor in targets.tensors]
         # Buffers that were on meta have storage now.
         self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=state.unsaved_buffers)
         self._devices = devices._replace(has_meta=False)

@@ -54,6 +54,8 @@ class Targets:
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
     """True if different objects of the model are the same memory, and therefore one target."""
+    plain: bool = True
+    """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
     """Names of non-persistent buffers with storage. No checkpoint has them, and other ranks may lack them."""
     unsaved_meta: dict[str, Tensor] = field(default_factory=dict)
@@ -156,7 +158,7 @@ def collect(
     modules.reshard()
     state = read_state(model, modules, filled)
     spec = expert_parallel or ExpertParallelSpec()
-    targets = Targets(unsaved_buffers=state.unsaved_buffers, unsaved_meta=state.unsaved_meta)
+    targets = Targets(plain=state.plain, unsaved_buffers=state.unsaved_buffers, unsaved_meta=state.unsaved_meta)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
     by_storage: dict[memory.StorageKey, int] = {}
