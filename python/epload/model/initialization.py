@@ -216,8 +216,7 @@ class _Initializer:
                 below |= is_missing and not is_added
                 added |= is_missing and is_added
         tensors = {**module._parameters, **module._buffers}
-        # Tied tensors are initialized where they come first, as transformers ties a head to the embedding.
-        own = [name for name, t in tensors.items() if t is not None and id(t) in self.missing and is_poisoned(t)]
+        own = [name for name, tensor in tensors.items() if id(tensor) in self.missing]
         if (own or below) and owner is not None:
             self._run(path, own, f"{type(owner).__name__}._init_weights", lambda: owner._init_weights(module))
         if added and self.adapters:
@@ -270,6 +269,8 @@ def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_M
     initializer cannot overwrite a loaded weight, whatever it does, and touches no DTensor: no collective is issued, and
     DTensor's random-number state is neither used nor changed."""
     stand_ins: dict[object, Tensor] = {}
+    pending = dict(full)
+    """Tied tensors are initialized where they come first, as transformers ties a head to the embedding."""
     states: list[_ModuleState] = []
     for module in modules.unique:
         if isinstance(module, torch.jit.ScriptModule):
@@ -281,7 +282,7 @@ def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_M
         computes = isinstance(module, ParametrizationList) and any(id(t) in full for t in own["_parameters"].values())
         for kind in _TENSOR_DICTS:
             state[kind] = {
-                name: full[id(t)] if id(t) in full else _stand_in(t, computes, stand_ins)
+                name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins)
                 for name, t in own[kind].items()
             }
         states.append((module, type(module), own, state))
