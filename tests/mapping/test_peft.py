@@ -135,45 +135,44 @@ def test_each_adapter_has_its_copy(tmp_path: Path) -> None:
 # ---- an adapter's own file ----
 
 
-def _adapter(rank: int, folder: Path, kind: str, wrap: str) -> list[str]:
-    problems = []
+def _adapters(rank: int, folder: Path) -> list[str]:
+    """Every kind into FSDP2, and one into other wrappers."""
+    cases = [(kind, sharded) for kind in CONFIGS]
+    cases += [("modules_to_save", wrap) for wrap in (DistributedDataParallel, torch.compile)]
+    return [f"{kind}, {wrap}: {text}" for kind, wrap in cases for text in _adapter(folder / kind, kind, wrap)]
+
+
+def _adapter(folder: Path, kind: str, wrap: Callable[[Any], Any]) -> list[str]:
     reference = adapted(kind)
-    reference.load_state_dict(torch.load(folder / "before.pt"))
+    before = torch.load(folder / "before.pt")
+    reference.load_state_dict(before)
     result = peft.set_peft_model_state_dict(reference, load_file(folder / "adapter" / "adapter_model.safetensors"))
     assert not result.unexpected_keys
-    model: Any
-    if wrap == "fsdp2":
-        model = sharded(lambda: adapted(kind))
-        epload.load(model, torch.load(folder / "before.pt"), progress=False)
-        wrapped = model
+    if wrap is sharded:
+        model = wrapped = sharded(lambda: adapted(kind))
+        epload.load(model, before, progress=False)
     else:
         model = adapted(kind)
-        model.load_state_dict(torch.load(folder / "before.pt"))
-        wrapped = DistributedDataParallel(model) if wrap == "ddp" else torch.compile(model)
+        model.load_state_dict(before)
+        wrapped = wrap(model)
     report = epload.load(wrapped, folder / "adapter", progress=False)
-    if report.missing_keys or report.unexpected_keys or not report.tensors:
-        problems.append(f"{report}")
-    state = full_state(model) if wrap == "fsdp2" else model.state_dict()
+    problems = [str(report)] if report.missing_keys or report.unexpected_keys or not report.tensors else []
+    state = full_state(model) if wrap is sharded else model.state_dict()
     return problems + differ(dict(state), dict(reference.state_dict()))
 
 
 def save_both(folder: Path, kind: str) -> None:
     """The state of a model before, and an adapter of another."""
     torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
     torch.save(draw(adapted(kind)).state_dict(), folder / "before.pt")
     draw(adapted(kind)).save_pretrained(folder / "adapter")
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_an_adapters_file_fills_what_peft_fills(kind: str, tmp_path: Path) -> None:
-    save_both(tmp_path, kind)
-    all_fine(ranks.run(2, _adapter, tmp_path, kind, "fsdp2"))
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "compiled"])
-def test_an_adapters_file_into_a_wrapped_model(wrap: str, tmp_path: Path) -> None:
-    save_both(tmp_path, "modules_to_save")
-    all_fine(ranks.run(2, _adapter, tmp_path, "modules_to_save", wrap))
+def test_an_adapters_file_fills_what_peft_fills(tmp_path: Path) -> None:
+    for kind in CONFIGS:
+        save_both(tmp_path / kind, kind)
+    all_fine(ranks.run(2, _adapters, tmp_path))
 
 
 def _active(rank: int, folder: Path) -> list[str]:

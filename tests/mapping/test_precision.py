@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -270,19 +268,6 @@ def test_a_conversion_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "narrow").exists()
 
 
-def test_conversions_from_object_storage_and_of_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path / "float32", deepseek, "float32")
-    remote = fsspec.filesystem("memory")
-    for file in Path(folder).iterdir():
-        remote.pipe(f"/precision/{file.name}", file.read_bytes())
-    epload.convert("memory://precision", tmp_path / "remote", dtype=torch.bfloat16)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert load_file(tmp_path / "remote/model.safetensors")[bias].dtype == torch.float32
-    monkeypatch.chdir(folder)  # whose configuration is not that of a dict
-    epload.convert(load_file("model.safetensors"), tmp_path / "dict", dtype=torch.bfloat16)
-    assert load_file(tmp_path / "dict/model.safetensors")[bias].dtype == torch.bfloat16
-
-
 def test_a_conversion_of_what_does_not_fit_its_configuration_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", deepseek, "float32")
     state = {f"another.{name}": value for name, value in load_file(f"{folder}/model.safetensors").items()}
@@ -301,25 +286,17 @@ def send(rank: int, meeting: Meeting, folder: str) -> list[str]:
     return []
 
 
-def receive(rank: int, meeting: Meeting, folder: str, narrow: bool) -> list[str]:
+def receive(rank: int, meeting: Meeting, folder: str) -> list[str]:
     model = deepseek().to(torch.bfloat16)
-    if not narrow:
-        gate: Any = model.get_submodule("model.layers.1.mlp.gate")
-        kept = DeepseekV3ForCausalLM.from_pretrained(folder).get_submodule("model.layers.1.mlp.gate")
-        gate.e_score_correction_bias = gate.e_score_correction_bias.float()
-        gate.weight.data = gate.weight.data.to(kept.weight.dtype)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
         report = receiver.receive_weights()
         receiver.commit()
         meeting.say("done")
     expected = DeepseekV3ForCausalLM.from_pretrained(folder)
-    problems = differences(model, copy.deepcopy(expected).to(torch.bfloat16) if narrow else expected)
-    return [*problems, *report.warnings]
+    return [*differences(model, expected.to(torch.bfloat16)), *report.warnings]
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_syncs(narrow: bool, tmp_path: Path) -> None:
+def test_syncs(tmp_path: Path) -> None:
     folder = saved(tmp_path, deepseek, "bfloat16")
-    _, [received] = run([Job(1, send, (folder,)), Job(1, receive, (folder, narrow))])
-    assert len(received) == narrow
-    assert "e_score_correction_bias" in received[0] if narrow else True
+    _, [[warning]] = run([Job(1, send, (folder,)), Job(1, receive, (folder,))])
+    assert "e_score_correction_bias" in warning

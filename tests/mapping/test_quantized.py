@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -72,17 +70,6 @@ def one_rank(source: dict[str, Tensor] | Path, target: dict[str, Tensor], **opti
     model = Tree(target)
     epload.load(model, source, progress=False, **options)
     return dict(model.state_dict())
-
-
-def from_folder(
-    folder: Path, source: dict[str, Tensor], target: dict[str, Tensor], config: Any, **options: Any
-) -> dict[str, Tensor]:
-    """Loads a folder with this ``config.json``, or these bytes as one; None for no such file."""
-    folder.mkdir(exist_ok=True)
-    save_file(source, folder / "model.safetensors")
-    if config is not None:
-        (folder / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
-    return one_rank(folder, target, **options)
 
 
 VALUE, SCALE = weight(0)

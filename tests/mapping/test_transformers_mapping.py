@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -19,22 +17,22 @@ from transformers.core_model_loading import (
     Chunk,
     Conv3dToLinear,
     ConversionOps,
+    Inkling2LoopDequantizeExperts,
     Interleave,
-    LinearToConv3d,
     PermuteForRope,
     SplitModulelist,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
 )
+from transformers.core_model_loading import Transpose as LibraryTranspose
 
 from epload import Mapping, ModelMismatch
-from epload.mapping import Convert, Rename, Transpose, from_model
+from epload.mapping import Rename, from_model
 from epload.mapping.conversion import match_conversions
-from epload.mapping.operations import Operation
 from epload.mapping.place import place
 from epload.mapping.resolve import resolve_mapping
-from epload.mapping.transformers import SUPPORTED, _convert, _renames
+from epload.mapping.transformers import LibraryRename, convert_of
 from support.mappings import Shapes, assemble, shapes_of
 
 DECLARED: dict[str, list[Any]] = library._build_checkpoint_conversion_mapping()
@@ -77,26 +75,20 @@ def names_for(transforms: list[Any]) -> list[str]:
     return sorted(names)
 
 
-@pytest.mark.parametrize("scope", [None, "", "text"])
-def test_every_declared_rename(scope: str | None) -> None:
-    """Whatever the library makes of a name, our rules make of it."""
-    checked = changed = 0
+def test_declared_renames_are_the_librarys_own() -> None:
+    """Whatever the library makes of a name, our rules make of it, in any order of names."""
+    changed = 0
     for architecture, transforms in library._build_checkpoint_conversion_mapping().items():
-        for transform in transforms:
-            if scope is not None:
-                transform.scope_prefix, transform.base_model_prefix = scope, "model"
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         names = names_for(transforms)
-        ours = names
+        ours = names[::-1]
         for renaming in renamings:
-            for rename in _renames(renaming):
-                ours = rename.apply(ours)
-        for name, got in zip(names, ours, strict=True):
+            ours = LibraryRename.of(renaming).apply(ours)
+        for name, renamed in zip(names, ours[::-1], strict=True):
             expected, _ = rename_source_key(name, renamings, [])
-            assert got == expected, f"{architecture}: {name}"
-            checked, changed = checked + 1, changed + (got != name)
-    assert checked > 10000
-    assert changed > 3000
+            assert renamed == expected, f"{architecture}: {name}"
+            changed += renamed != name
+    assert changed > 1000
 
 
 def test_every_declared_conversion_takes_the_same_names() -> None:
@@ -104,7 +96,7 @@ def test_every_declared_conversion_takes_the_same_names() -> None:
     taken = 0
     for architecture, transforms in DECLARED.items():
         theirs = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-        ours = [_convert(transform, CONFIG) for transform in theirs]
+        ours = [convert_of(transform, CONFIG) for transform in theirs]
         for name in names_for(theirs):
             groups, _ = match_conversions(ours, [name])
             got = [(ours.index(group.convert), number) for group in groups for number, _ in group.inputs]
@@ -164,7 +156,7 @@ def test_every_declared_conversion() -> None:
     checked = 0
     for architecture, transform in converters():
         sources, expected = values(transform, CONFIG)
-        mapping = Mapping(converts=(_convert(transform, CONFIG),), required=False)
+        mapping = Mapping(converts=(convert_of(transform, CONFIG),), required=False)
         targets = shapes_of(expected)
         got = assemble(mapping, sources, targets)
         assert set(got) == set(expected), f"{architecture}: {transform}"
@@ -174,68 +166,45 @@ def test_every_declared_conversion() -> None:
     assert checked > 130
 
 
-@pytest.mark.parametrize(
-    ("operation", "shape"),
-    [
-        (Interleave(0, inverse=True), (8, 3)),
-        (Interleave(1), (2, 6)),
-        (PermuteForRope(permute_layer_names=["old"], inverse=True), (12, 3)),
-        (PermuteForRope(permute_layer_names=["old"]), (12,)),
-        (Conv3dToLinear(3, (2, 2, 2)), (5, 3, 2, 2, 2)),
-        (Conv3dToLinear(3, (2, 2, 2)), (5, 24)),
-        (LinearToConv3d(3, (2, 2, 2)), (5, 24)),
-    ],
-    ids=str,
-)
-def test_operations_of_one_tensor(operation: ConversionOps, shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    converter = WeightConverter(["old"], ["new"], [operation])
-    (expected,) = operation.convert({"old": [tensor]}, ["old"], ["new"], config=CONFIG).values()
-    got = assemble(Mapping(converts=(_convert(converter, CONFIG),)), {"old": tensor}, {"new": tuple(expected.shape)})
-    assert torch.equal(got["new"], expected)
-
-
 def test_splitting_into_a_list() -> None:
     tensor = torch.arange(24).reshape(3, 4, 2)
     converter = WeightConverter(["experts.up"], ["experts.*.up.weight"], [SplitModulelist(1)])
     expected = {f"experts.{i}.up.weight": part for i, part in enumerate(tensor.unbind(1))}
-    got = assemble(Mapping(converts=(_convert(converter, CONFIG),)), {"experts.up": tensor}, shapes_of(expected))
+    got = assemble(Mapping(converts=(convert_of(converter, CONFIG),)), {"experts.up": tensor}, shapes_of(expected))
     assert {name: part.tolist() for name, part in got.items()} == {n: part.tolist() for n, part in expected.items()}
-
-
-VERSIONS = rf"transformers {re.escape(' to '.join(SUPPORTED))}, and {re.escape(transformers.__version__)} is installed"
 
 
 class Doubled(ConversionOps):
     """Computes values, so that no regions can stand for it."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise AssertionError("never run")
+        return {name: [tensor * 2 for tensor in tensors] for name, tensors in input_dict.items()}
 
 
-@pytest.mark.parametrize("name", ["Doubled", "Transpose"])
-def test_an_unknown_operation_is_named(name: str) -> None:
-    operation = type(name, (Doubled,), {})()  # someone else's may have the name of one of the library's
-    converter = WeightConverter(["experts.*.w"], ["experts.all"], [operation, Chunk()])
-    mapping = Mapping(converts=(_convert(converter, CONFIG),), required=False)
+class Reversed(ConversionOps):
+    """Exchanges the halves of a tensor, unknown to epload."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        (tensors,) = input_dict.values()
+        return {"new": torch.cat(tensors[0].chunk(2)[::-1])}
+
+
+def test_an_operation_that_computes_values_is_named() -> None:
+    converter = WeightConverter(["experts.*.w"], ["experts.all"], [Doubled(), Chunk()])
+    mapping = Mapping(converts=(convert_of(converter, CONFIG),), required=False)
     shapes: Shapes = {"l.experts.0.w": (2,), "l.experts.1.w": (2,)}
     with pytest.raises(
-        ModelMismatch, match=rf"l\.experts\.all .*l\.experts\.0\.w, l\.experts\.1\.w.* {name} is unknown.*{VERSIONS}"
+        ModelMismatch, match=r"l\.experts\.all .*l\.experts\.0\.w, l\.experts\.1\.w.* Doubled .*computes values"
     ):
         place(mapping, list(shapes), list(shapes.values()), {"l.experts.all": (2, 2)})
     assert place(mapping, ["other"], [(2,)], {"other": (2,)}) != [()]  # nothing is wrong while no tensor needs it
 
 
-class Reversed(WeightRenaming):
-    """Renames in a way of its own."""
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        raise AssertionError("never run")
-
-
-def test_an_unknown_rename_is_named() -> None:
-    with pytest.raises(ModelMismatch, match=f"rename Reversed is unknown.*{VERSIONS}.*pass mapping="):
-        _renames(Reversed(["old"], ["new"]))
+def test_an_unknown_operation_that_moves_elements_is_followed() -> None:
+    convert = convert_of(WeightConverter(["old"], ["new"], [Reversed()]), CONFIG)
+    with torch.inference_mode():
+        got = assemble(Mapping(converts=(convert,)), {"old": torch.arange(6)}, {"new": (6,)})
+    assert got["new"].tolist() == [3, 4, 5, 0, 1, 2]
 
 
 def test_two_layers_of_a_checkpoint_for_one_of_the_model() -> None:
@@ -246,28 +215,15 @@ def test_two_layers_of_a_checkpoint_for_one_of_the_model() -> None:
 
 
 def test_scales_of_an_optional_input_are_refused_and_plain_weights_are_not() -> None:
-    convert = Convert((r"w(?!\w)", "w_scale"), ("made",), (Operation("Dequantize", ("ToBytes",)), Transpose(0, 1)))
-    mapping = Mapping(converts=(convert,))
+    operations = [Inkling2LoopDequantizeExperts(), LibraryTranspose()]
+    mapping = Mapping(converts=(convert_of(WeightConverter(["w", "w_scale"], ["new"], operations), CONFIG),))
     weight = torch.arange(6).reshape(2, 3)
-    got = assemble(mapping, {"w": weight}, {"made": (3, 2)})
-    assert torch.equal(got["made"], weight.T)
-    with pytest.raises(ModelMismatch, match=r"made .*w, w_scale.*ToBytes computes values"):
-        place(mapping, ["w", "w_scale"], [(2, 3), (2,)], {"made": (3, 2)})
-    with pytest.raises(ModelMismatch, match=r"lacks 1 of 1, the first is w, as renamed"):
-        place(mapping, ["w_scale"], [(2,)], {"made": (3, 2)})
-
-
-def test_all_declared_operations_are_understood() -> None:
-    """Or this fails with a new version of the library, and someone looks."""
-    unknown = {
-        (architecture, operation)
-        for architecture, transform in converters()
-        for operation in _convert(transform, CONFIG).operations
-        if operation.name == "Unsupported"
-    }
-    assert unknown == set()
-    assert isinstance(_convert(next(converters())[1], CONFIG), Convert)
-    assert "transformers" in sys.modules
+    got = assemble(mapping, {"w": weight}, {"new": (3, 2)})
+    assert torch.equal(got["new"], weight.T)
+    with pytest.raises(ModelMismatch, match=r"new .*w, w_scale.*Inkling2LoopDequantizeExperts"):
+        place(mapping, ["w", "w_scale"], [(2, 3), (2,)], {"new": (3, 2)})
+    with pytest.raises(ModelMismatch, match=r"lacks 1 of 1, the first is w"):
+        place(mapping, ["w_scale"], [(2,)], {"new": (3, 2)})
 
 
 @pytest.mark.parametrize("scope", ["the whole", "every module"])

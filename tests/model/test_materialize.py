@@ -24,7 +24,7 @@ from epload.model.targets import Targets, collect
 from support import ranks
 from support.checks import all_fine
 from support.models import on_meta
-from support.small_model import BUCKET, NODES, Net, local_of, only_readers, sharded, state_for, wrong
+from support.small_model import BUCKET, NODES, only_readers, wrong
 
 CPU = torch.device("cpu")
 
@@ -181,38 +181,6 @@ def test_both_paths_give_equal_models() -> None:
     all_fine(ranks.run(4, _both_paths))
 
 
-def _training(rank: int) -> list[str]:
-    """After a load from meta the model trains as one that was never on meta."""
-    problems = []
-    tokens = torch.arange(13)
-    reference = Tied()
-    with torch.no_grad():
-        for i, tensor in enumerate(reference.parameters()):
-            tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 + i) / 10)
-    full = {name: value.detach().clone() for name, value in reference.state_dict().items()}
-    rate = torch.optim.SGD((p for p in reference.parameters() if p.requires_grad), lr=0.1)
-    reference(tokens).float().square().mean().backward()
-    rate.step()
-    for private in (True, False):
-        model = as_one()
-        materialize(model, collect(model), CPU, private=private)
-        HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
-            model, only_readers(full), init_missing=lambda module, path, names: None
-        )
-        rate = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-        model(tokens).float().square().mean().backward()
-        rate.step()
-        for name, tensor in model.named_parameters():
-            expected = local_of(reference.get_parameter(name).detach(), tensor)
-            if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
-                problems.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
-    return problems
-
-
-def test_a_loaded_model_trains() -> None:
-    all_fine(ranks.run(4, _training))
-
-
 def _moved_to_meta(rank: int) -> list[str]:
     """FSDP has looked at its parameters once, and does not do so again by itself."""
     problems = []
@@ -242,27 +210,6 @@ def test_a_scripted_module_on_meta() -> None:
     full = {name: torch.full(tensor.shape, 1.0 + i) for i, (name, tensor) in enumerate(model.state_dict().items())}
     epload.load(model, full, progress=False)
     assert all(torch.equal(tensor, full[name]) for name, tensor in model.state_dict().items())
-
-
-def _offloaded(rank: int) -> list[str]:
-    with torch.device("meta"):
-        model = sharded(Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
-    problems = []
-    for number in (1, 2):
-        full = {n: v / 100_000 if v.is_floating_point() else v for n, v in state_for(number).items()}
-        loader.load(model, only_readers(full))
-        problems += wrong(model, full)
-        whole = Net()
-        whole.load_state_dict(full)
-        got, expected = model(torch.arange(13)), whole(torch.arange(13))
-        if not torch.allclose(got, expected, rtol=1e-4):
-            problems.append(f"load {number}: {got[:2]} instead of {expected[:2]}")
-    return problems
-
-
-def test_parameters_offloaded_to_host_memory() -> None:
-    all_fine(ranks.run(4, _offloaded))
 
 
 @pytest.mark.parametrize("private", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,35 +64,39 @@ def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:
     return "loaded"
 
 
-def another_order(rank: int, odd: int, readers: str) -> str:
-    model = zeros()
-    place(model, in_order([0, 1, 3, 2] if rank == odd else [0, 1, 2, 3]), [Shard(0)])
-    result = load(rank, model, made(readers))
-    if any(bool(parameter.to_local().any()) for parameter in model.parameters()):
-        return f"something was written: {result}"
-    return result
+ODD = ((2, "one"), (0, "one"), (3, "every"))
+"""The rank whose mesh is in another order, and the readers."""
 
 
-@pytest.mark.parametrize(("odd", "readers"), [(2, "one"), (0, "one"), (3, "every")])
-def test_a_mesh_in_another_order_on_one_rank(odd: int, readers: str) -> None:
+def another_order(rank: int) -> list[str]:
+    results = []
+    for odd, readers in ODD:
+        model = zeros()
+        place(model, in_order([0, 1, 3, 2] if rank == odd else [0, 1, 2, 3]), [Shard(0)])
+        results.append(load(rank, model, made(readers)))
+        if any(bool(parameter.to_local().any()) for parameter in model.parameters()):
+            results[-1] = f"something was written: {results[-1]}"
+    return results
+
+
+def test_a_mesh_in_another_order_on_one_rank() -> None:
     """Two ranks would hold the same shard, and nobody the fourth."""
-    results = ranks.run(4, another_order, odd, readers)
-    assert len(set(results)) == 1, results
-    others = [rank for rank in range(4) if rank != odd]
-    assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in results[0]
-    assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in results[0]
-    assert "the same order on all ranks" in results[0]
+    results = ranks.run(4, another_order)
+    assert all(other == results[0] for other in results), results
+    for (odd, _), text in zip(ODD, results[0], strict=True):
+        others = [rank for rank in range(4) if rank != odd]
+        assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in text
+        assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in text
+        assert "the same order on all ranks" in text
 
 
 def another_outer_mesh(rank: int) -> str:
-    order = [0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3]
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(2, COLUMNS))
-    mesh = in_order(order)
-    loader = made()
+    mesh = in_order([0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3])
     state = {"weight": torch.arange(8.0 * COLUMNS).view(8, COLUMNS)}
     try:
-        loader.load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
+        made().load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
     except ManifestMismatch as error:
         assert not model.weight.any(), "nothing moved"
         return str(error)

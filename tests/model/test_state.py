@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload import LocalModules, Topology
+from epload import Topology
 from support import ranks
-from support.checks import all_fine, as_bytes, bits, differences, full_values, local_of
-from support.models import Block, Mlp, Rotary, Tied, mesh, on_meta, tp_then_fsdp
+from support.checks import all_fine, as_bytes, bits, full_values, local_of
+from support.models import Block, Rotary, Tied, mesh, on_meta
 
 NODES = [[0, 1], [2, 3]]
 
@@ -27,33 +24,8 @@ def loader(**options: Any) -> epload.HierarchicalLoader:
     )
 
 
-def like_sharding_the_loaded_model(make: Callable[[], nn.Module], parallelize: Callable[[nn.Module], Any]) -> list[str]:
-    """Loads on 4 ranks from a dict that rank 0 has; the oracle is the parallelized model that held the values already."""
-    expected, model = make(), on_meta(make)
-    values = full_values(model)
-    with torch.no_grad():
-        for name, tensor in expected.state_dict(keep_vars=True).items():
-            tensor.copy_(values[name])
-    parallelize(expected)
-    parallelize(model)
-    report = loader().load(model, values if torch.distributed.get_rank() == 0 else None)
-    return [*differences(expected, model), *report.missing_keys, *report.unexpected_keys]
-
-
 def fsdp(model: nn.Module, **options: Any) -> None:
     fully_shard(model, mesh=mesh(("all", 4)), **options)
-
-
-# ---- buffers ----
-
-
-def _plain_buffers(rank: int) -> list[str]:
-    spec: Any = {"step": ((), torch.int64), "mask": ((3, 5), torch.bool), "mean": ((5,), torch.float64)}
-    return like_sharding_the_loaded_model(partial(Block, {"w": (5, 3)}, spec), fsdp)
-
-
-def test_accelerate_3898_plain_buffers() -> None:
-    all_fine(ranks.run(4, _plain_buffers))
 
 
 def _inv_freq(rank: int) -> list[str]:
@@ -102,27 +74,6 @@ def test_skyrl_1709_lmms_engine_185_inv_freq() -> None:
 # ---- layouts and ties, through a full state dict on one rank ----
 
 
-def _tied(rank: int) -> list[str]:
-    problems = []
-    for names in (("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")):
-        model = on_meta(Tied)
-        fsdp(model)
-        values = full_values(on_meta(Tied))
-        given = {n: t for n, t in values.items() if n not in ("embed.weight", "head.weight") or n in names}
-        loader().load(model, given if rank == 0 else None)
-        if model.head.weight is not model.embed.weight:
-            problems.append(f"{names}: untied")
-        part = values["embed.weight"].chunk(4)
-        mine = part[rank] if rank < len(part) else torch.empty(0)
-        if not torch.equal(as_bytes(local_of(model.head.weight)), as_bytes(mine)):
-            problems.append(f"{names}: wrong rows")
-    return problems
-
-
-def test_skyrl_870_verl_7834_tied_weights() -> None:
-    all_fine(ranks.run(4, _tied))
-
-
 def _broken_ties(rank: int) -> list[str]:
     """Parallelizing part by part makes two parameters of one; a declared tie fills both."""
     model = on_meta(Tied)
@@ -141,25 +92,6 @@ def _broken_ties(rank: int) -> list[str]:
 
 def test_ties_that_parallelizing_broke() -> None:
     all_fine(ranks.run(4, _broken_ties))
-
-
-def _empty_shards(rank: int) -> list[str]:
-    return like_sharding_the_loaded_model(partial(Block, {"one": (1, 3), "none": (0, 2), "three": (3,)}), fsdp)
-
-
-def test_transformers_48237_empty_shards() -> None:
-    all_fine(ranks.run(4, _empty_shards))
-
-
-def _meshes(rank: int) -> list[str]:
-    hsdp = partial(fully_shard, mesh=mesh(("replicate", 2), ("shard", 2)))
-    tp = partial(tp_then_fsdp, axes=[("dp", 2), ("tp", 2)])
-    make = partial(Mlp, 7, 5, 3)
-    return like_sharding_the_loaded_model(make, hsdp) + like_sharding_the_loaded_model(make, tp)
-
-
-def test_accelerate_3740_pytorch_134095_136228_n_d_meshes_and_uneven_shards() -> None:
-    all_fine(ranks.run(4, _meshes))
 
 
 def _dtypes(rank: int) -> list[str]:
@@ -187,38 +119,3 @@ def _dtypes(rank: int) -> list[str]:
 
 def test_accelerate_4021_dtype_mismatch() -> None:
     all_fine(ranks.run(4, _dtypes))
-
-
-# ---- wrapped models, and parts of models ----
-
-
-class Stages(nn.Module):
-    def __init__(self, layers: range) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 5) for i in layers})
-        if 0 in layers:
-            self.embed = nn.Embedding(7, 3)
-
-
-def _pipeline(rank: int, folder: Path) -> list[str]:
-    """Two stages of two ranks each; FSDP inside a stage."""
-    stages = [range(3), range(3, 5)]
-    on = mesh(("pp", 2), ("fsdp", 2))["fsdp"]
-    whole = full_values(on_meta(lambda: Stages(range(5))))
-    problems = []
-    for readers in ("one", "every"):
-        model = on_meta(lambda: Stages(stages[rank // 2]))
-        fully_shard(model, mesh=on)
-        report = loader(readers=readers).load(model, folder / "all.safetensors", local_modules=[LocalModules("")])
-        for name, tensor in model.state_dict().items():
-            part = whole[name].chunk(2)[rank % 2]
-            if not torch.equal(as_bytes(local_of(tensor)), as_bytes(part)):
-                problems.append(f"{readers}: {name} differs")
-        if report.missing_keys or report.unexpected_keys:
-            problems.append(str(report))
-    return problems
-
-
-def test_pipeline_stages(tmp_path: Path) -> None:
-    save_file(full_values(on_meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
-    all_fine(ranks.run(4, _pipeline, tmp_path))

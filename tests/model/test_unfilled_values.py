@@ -58,26 +58,7 @@ def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
     all_fine(ranks.run(4, _unfilled))
 
 
-def _nothing(rank: int) -> list[str]:
-    problems = []
-    for make in (Stray, lambda: on_meta(Stray)):
-        model = make()
-        fully_shard(model)
-        try:
-            state = {"module.w": torch.ones(3, 2), "module.v": torch.ones(5)}
-            loader().load(model, state if rank == 0 else None, strict=False)
-            problems.append("a load that filled nothing has succeeded")
-        except epload.ModelMismatch as error:
-            if "nothing to load" not in str(error) or "module.w" not in str(error):
-                problems.append(str(error))
-    return problems
-
-
-def test_a_load_that_fills_nothing_is_an_error() -> None:
-    all_fine(ranks.run(4, _nothing))
-
-
-# ---- the skeleton ----
+# ---- initializers ----
 
 
 class Careless(nn.Module):

@@ -38,52 +38,43 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     groups: dict[tuple[int, str], ConversionGroup] = {}
     others = []
     for i, name in enumerate(names):
-        rule = _first_match(rules, name)
-        if rule is None:
+        for convert, number, pattern in rules:
+            scope, rest = split_scope(name, convert.scopes)
+            if scope is None or (match := pattern.search(rest)) is None:
+                continue
+            before, after = scope + rest[: match.start()], rest[match.end() :]
+            targets = tuple([f"{before}{match.expand(target)}{after}" for target in convert.targets])
+            group = groups.setdefault((id(convert), targets[0]), ConversionGroup(convert, targets, [], []))
+            group.sources.append(i)
+            group.inputs.append((number, _index(name, match)))
+            break
+        else:
             others.append(i)
-            continue
-        convert, number, match, scope = rule
-        before, after = scope + match.string[: match.start()], match.string[match.end() :]
-        targets = tuple([f"{before}{match.expand(target)}{after}" for target in convert.targets])
-        group = groups.setdefault((id(convert), targets[0]), ConversionGroup(convert, targets, [], []))
-        group.sources.append(i)
-        group.inputs.append((number, _index(name, match)))
     return list(groups.values()), others
-
-
-def _first_match(
-    rules: Sequence[tuple[Convert, int, re.Pattern[str]]], name: str
-) -> tuple[Convert, int, re.Match[str], str] | None:
-    """Returns the first rule that matches: the conversion, the number of its source, the match, and the scope before it."""
-    for convert, number, pattern in rules:
-        scope, rest = split_scope(name, convert.scopes)
-        if scope is not None and (match := pattern.search(rest)):
-            return convert, number, match, scope
-    return None
 
 
 def _index(name: str, match: re.Match[str]) -> int:
     if "index" not in match.re.groupindex:
         return -1
-    text = match["index"] or ""
     try:
-        return int(text)
+        index = int(match["index"] or "")
     except ValueError:
-        raise ModelMismatch(f"expected an integer as the index in {name!r}, got {text!r}") from None
+        index = -1
+    if index < 0:
+        raise ModelMismatch(f"expected an integer of 0 or more as the index in {name!r}, got {match['index']!r}")
+    return index
 
 
 def incompleteness(group: ConversionGroup, names: Sequence[str]) -> str:
     """Returns what keeps a group from having each input once, with each index from 0 to the last; empty if nothing does."""
     convert = group.convert
     sources: dict[tuple[int, int], int] = {}
-    for source, (number, index) in zip(group.sources, group.inputs, strict=True):
-        if index < 0 and _INDEX in convert.sources[number]:
-            return f"{names[source]} has index {index}, expected 0 or more"
-        if (other := sources.setdefault((number, index), source)) != source:
+    for source, key in zip(group.sources, group.inputs, strict=True):
+        if (other := sources.setdefault(key, source)) != source:
             return f"{names[other]} and {names[source]} are for the same part of it"
     count = max(index for _, index in sources) + 1
     # Scales, which are all inputs but the first, may be absent.
-    scaled = bool(convert.operations) and convert.operations[0].name == "Dequantize"
+    scaled = bool(convert.operations) and "Dequantize" in convert.operations[0].name
     required = convert.sources[:1] if scaled else convert.sources
     indices = [range(count) if _INDEX in pattern else range(-1, 0) for pattern in required]
     # Counted, not listed: an index in a malformed checkpoint may have any number of digits.

@@ -7,7 +7,7 @@ expert's number).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,9 +26,13 @@ class Operation:
     name: str
     """Key of the function that computes it."""
     arguments: tuple[Any, ...] = ()
+    function: Callable[[TensorLists, TargetShapes], TensorLists] | None = field(default=None, compare=False)
+    """Computes it in place of that function; None for the operations of mappings of your own."""
 
     def __call__(self, inputs: TensorLists, targets: TargetShapes) -> TensorLists:
         """Raises ValueError if the operation cannot be applied to these inputs."""
+        if self.function is not None:
+            return self.function(inputs, targets)
         return _FUNCTIONS[self.name](inputs, targets, *self.arguments)
 
     def __repr__(self) -> str:
@@ -71,11 +75,6 @@ def Reshape(shape: tuple[int, ...]) -> Operation:
 # ---- the functions ----
 
 
-def _each(function: Callable[..., Assembly]) -> Callable[..., TensorLists]:
-    """Makes a function of one tensor a function of all inputs."""
-    return lambda inputs, _, *arguments: [[function(t, *arguments) for t in tensors] for tensors in inputs]
-
-
 def _split(inputs: TensorLists, targets: TargetShapes, dim: int, sizes: str | tuple[int, ...]) -> TensorLists:
     tensors = list(chain(*inputs))
     if len(tensors) != 1:
@@ -98,91 +97,12 @@ def _transpose(inputs: TensorLists, targets: TargetShapes, dim0: int, dim1: int,
     return [[t if t.shape == fitting else views.transpose(t, dim0, dim1) for t in tensors] for tensors in inputs]
 
 
-def _truncate(tensor: Assembly, count: int) -> Assembly:
-    """Keeps the first rows; the others are padding."""
-    rows = min(count, tensor.shape[0])
-    return views.split(tensor, 0, [rows, tensor.shape[0] - rows])[0]
-
-
-def _unsupported(_: TensorLists, __: TargetShapes, name: str, reason: str) -> TensorLists:
-    raise ValueError(
-        f"the transformers operation {name} {reason}; load the model once with from_pretrained, save its state dict, and load "
-        "that"
-    )
-
-
-COMPUTES_VALUES = "computes values, which a mapping cannot do"
-
-
-def _dequantize(inputs: TensorLists, targets: TargetShapes, name: str) -> TensorLists:
-    """Keeps a tensor without scales, which are all inputs but the first; multiplying by scales would compute values."""
-    return _unsupported(inputs, targets, name, COMPUTES_VALUES) if any(inputs[1:]) else inputs[:1]
-
-
-def _interleave(tensor: Assembly, dim: int, inverse: bool) -> Assembly:
-    """Reorders ``dim`` to the even indices, then the odd ones; ``inverse`` reverses that."""
-    dim = views.normalize_dim(dim, len(tensor.shape))
-    half = tensor.shape[dim] // 2
-    pairs = (2, half) if inverse else (half, 2)
-    matrix = views.reshape(tensor, (*tensor.shape[:dim], *pairs, *tensor.shape[dim + 1 :]))
-    return views.reshape(views.transpose(matrix, dim, dim + 1), tensor.shape)
-
-
-def _permute_for_rope(
-    inputs: TensorLists, _: TargetShapes, heads: int, inverse: bool, applies: tuple[bool, ...]
-) -> TensorLists:
-    """Reorders the rows of each head from (real, imaginary) pairs to all real rows, then all imaginary rows.
-
-    ``applies``: True for each input that the operation applies to.
-    """
-    if len(applies) != len(inputs):
-        if not all(applies):
-            raise ValueError(f"PermuteForRope takes {len(applies)} inputs, got {len(inputs)}")
-        applies = (True,) * len(inputs)
-
-    def permute(tensor: Assembly) -> Assembly:
-        if len(tensor.shape) not in (1, 2):
-            return tensor
-        by_head = views.reshape(tensor, (heads, tensor.shape[0] // heads, *tensor.shape[1:]))
-        return views.reshape(_interleave(by_head, 1, inverse), tensor.shape)
-
-    return [[*map(permute, tensors)] if does else tensors for tensors, does in zip(inputs, applies, strict=True)]
-
-
-def _merge_message_queries(inputs: TensorLists, _: TargetShapes) -> TensorLists:
-    """Merges pairs of [query, mlp] rows and pairs of [key, value] rows to [query, key, value, mlp], stacked along a new dim."""
-    outer, inner = (views.reshape(tensor, (-1, 2, *tensor.shape[1:])) for (tensor,) in inputs)
-    query, mlp = views.split(outer, 1, [1, 1])
-    return [[views.concatenate([query, inner, mlp], 1)]]
-
-
-def _fuse_and_split_experts(inputs: TensorLists, targets: TargetShapes, stack_dim: int, concat_dim: int) -> TensorLists:
-    """Divides each input's list evenly among the targets; each target stacks its part of each input and concatenates those."""
-    outputs = []
-    for i in range(len(targets)):
-        sizes = [-(-len(tensors) // len(targets)) for tensors in inputs]
-        parts = [tensors[i * size : (i + 1) * size] for tensors, size in zip(inputs, sizes, strict=True)]
-        if not all(parts):
-            raise ValueError(f"cannot divide {max(map(len, inputs))} experts among {len(targets)} targets")
-        outputs.append([views.concatenate([views.stack(part, stack_dim) for part in parts], concat_dim)])
-    return outputs
-
-
 _FUNCTIONS: dict[str, Callable[..., TensorLists]] = {
     "Stack": lambda inputs, _, dim: [[views.stack(tensors, dim)] for tensors in inputs],
     "Concatenate": lambda inputs, _, dim: [[views.concatenate(list(chain(*inputs)), dim)]],
     "Split": _split,
     "Unstack": lambda inputs, _, dim: [list(chain(*(views.unstack(t, dim) for t in tensors))) for tensors in inputs],
     "Transpose": _transpose,
-    "Reshape": _each(views.reshape),
-    # Operations that only transformers declares, by its names for them.
-    "Conv3dToLinear": _each(lambda tensor: views.reshape(tensor, (tensor.shape[0], -1))),
-    "Dequantize": _dequantize,
-    "ErnieFuseAndSplitTextVisionExperts": _fuse_and_split_experts,
-    "Inkling2LoopMergeMessageQueries": _merge_message_queries,
-    "Interleave": _each(_interleave),
-    "PermuteForRope": _permute_for_rope,
-    "Truncate": _each(_truncate),
-    "Unsupported": _unsupported,
+    "Reshape": lambda inputs, _, shape: [[views.reshape(t, shape) for t in tensors] for tensors in inputs],
 }
 """Functions of inputs, targets and an operation's arguments."""

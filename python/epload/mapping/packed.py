@@ -53,8 +53,7 @@ def find_packed(
     if not wide:
         return None
     candidates = {tensor: _weight_names(tensor) for tensor in _packed_tensors(manifest, {*unexpected})}
-    keys = list(chain.from_iterable(candidates.values()))
-    places = dict(zip(keys, destinations(mapping, keys, targets.shapes), strict=True))
+    places = destinations(mapping, [key for keys in candidates.values() for key in keys], targets.shapes)
     for tensor, weights in candidates.items():
         own = {targets.index[name] for name in places[tensor]}
         if own and own.isdisjoint(wide):  # a tensor that the model has

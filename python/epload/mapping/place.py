@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from functools import cached_property
 from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import ConversionGroup, incompleteness, match_conversions
-from epload.mapping.mapping import Mapping, Placed, apply_renames
+from epload.mapping.mapping import Mapping, Placed, apply_renames, rename_keys
 from epload.mapping.operations import TensorLists
 
 Place = tuple[str, View]
@@ -49,7 +48,8 @@ def place(
     if isinstance(mapping, Placed):
         return list(mapping.places)
     placer = _Placer(mapping, names, shapes, targets)
-    placed = placer.run()
+    placer.run()
+    placed = placer.placed
     if mapping.aliases:
         placed = [tuple([(placer.model_name[name], view) for name, view in places]) for places in placed]
     mismatched = [mismatch._replace(target=placer.model_name[mismatch.target]) for mismatch in placer.mismatches]
@@ -60,23 +60,21 @@ def place(
     return placed
 
 
-def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> list[list[str]]:
+def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> dict[str, list[str]]:
     """Returns the names of the model that tensors of each of these names would fill, whatever their shapes."""
     if isinstance(mapping, Placed):
-        return [[]] * len(names)
+        return {name: [] for name in names}
     placer = _Placer(mapping, names, [()] * len(names), targets)
     groups, others, renamed = placer.match()
-    filled: list[list[str]] = [[] for _ in names]
+    filled: dict[str, list[str]] = {}
     for source in others:
         target = placer.find(renamed[source]) or placer.find(names[source])
-        filled[source] = [target] if target is not None else []
+        filled[names[source]] = [target] if target is not None else []
     for group in groups:
-        forms = [form for name in group.targets if (form := placer.find(name)) is not None]
-        patterns = [re.compile(r"\d+".join(map(re.escape, form.split("{index}")))) for form in forms]
-        matching = [name for name in placer.targets if any(pattern.fullmatch(name) for pattern in patterns)]
-        for source in group.sources:
-            filled[source] = matching
-    return [[placer.model_name[name] for name in inner] for inner in filled]
+        patterns = [placer.find(name) or name.replace("{index}", "*") for name in group.targets]
+        matching = [name for pattern in patterns for name in fnmatch.filter(placer.targets, pattern)]
+        filled |= {names[source]: matching for source in group.sources}
+    return {name: [placer.model_name[target] for target in inner] for name, inner in filled.items()}
 
 
 class _Placer:
@@ -103,7 +101,7 @@ class _Placer:
         self._outputs: dict[object, TensorLists] = {}
         """Results of conversions; groups that differ only in names share them."""
 
-    def run(self) -> list[tuple[Place, ...]]:
+    def run(self) -> None:
         groups, others, renamed = self.match()
         self._place_whole(others, renamed)
         if self.mapping.required and (self.mapping.renames or self.mapping.converts):
@@ -111,7 +109,6 @@ class _Placer:
         for group in groups:
             self._convert(group)
         self._tie()
-        return self.placed
 
     def match(self) -> tuple[list[ConversionGroup], list[int], list[str]]:
         """Returns what conversions take together, the numbers of all other tensors, and the renamed names."""
@@ -124,18 +121,9 @@ class _Placer:
         renamed = apply_renames(self.mapping.renames, renamed)
         return *match_conversions(self.mapping.converts, renamed), renamed
 
-    @cached_property
-    def _indexed(self) -> set[str]:
-        """Names of the model with one of their numbers replaced by ``{index}``."""
-        return {
-            f"{name[: match.start()]}{{index}}{name[match.end() :]}"
-            for name in self.targets
-            for match in re.finditer(r"\d+", name)
-        }
-
     def find(self, name: str) -> str | None:
-        """Returns the target for ``name``, which may have ``{index}``, with or without the base model's prefix."""
-        targets = self._indexed if "{index}" in name else self.targets
+        """Returns the target for ``name``, with or without the base model's prefix."""
+        targets = self.targets
         if not self.mapping.base_model_prefix:
             return name if name in targets else None
         prefix = f"{self.mapping.base_model_prefix}."
@@ -148,8 +136,7 @@ class _Placer:
         lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in mismatched]
         if groups or renamed != list(self.names) or not lost:
             return
-        rules = [rename.source for rename in self.mapping.renames]
-        rules += [source for convert in self.mapping.converts for source in convert.sources]
+        _, rules = rename_keys(self.mapping, self.names)
         raise ModelMismatch(
             f"no rule of the mapping matches any checkpoint key, and the model lacks {len(lost)} of the {len(self.names)} keys "
             f"({', '.join(lost[:3])}{', ...' * (len(lost) > 3)}); the patterns are {', '.join(map(repr, rules[:5]))}"
@@ -179,15 +166,16 @@ class _Placer:
 
     def _convert(self, group: ConversionGroup) -> None:
         targets = [self.find(name) for name in group.targets]
-        if not any(targets):
-            self._place_whole(group.sources, self.names)
-            return
+        is_list = any("{index}" in name for name in group.targets)
+        outputs = self._run_operations(group, targets) if is_list or any(targets) else [[]]
         places: dict[int, list[Place]] = defaultdict(list)
-        for target, outputs in zip(targets, self._run_operations(group, targets), strict=True):
-            for index, assembly in enumerate(outputs):
-                name = (target or "").replace("{index}", str(index))
-                if name not in self.targets:
+        has_target = False
+        for pattern, assemblies in zip(group.targets, outputs, strict=False):
+            for index, assembly in enumerate(assemblies):
+                name = self.find(pattern.replace("{index}", str(index)))
+                if name is None:
                     continue
+                has_target = True
                 if assembly.shape != self.targets[name]:
                     text = self._problem(group, name, f"the result has shape {list(assembly.shape)}")
                     self.mismatches.append(ShapeMismatch(name, tuple(group.sources), text))
@@ -197,12 +185,14 @@ class _Placer:
                     places[group.sources[position]].append((name, view))
         for source, views in places.items():
             self.placed[source] = tuple(views)
+        if not has_target:
+            self._place_whole(group.sources, self.names)
 
     def _run_operations(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:
         """Returns a list of tensors for each target, whose name in the model is None if it lacks it; sources are numbered within
         the group. Raises ModelMismatch for tensors that are missing or duplicate, or an operation that cannot be applied."""
         shapes = [self.shapes[source] for source in group.sources]
-        target_shapes = [None if name is None else self.targets.get(name) for name in targets]
+        target_shapes = [None if name is None else self.targets[name] for name in targets]
         key = (id(group.convert), tuple(group.inputs), tuple(shapes), tuple(target_shapes))
         if key in self._outputs:
             return self._outputs[key]
@@ -223,7 +213,7 @@ class _Placer:
             count = sum(map(len, tensors))
             problem = f"expected one tensor for each target, but the operations make {count}; add Stack or Concatenate"
         if problem:
-            raise ModelMismatch(self._problem(group, next(filter(None, targets)), problem))
+            raise ModelMismatch(self._problem(group, next(filter(None, targets), group.targets[0]), problem))
         self._outputs[key] = tensors
         return tensors
 
@@ -240,18 +230,14 @@ class _Placer:
     def _tie(self) -> None:
         """Fills tied targets that no checkpoint tensor fills from those that one does."""
         pairs = [pair for a, b in self.mapping.ties for pair in ((a, b), (b, a))]
-        tied = {name for name, _ in pairs}
         places: dict[str, list[tuple[int, View]]] = defaultdict(list)
-        for number, own in enumerate(self.placed) if tied else ():
+        for number, own in enumerate(self.placed) if pairs else ():
             for name, view in own:
-                if name in tied:
-                    places[name].append((number, view))
+                places[name].append((number, view))
         # One value may have any number of names, in pairs of any order.
-        while open_pairs := [(a, b) for a, b in pairs if a in places and b not in places and self._same_shape(a, b)]:
-            filled, empty = open_pairs[0]
-            places[empty] = places[filled]
-            for number, view in places[empty]:
-                self.placed[number] += ((empty, view),)
-
-    def _same_shape(self, filled: str, empty: str) -> bool:
-        return self.targets.get(empty) == self.targets[filled]
+        for _ in self.mapping.ties:
+            for filled, empty in pairs:
+                if filled in places and empty not in places and self.targets[filled] == self.targets.get(empty):
+                    places[empty] = places[filled]
+                    for number, view in places[filled]:
+                        self.placed[number] += ((empty, view),)

@@ -22,7 +22,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import place
 from epload.mapping.resolve import from_model
-from epload.mapping.wrappers import unwrap
+from epload.mapping.wrappers import strip_wrappers, unwrap
 from epload.model.initialization import is_pretrained, new_on_meta, preserve_generators
 from epload.model.modules import Modules
 from epload.model.targets import Targets
@@ -46,14 +46,14 @@ def set_dtypes(
     for pattern in requested if isinstance(requested, Mapping) else ():
         if not any(re.search(pattern, name) for name in targets.index):
             raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
-    assigned, kept = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, set())
+    assigned, in_fp32 = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, set())
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
         for number, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
             if name in scales:
                 assigned.pop(number, None)
-            elif number not in kept and isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
+            elif number not in in_fp32 and isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype):
                 dtype = assigned.setdefault(number, _requested_dtype(name, requested) or tensor.dtype)
                 if not tensor.is_meta and tensor.dtype != dtype:
                     raise ValueError(
@@ -63,20 +63,20 @@ def set_dtypes(
     for number, dtype in assigned.items():
         if targets.tensors[number].is_meta:
             targets.dtypes[number] = dtype
-    kept &= assigned.keys()
-    for number in sorted(kept):
+    in_fp32 &= assigned.keys()
+    for number in sorted(in_fp32):
         is_kept = targets.dtypes[number] == torch.float32
         (targets.kept_in_fp32 if is_kept else targets.below_fp32).append(targets.names[number])
-    _check_fsdp_groups(modules, targets, {number for number in kept if targets.tensors[number].is_meta})
+    _check_fsdp_groups(modules, targets, {number for number in in_fp32 if targets.tensors[number].is_meta})
 
 
 def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
     """Returns which of a model's tensors ``from_pretrained`` keeps in float32 if the model has this dtype."""
-    kept: set[str] = set()
+    in_fp32: set[str] = set()
     for module, pairs in _pretrained_models(model, Modules(model), names):
         is_kept = _kept_names(module, dtype)
-        kept |= {name for inner, name in pairs if is_kept(inner)}
-    return kept
+        in_fp32 |= {name for inner, name in pairs if is_kept(inner)}
+    return in_fp32
 
 
 def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
@@ -96,8 +96,10 @@ def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.d
             raise ValueError(f"no tensor of the checkpoint fits {kind.__name__}")
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
-    kept = kept_in_fp32(model, list(shapes), dtype)
-    return {n for n, places in zip(manifest.names, placed, strict=True) if any(target in kept for target, _ in places)}
+    in_fp32 = kept_in_fp32(model, list(shapes), dtype)
+    return {
+        n for n, places in zip(manifest.names, placed, strict=True) if any(target in in_fp32 for target, _ in places)
+    }
 
 
 def below_fp32_warning(targets: Targets) -> str:
@@ -130,7 +132,7 @@ def _dtypes_in_transformers(
     """Returns the dtypes that ``from_pretrained`` gives targets of transformers models, and the targets that it keeps in float32;
     not those that a dict of dtypes names."""
     assigned: dict[int, torch.dtype] = {}
-    kept: set[int] = set()
+    in_fp32: set[int] = set()
     for module, pairs in _pretrained_models(model, modules, targets.index):
         # What bfloat16 keeps in float32, float16 keeps too.
         if requested is None and not module._get_dtype_plan(torch.float16):
@@ -149,14 +151,15 @@ def _dtypes_in_transformers(
         new_dtypes = {name: tensor.dtype for name, tensor in new.state_dict().items()} if new is not None else {}
         is_kept = _kept_names(module, dtype)
         for inner, name, number in members:
+            own_dtype = targets.tensors[number].dtype
             if isinstance(requested, Mapping) and _requested_dtype(name, requested):
                 continue
             if is_kept(inner):
                 assigned[number] = torch.float32
-                kept.add(number)
-            elif inner in new_dtypes or targets.tensors[number].dtype != own:
-                assigned[number] = new_dtypes.get(inner, targets.tensors[number].dtype)
-    return assigned, kept
+                in_fp32.add(number)
+            elif inner in new_dtypes or own_dtype != own:
+                assigned[number] = new_dtypes.get(inner, own_dtype)
+    return assigned, in_fp32
 
 
 def _pretrained_models(
@@ -169,26 +172,26 @@ def _pretrained_models(
     inner, aliases, copies = unwrap(model, names)
     originals = {copied: original for original, copied in copies}
     inside = [originals.get(name, name) for name in apply_renames(aliases, names)]
-    outermost: dict[str, Any] = {}
-    for prefix, module in Modules(inner).named:
-        if is_pretrained(type(module)) and not any(prefix.startswith(above) for above in outermost):
-            outermost[prefix] = module
-    parts = []
-    for path, module in outermost.items():
-        prefix = apply_renames(aliases, [path])[0]
+    parts: list[tuple[Any, list[tuple[str, str]]]] = []
+    outermost: list[str] = []
+    for path, module in Modules(inner).named:
+        if not is_pretrained(type(module)) or path.startswith(tuple(outermost)):
+            continue
+        outermost.append(path)
+        prefix = strip_wrappers(path, aliases)
         tied = getattr(module, "all_tied_weights_keys", None) or {}
         pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
-        parts.append((module, [(n, name) for n, name in pairs if n not in tied]))
+        parts.append((module, [pair for pair in pairs if pair[0] not in tied]))
     return parts
 
 
-def _check_fsdp_groups(modules: Modules, targets: Targets, kept: Collection[int]) -> None:
+def _check_fsdp_groups(modules: Modules, targets: Targets, in_fp32: Collection[int]) -> None:
     """Raises ModelMismatch for a group of FSDP parameters that has one of these targets and trainable ones of another dtype."""
-    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)} if kept else {}
-    for group in modules.fsdp_groups if kept else ():
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)} if in_fp32 else {}
+    for group in modules.fsdp_groups if in_fp32 else ():
         numbers = [number_of.get(id(p.sharded_param)) for p in group.fsdp_params if p.sharded_param.requires_grad]
         members = [number for number in numbers if number is not None]
-        odd = next((number for number in members if number in kept), None)
+        odd = next((number for number in members if number in in_fp32), None)
         other = next((number for number in members if targets.dtypes[number] != torch.float32), None)
         if odd is None or other is None:
             continue

@@ -11,7 +11,6 @@ shapes leave no other choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.pieces import Metadata
-from epload.core.placement import Box, Layout, OwnedRegion, box_slices, owned_parts, owned_regions, row_major_strides
+from epload.core.placement import Box, OwnedRegion, box_slices, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
@@ -64,52 +63,50 @@ def with_scales(
     places of the scales to ``placed``.
 
     Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape."""
-    scaled = f"{SUFFIXES[0]}\n" in "\n".join((*manifest.names, ""))  # at once takes a fifth of the time
-    if not scaled and set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes):
+    if set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)
-    targets = replace(
-        targets, names=[*targets.names], layout=[*targets.layout], dtypes=[*targets.dtypes], layouts=[*targets.layouts],
-        coordinates=[*targets.coordinates], index={**targets.index}, local_only={*targets.local_only},
-    )  # fmt: skip
-    owned = [owned_regions(*of) for of in zip(targets.layouts, targets.coordinates, strict=True)]
-    ranges_of: dict[tuple[object, ...], list[tuple[Shape, Shape]]] = {}
+    owned = [owned_regions(*layout) for layout in zip(targets.layouts, targets.coordinates, strict=True)]
+    boxes_of: dict[tuple[object, ...], list[Box]] = {}
     scalings: list[Scaling] = []
+    needed: dict[int, Shape] = {}
+    """The shape of the box of each scale, by the scale's number in the checkpoint."""
     for i, dtype in enumerate(manifest.dtypes):
-        wide = [(targets.index[target], view) for target, view in placed[i]] if dtype in dtypes.FP8 else []
-        wide = [(target, view) for target, view in wide if targets.dtypes[target] is not dtype]
-        if not wide:
+        regions = [(targets.index[name], view) for name, view in placed[i]] if dtype in dtypes.FP8 else []
+        regions = [region for region in regions if targets.dtypes[region[0]] is not dtype]
+        if not regions:
             continue
-        shape = manifest.shapes[i]
-        scale = _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in wide])
+        shape, boxes = manifest.shapes[i], list[Box]()
+        scale = _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions])
         blocks = _block_shape(manifest, i, scale)
-        ranges: list[tuple[Shape, Shape]] = []
-        for target, view in wide:
-            key = (targets.layout[target], view, shape, blocks)
-            if key not in ranges_of:
+        for target, view in regions:
+            layout = targets.layout[target]
+            key = (layout, view, shape, blocks)
+            if key not in boxes_of:
                 if blocks != _whole(shape) and not _keeps_blocks(view, shape):
                     raise ModelMismatch(
                         f"cannot dequantize {manifest.names[i]} into {targets.names[target]}: the mapping reshapes it across its "
                         "rows, so that its blocks of scales are no longer blocks"
                     )
-                ranges_of[key] = _ranges_of_scales(view, shape, blocks, owned[targets.layout[target]])
-            ranges += ranges_of[key]
-        start = tuple(map(min, zip(*(first for first, _ in ranges), strict=True))) if ranges else (0,) * len(shape)
-        end = tuple(map(max, zip(*(end for _, end in ranges), strict=True))) if ranges else start
-        size = tuple(map(int.__sub__, end, start))
-        extra = _add_target(targets, manifest, scale, size)
+                parts = owned_parts((view.start, view.size), owned[layout])
+                boxes_of[key] = [_span(view.crop(part.start, part.size), shape)[0] for part in parts]
+            boxes += boxes_of[key]
+        first, size = _box_of_scales(boxes, blocks)
         strides = row_major_strides(_grid(shape, blocks))
-        offset = sum(map(int.__mul__, start, strides))
-        placed[scale] = ((targets.names[extra], View((0,) * len(size), size, offset, strides)),)
-        scalings += [Scaling(target, view, shape, extra, start, blocks) for target, view in wide]
-    return targets, tuple(scalings)
+        view = View((0,) * len(size), size, sum(map(int.__mul__, first, strides)), strides)
+        placed[scale] = ((f"scale {manifest.names[scale]}", view),)
+        index = len(targets.names) + len(needed)
+        scalings += [Scaling(target, region, shape, index, first, blocks) for target, region in regions]
+        needed[scale] = size
+    names = [f"scale {manifest.names[scale]}" for scale in needed]
+    return targets.with_extra(names, list(needed.values()), [manifest.dtypes[n] for n in needed]), tuple(scalings)
 
 
 def scale_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
     """Returns uninitialized tensors for the scales: the targets from index ``count`` on."""
-    kinds = zip(targets.layout[count:], targets.dtypes[count:], strict=True)
-    return [torch.empty(targets.layouts[layout].shape, dtype=dtype, device=device) for layout, dtype in kinds]
+    shapes = [targets.layouts[layout].shape for layout in targets.layout[count:]]
+    return [torch.empty(s, dtype=dtype, device=device) for s, dtype in zip(shapes, targets.dtypes[count:], strict=True)]
 
 
 def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
@@ -183,20 +180,6 @@ def _scale_of(manifest: Metadata, number: dict[str, int], weight: int, into: Seq
     return number[scale]
 
 
-def _add_target(targets: Targets, manifest: Metadata, scale: int, shape: Shape) -> int:
-    """Adds a target of this shape for a scale; returns its index."""
-    name = f"scale {manifest.names[scale]}"
-    if name not in targets.index:
-        targets.index[name] = len(targets.names)
-        targets.local_only.add(len(targets.names))
-        targets.names.append(name)
-        targets.dtypes.append(manifest.dtypes[scale])
-        targets.layout.append(len(targets.layouts))
-        targets.layouts.append(Layout(shape, (), ()))
-        targets.coordinates.append(())
-    return targets.index[name]
-
-
 # ---- which blocks ----
 
 
@@ -212,9 +195,8 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
     if not blocks and len(padded) == len(shape):
         even = tuple(-(-n // max(count, 1)) or 1 for n, count in zip(shape, padded, strict=True))
-        if all(count in (1, length) for length, count in zip(shape, padded, strict=True)):
-            return even
-        if not declared and len(counts) == len(shape) and _is_unambiguous(shape, counts, even):
+        along_dims = all(count in (1, length) for length, count in zip(shape, padded, strict=True))
+        if along_dims or (not declared and _is_unambiguous(shape, counts, even)):
             return even
     if len(blocks) == 1:
         return blocks.pop()
@@ -231,19 +213,13 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
 def _is_unambiguous(shape: Shape, counts: Shape, even: Shape) -> bool:
     """Returns True if no other division of a weight has as many scales as one into these ``even`` blocks: blocks of the usual
     sizes may end in a smaller one, and scales that vary along the rows alone may be for unequal parts of a fused weight."""
-    return (
-        len(shape) >= 2
-        and counts[-1] != 1
-        and all(
-            count in (1, n)
-            or (
-                count
-                and not n % count
-                and not any(other != block and -(-n // other) == count for other in _USUAL_BLOCKS)
-            )
-            for n, count, block in zip(shape, counts, even, strict=True)
-        )
-    )
+    if len(counts) != len(shape) or len(shape) < 2 or counts[-1] == 1:
+        return False
+    for n, count, block in zip(shape, counts, even, strict=True):
+        others = [other for other in _USUAL_BLOCKS if other != block and -(-n // other) == count]
+        if count not in (1, n) and (not count or n % count or others):
+            return False
+    return True
 
 
 def _whole(shape: Shape) -> Shape:
@@ -265,39 +241,29 @@ def _span(view: View, shape: Shape) -> tuple[Box, list[tuple[int, int]]]:
     strides = row_major_strides(shape)
     along = [next((dim for dim, stride in enumerate(strides) if step >= stride), 0) for step in view.strides]
     runs = [(dim, step // strides[dim]) for dim, step in zip(along, view.strides, strict=True)]
-    start, offset = [], view.offset
-    for stride in strides:
-        first, offset = divmod(offset, stride)
-        start.append(first)
+    start = tuple(view.offset // stride % length for stride, length in zip(strides, shape, strict=True))
     size = [1] * len(shape)
     for n, (dim, step) in zip(view.size, runs, strict=True):
         size[dim] += (n - 1) * step
-    return (tuple(start), tuple(size)), runs
+    return (start, tuple(size)), runs
 
 
 def _keeps_blocks(view: View, shape: Shape) -> bool:
     """Returns True if every dim of a view runs along one dim of the weight, so that blocks stay blocks."""
+    if 0 in view.size:
+        return True
     (start, size), runs = _span(view, shape)
     strides = row_major_strides(shape)
-    exact = all(
-        n == 1 or step == strides[dim] * count
-        for n, step, (dim, count) in zip(view.size, view.strides, runs, strict=True)
-    )
-    return 0 in view.size or (exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True)))
+    steps = zip(view.size, view.strides, runs, strict=True)
+    is_exact = all(n == 1 or step == strides[dim] * count for n, step, (dim, count) in steps)
+    return is_exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True))
 
 
-def _ranges_of_scales(
-    view: View, shape: Shape, blocks: Shape, owned: Sequence[OwnedRegion]
-) -> list[tuple[Shape, Shape]]:
-    """Returns the first scales and the ends of the scales, along each dim, of each part of a view that is owned."""
-    parts = [view.crop(start, size) for start, size, _ in owned_parts((view.start, view.size), owned)]
-    if blocks == _whole(shape):
-        return [((0,) * len(shape), (1,) * len(shape)) for _ in parts]
-    boxes = [_span(part, shape)[0] for part in parts]
-    return [
-        (
-            tuple(map(int.__floordiv__, begin, blocks)),
-            tuple(-(-(a + n) // block) for a, n, block in zip(begin, size, blocks, strict=True)),
-        )
-        for begin, size in boxes
-    ]
+def _box_of_scales(boxes: Sequence[Box], blocks: Shape) -> tuple[Shape, Shape]:
+    """Returns the start and the size of the box of all scales for some boxes of a weight."""
+    if not boxes:
+        return (0,) * len(blocks), (0,) * len(blocks)
+    starts = zip(*(start for start, _ in boxes), strict=True)
+    ends = zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True)
+    first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
+    return first, tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))

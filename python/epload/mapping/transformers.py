@@ -1,34 +1,31 @@
-"""Translates the checkpoint conversions that the transformers library (5.x) declares for a model into epload's rules.
+"""The checkpoint conversions that the transformers library (5.x) declares for a model, as rules of a mapping.
 
-An operation that computes values, or that a later version of the library adds, is an error when a tensor needs it.
+The library's own code renames keys. Its operations run on tensors without data, which shows where each element goes. An operation
+that computes values is an error when a tensor needs it.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Mapping as MappingType
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from epload.errors import ModelMismatch
 from epload.mapping.mapping import Convert, Mapping, Rename
-from epload.mapping.operations import (
-    COMPUTES_VALUES,
-    Concatenate,
-    Operation,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from epload.mapping.operations import Operation, TargetShapes, TensorLists
+from epload.mapping.tracking import ElementTracker, track
 from epload.model.initialization import class_before_fsdp
 
 SUPPORTED = ("5.19", "5.24")
-"""The oldest and the newest version of transformers whose renames and operations are known."""
-_WHOLE_WORD = r"(?!\w)"
+"""The oldest and the newest version of transformers that epload is tested with."""
 
 
 def from_transformers(model: Any) -> Mapping:
@@ -39,21 +36,15 @@ def from_transformers(model: Any) -> Mapping:
 
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
-    renames: list[Rename] = []
-    converts: list[Convert] = []
     modules = list(model.named_modules())
-    for transform in get_model_conversion_mapping(_without_fsdp(modules)):
-        if isinstance(transform, WeightConverter):
-            converts.append(_convert(transform, model.config))
-        else:
-            renames += _renames(transform)
-    ties = tuple((getattr(model, "all_tied_weights_keys", None) or {}).items())
+    transforms = get_model_conversion_mapping(_without_fsdp(modules))
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     unexpected, missing = _ignored_patterns(model, modules)
     return Mapping(
-        tuple(renames),
-        tuple(converts),
+        tuple(LibraryRename.of(transform) for transform in transforms if transform not in converters),
+        tuple(convert_of(converter, model.config) for converter in converters),
         model.base_model_prefix,
-        ties,
+        tuple((getattr(model, "all_tied_weights_keys", None) or {}).items()),
         required=False,
         ignore_unexpected=unexpected,
         ignore_missing=missing,
@@ -104,48 +95,66 @@ def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
     return model
 
 
-def _renames(transform: Any) -> list[Rename]:
-    """Returns one rename for a transform with any number of patterns; for a group, one for each pair of patterns.
+@dataclass(frozen=True)
+class LibraryRename(Rename):
+    """A rename that the library's own code applies. ``source`` and ``target`` only identify it."""
 
-    Raises ModelMismatch: the class of the transform renames keys in a way that epload does not know."""
-    scopes = _scopes(transform)
-    own = next(cls.__name__ for cls in type(transform).__mro__ if "rename_source_key" in vars(cls))
-    if own == "GroupWeightRename":
-        # Last to first, so that no rename applies to the result of another; all or none, by the first pattern.
-        pairs = list(zip(transform.source_patterns, transform.target_patterns, strict=True))
-        first = _as_regex(pairs[0][0], transform)
-        return [Rename(_as_regex(a, transform), _template(b), scopes, when=first) for a, b in reversed(pairs)]
-    if own == "Inkling2IndexOffsetWeightRename":
-        source, target = _as_regex(transform.source_patterns[0], transform), transform.target_patterns[0]
-        return [Rename(source, target, scopes, shift=transform.offset)]
-    if own == "LayerPairCollapse":  # which has no scopes
-        return [Rename(rf"layers\.({a})\.{b}(?=\.|$)", rf"layers.\1.{c}", divide=2) for a, b, c in _LAYER_PAIRS]
-    if own != "WeightTransform":
-        raise ModelMismatch(
-            f"the transformers rename {type(transform).__name__} {_unknown()}; pass mapping=, "
-            "with the names and layouts of this checkpoint"
-        )
-    # The library wraps each pattern in a group of its own; only groups of the pattern that matched are not empty.
-    groups = transform.compiled_sources.groupindex.values()
-    target = _template(transform.target_patterns[0], lambda n: "".join(rf"\g<{index + n}>" for index in groups))
-    return [Rename(transform.compiled_sources.pattern, target, scopes)]
+    transform: Any = field(default=None, compare=False, repr=False)
+    """A ``WeightRenaming``."""
+
+    @classmethod
+    def of(cls, transform: Any) -> LibraryRename:
+        identity = type(transform).__name__, transform.target_patterns, getattr(transform, "offset", 0)
+        return cls(transform.compiled_sources.pattern, repr(identity), _scopes(transform), transform=transform)
+
+    def __post_init__(self) -> None:
+        """Checks nothing, since the patterns are the library's."""
+
+    def apply(self, names: Collection[str]) -> list[str]:
+        transform = copy.copy(self.transform)  # it may note what it has matched
+        renamed = {name: transform.rename_source_key(name)[0] for name in sorted(names)}
+        return [renamed[name] for name in names]
 
 
-_LAYER_PAIRS = (
-    (r"\d*[02468]", "mixer", "self_attn"),
-    (r"\d*[13579]", "mixer", "mlp"),
-    (r"\d+", "attn_alpha", "lambda_1"),
-    (r"\d+", "mlp_alpha", "lambda_2"),
-)
-"""Index and name of a layer's part where a checkpoint has two layers for one of the model, and its name in the model."""
+@torch.inference_mode(False)  # where composite operations arrive in one piece
+def _run_converter(converter: Any, config: Any, inputs: TensorLists, targets: TargetShapes) -> TensorLists:
+    """Runs the operations of a ``WeightConverter``. Raises ValueError if one computes values, or cannot be applied."""
+    sources, patterns = converter.source_patterns, converter.target_patterns
+    parameters = {
+        pattern: torch.empty(shape, device="meta")
+        for pattern, shape in zip(patterns, targets.values(), strict=True)
+        if shape is not None
+    }
+
+    def get_parameter(name: str) -> Tensor:
+        if name not in parameters:
+            raise ValueError(f"it needs the shapes of all of {', '.join(targets)}, but the model lacks some of them")
+        return parameters[name]
+
+    tracked = zip(sources, ([track(tensor) for tensor in tensors] for tensors in inputs), strict=True)
+    tensors: dict[str, Any] = {pattern: tensors for pattern, tensors in tracked if tensors}
+    for operation in converter.operations:
+        try:
+            with ElementTracker():
+                tensors = operation.convert(
+                    tensors, source_patterns=sources, target_patterns=patterns, full_layer_name=patterns[0],
+                    model=SimpleNamespace(get_parameter=get_parameter), config=config, missing_keys=None,
+                )  # fmt: skip
+        except Exception as error:
+            raise ValueError(
+                f"the transformers operation {type(operation).__name__} is not supported: {error}; load the model once with "
+                "from_pretrained, save its state dict, and load that"
+            ) from error
+    return [[tensor.assembly for tensor in _output(tensors, pattern)] for pattern in patterns]
 
 
-def _template(target: str, reference: Callable[[int], str] = r"\g<{}>".format) -> str:
-    r"""Returns a target for re.sub: the library expands only ``\1`` and the like, all else is literal."""
-    return "".join(
-        reference(int(piece[1:])) if re.fullmatch(r"\\\d", piece) else piece.replace("\\", r"\\")
-        for piece in re.split(r"(\\\d)", target)
-    )
+def _output(tensors: dict[str, Any], pattern: str) -> Any:
+    """Returns the list of tensors that operations have made for a target."""
+    if pattern in tensors:
+        tensor = tensors[pattern]
+        return tensor if isinstance(tensor, list) else [tensor]
+    names = (pattern.replace("*", str(i)) for i in count())
+    return [tensors[name] for name in takewhile(tensors.__contains__, names)]
 
 
 def _scopes(transform: Any) -> tuple[str, ...]:
@@ -155,86 +164,20 @@ def _scopes(transform: Any) -> tuple[str, ...]:
     return (base + scope, scope)
 
 
-def _as_regex(pattern: str, transform: Any) -> str:
-    """Compiles a pattern of a transform as the library does: a star matches any text up to a dot, and a final word must match
-    whole (not before transformers 5.20)."""
-    pattern = pattern.replace("*.", r".*\.")
-    return pattern + _WHOLE_WORD * (pattern + _WHOLE_WORD in transform.compiled_sources.pattern)
-
-
-def _convert(transform: Any, config: Any) -> Convert:
+def convert_of(converter: Any, config: Any) -> Convert:
+    """Returns the rule for a ``WeightConverter`` of a model with this configuration."""
     sources = []
-    for pattern in transform.source_patterns:
-        whole_word = _WHOLE_WORD * _as_regex(pattern, transform).endswith(_WHOLE_WORD)
-        sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + whole_word)
-    targets = tuple(_template(pattern).replace("*", "{index}") for pattern in transform.target_patterns)
-    steps = [step for operation in transform.operations for step in _operations(operation, transform, config)]
-    return Convert(tuple(sources), targets, tuple(steps), _scopes(transform))
-
-
-_TRANSLATIONS: dict[str, Callable[[Any, Callable[[Any], Operation]], list[Operation]]] = {
-    "MergeModulelist": lambda op, _: [Stack(op.dim)],
-    "SplitModulelist": lambda op, _: [Unstack(op.dim)],
-    "Concatenate": lambda op, _: [Concatenate(op.dim)],
-    "Chunk": lambda op, _: [Split(op.dim)],
-    "Split": lambda op, _: [Split(op.dim, "targets")],
-    "Transpose": lambda op, _: [Transpose(op.dim0, op.dim1, unless_fits=op.check_dims)],
-    "LinearToConv3d": lambda op, _: [Reshape((-1, op.in_channels, *op.kernel_size))],
-    "Conv3dToLinear": lambda op, _: [Operation("Conv3dToLinear")],
-    "Interleave": lambda op, _: [Operation("Interleave", (op.dim, op.inverse))],
-    "PermuteForRope": lambda op, rope: [rope(op)],
-    "VisionFuseAndPermuteForRope": lambda op, rope: [rope(op.permute_op), Concatenate(op.dim)],
-    "VisionUnfuseAndPermuteForRope": lambda op, rope: [Split(op.dim), rope(op.permute_op)],
-    "ErnieFuseAndSplitTextVisionExperts": lambda op, _: [
-        Operation("ErnieFuseAndSplitTextVisionExperts", (op.stack_dim, op.concat_dim))
-    ],
-    "Inkling2LoopDequantizeExperts": lambda op, _: [Operation("Dequantize", ("Inkling2LoopDequantizeExperts",))],
-    "Inkling2LoopMergeMessageQueries": lambda op, _: [Operation("Inkling2LoopMergeMessageQueries")],
-    "_IdentityOp": lambda op, _: [],
-}
-"""epload's operations for one of the library, by the name of its class. The second argument translates a PermuteForRope."""
-
-
-def _operations(operation: Any, transform: Any, config: Any) -> list[Operation]:
-    from transformers import core_model_loading as library
-
-    name = type(operation).__name__
-    if getattr(library, name, None) is type(operation):
-        if name.startswith("Inkling2") and getattr(operation, "inverse", False):
-            return [_unsupported(name, "is supported only as it loads, not in reverse")]
-        if name == "Inkling2UnpadVocab":
-            return [Operation("Truncate", (config.get_text_config().unpadded_vocab_size,))]
-        divides_by_config = name == "Chunk" and operation.num_shards_attribute is not None
-        if name in _TRANSLATIONS and not divides_by_config:
-            return _TRANSLATIONS[name](operation, lambda rope: _rope(rope, transform, config))
-    is_known = type(operation).__module__.startswith("transformers.") and _minor(_installed()) <= _minor(SUPPORTED[1])
-    return [_unsupported(name, COMPUTES_VALUES if is_known else _unknown())]
-
-
-def _unsupported(name: str, reason: str) -> Operation:
-    return Operation("Unsupported", (name, reason))
-
-
-def _installed() -> str:
-    import transformers
-
-    return str(transformers.__version__)
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
-
-
-def _unknown() -> str:
-    return f"is unknown: epload knows those of transformers {' to '.join(SUPPORTED)}, and {_installed()} is installed"
-
-
-def _rope(operation: Any, transform: Any, config: Any) -> Operation:
-    if operation.subconfig_key is not None:
-        config = getattr(config, operation.subconfig_key, config)
-    undivided = operation is transform.operations[0] or len(transform.source_patterns) > 1
-    patterns = transform.source_patterns if undivided else transform.target_patterns
-    layers = operation.permute_layer_names
-    applies = tuple(layers is None or any(name in pattern for name in layers) for pattern in patterns)
-    heads = getattr(config, "num_attention_heads", 1)
-    return Operation("PermuteForRope", (heads, operation.inverse, applies))
+    for pattern in converter.source_patterns:
+        # The library adds to a pattern that ends in a word that the word must match whole (not before transformers 5.20).
+        whole_word = pattern.replace("*.", r".*\.") + r"(?!\w)" in converter.compiled_sources.pattern
+        sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + r"(?!\w)" * whole_word)
+    # It expands only \1 and the like; all else is literal.
+    literal = (re.sub(r"\\(?!\d)", r"\\\\", pattern.replace("*", "{index}")) for pattern in converter.target_patterns)
+    targets = tuple(re.sub(r"\\(\d)", r"\\g<\1>", pattern) for pattern in literal)
+    names = [type(operation).__name__ for operation in converter.operations]
+    # What permutations depend on besides shapes; the rest of the configuration shows in the shapes of the model.
+    heads = [getattr(part, "num_attention_heads", 0) for part in (config, *vars(config).values())]
+    settings = [str(sorted(vars(operation).items(), key=str)) for operation in converter.operations]
+    arguments = (*settings, str([*filter(None, heads)]))
+    operation = Operation(" + ".join(names), arguments, partial(_run_converter, converter, config))
+    return Convert(tuple(sources), targets, (operation,), _scopes(converter))

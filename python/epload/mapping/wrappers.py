@@ -48,18 +48,16 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
     """Looks through all wrappers. ``names`` are those of the model's tensors."""
     inner: Any = model
     aliases, adapted = [*wrapper_aliases(model, names)], False
-    while True:
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif isinstance(inner, _DATA_PARALLEL):
-            inner = inner.module
-        elif is_from_package(inner, "peft"):
-            base = inner.get_base_model()
-            # Prompt tuning changes no layer, and moves the model one module deeper.
-            aliases += [Rename(r"^base_model\.", "")] if inner.base_model is base else PEFT_ALIASES
-            inner, adapted = base, True
-        else:
-            break
+    while (
+        (is_peft := is_from_package(inner, "peft")) or hasattr(inner, "_orig_mod") or isinstance(inner, _DATA_PARALLEL)
+    ):
+        if not is_peft:
+            inner = inner.module if isinstance(inner, _DATA_PARALLEL) else inner._orig_mod
+            continue
+        base = inner.get_base_model()
+        # Prompt tuning changes no layer, and moves the model one module deeper.
+        aliases += [Rename(r"^base_model\.", "")] if inner.base_model is base else PEFT_ALIASES
+        inner, adapted = base, True
     if not adapted and any(".base_layer." in name or ".modules_to_save." in name for name in names):
         # Added by transformers, or a PEFT model without its outer modules.
         adapted = any(is_adapter(module) or is_from_package(module, "peft") for module in inner.modules())
@@ -67,8 +65,8 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
     ties: list[tuple[str, str]] = []
     if adapted:
         original_module = Rename(r"\.original_module\.", ".")
-        copies = [name for name in names if ".modules_to_save." in name]
         originals = set(original_module.apply([name for name in names if ".original_module." in name]))
+        copies = [name for name in names if ".modules_to_save." in name]
         # A copy starts from the weights of the original.
         pairs = [pair for pair in zip(TRAINED_COPY.apply(copies), copies, strict=True) if pair[0] in originals]
         ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs]
@@ -112,8 +110,8 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     are active, or base weights are still on meta."""
     if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
         return ()
-    candidates = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
-    prefix, adapted = next((pair for pair in candidates if hasattr(pair[1], "peft_config")), ("", None))
+    is_peft = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
+    prefix, adapted = next((pair for pair in is_peft if hasattr(pair[1], "peft_config")), ("", None))
     if adapted is None:
         return ()
     inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
@@ -121,8 +119,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     saved: dict[str, str] = {}
     """Name inside the PEFT model of each key of an adapter file."""
     for adapter in active:
-        keys = _saved_keys(adapted, list(inner), adapter)
-        saved |= {strip_wrappers(key, aliases): name for key, name in keys.items()}
+        saved |= {strip_wrappers(key, aliases): name for key, name in _saved_keys(adapted, inner, adapter).items()}
     keys = dict(zip(checkpoint, apply_renames(aliases, checkpoint), strict=True))
     # The file of a whole PEFT model has the model's own names, which include the adapter's.
     if not any(key in saved and key not in inner for key in keys.values()):
@@ -149,7 +146,7 @@ def _active(module: Any) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
-def _saved_keys(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, str]:
+def _saved_keys(adapted: Any, names: Collection[str], adapter: str) -> dict[str, str]:
     """Returns the model's names of the tensors that PEFT saves for an adapter, by their keys in the file."""
     from peft import get_peft_model_state_dict
 
@@ -157,11 +154,11 @@ def _saved_keys(adapted: Any, names: Sequence[str], adapter: str) -> dict[str, s
         return {}
     # PEFT renames the state dict that it is given; placeholders show which key each name becomes.
     placeholders = {name: torch.empty(0, device="meta") for name in names}
-    name_of = {id(tensor): name for name, tensor in placeholders.items()}
     saved = get_peft_model_state_dict(
         adapted, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=False
     )
-    return {key: name_of[id(tensor)] for key, tensor in saved.items() if id(tensor) in name_of}
+    key_of = {id(tensor): key for key, tensor in saved.items()}
+    return {key_of[id(tensor)]: name for name, tensor in placeholders.items() if id(tensor) in key_of}
 
 
 # ---- a checkpoint of an adapted model ----

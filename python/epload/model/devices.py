@@ -31,34 +31,35 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
 
     ``offloaded``: ids of the parameters that FSDP keeps on the CPU. ``streams``: those that the caller gave. Raises ValueError if
     targets are on two accelerators, or a stream is on a device where they are not."""
-    kinds: dict[tuple[torch.device, str, bool], str] = {}
-    """First target on each device, with each type of mesh, offloaded or not."""
-    for name, tensor in zip(targets.names, targets.tensors, strict=True):
-        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
-        kinds.setdefault((tensor.device, mesh_type, id(tensor) in offloaded), name)
-    first_on: dict[torch.device, str] = {}  # the first target on each device, for messages
     accelerators: dict[torch.device, str] = {}
-    plain_meta = None
-    for (device, mesh_type, is_offloaded), name in kinds.items():
+    current: dict[str, torch.device] = {}
+    """Device of each type of mesh."""
+    has_meta, unlocated, fills_accelerator = False, True, False
+    for name, tensor in zip(targets.names, targets.tensors, strict=True):
+        device, is_offloaded = tensor.device, id(tensor) in offloaded
+        mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
+        has_meta |= device.type == "meta"
         if device.type == "meta" and not mesh_type:
-            plain_meta = name
+            fills_accelerator = True
             continue
-        compute = _current_device(name, mesh_type) if mesh_type and (device.type == "meta" or is_offloaded) else device
-        first_on.setdefault(CPU if is_offloaded else compute, name)
-        if compute != CPU:
-            accelerators.setdefault(compute, name)
+        unlocated = False
+        if mesh_type and (device.type == "meta" or is_offloaded):  # where FSDP computes with it
+            if mesh_type not in current:
+                current[mesh_type] = _current_device(name, mesh_type)
+            device = current[mesh_type]
+        if device != CPU:
+            accelerators.setdefault(device, name)
+            fills_accelerator |= not is_offloaded
     if len(accelerators) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in accelerators.items())
         raise ValueError(f"expected the model's tensors on one accelerator device (and CPU), got {listed}")
-    materialize_on = next(iter(accelerators), streams[0].device if streams and not first_on else CPU)
-    if plain_meta is not None:
-        first_on.setdefault(materialize_on, plain_meta)
-    load = next((device for device in first_on if device != CPU), CPU)
+    materialize_on = next(iter(accelerators), streams[0].device if streams and unlocated else CPU)
+    load = materialize_on if fills_accelerator else CPU
     for stream in streams:
         if stream.device != load:
             expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
             raise ValueError(f"expected {expected}, got a stream of {stream.device}")
-    return Devices(load, materialize_on, any(device.type == "meta" for device, _, _ in kinds))
+    return Devices(load, materialize_on, has_meta)
 
 
 def _current_device(name: str, device_type: str) -> torch.device:

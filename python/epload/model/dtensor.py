@@ -114,15 +114,16 @@ def layout_of(
     if fsdp_axis is not None:
         placements[fsdp_axis] = _with_split_factor(placements, fsdp_axis, mesh)
     layout = Layout(shape, tuple(mesh.shape), tuple(placements))
-    by_group = list(coordinate)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Sharded):
-            by_group[axis] = group_rank(mesh, axis)
-            if by_group[axis] != coordinate[axis] and in_module and axis != fsdp_axis:
-                raise ModelMismatch(_order_problem(name, mesh, axis))
-    if by_group != list(coordinate) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group):
-        raise ModelMismatch(_order_problem(name, mesh, next(a for a, n in enumerate(by_group) if n != coordinate[a])))
-    return layout, tuple(by_group)
+    by_group = tuple(
+        group_rank(mesh, axis) if isinstance(placement, Sharded) else coordinate[axis]
+        for axis, placement in enumerate(placements)
+    )
+    reordered = [axis for axis, index in enumerate(by_group) if index != coordinate[axis]]
+    is_undefined = bool(reordered) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group)
+    for axis in reordered:
+        if is_undefined or (in_module and axis != fsdp_axis):
+            raise ModelMismatch(_order_problem(name, mesh, axis))
+    return layout, by_group
 
 
 def group_rank(mesh: DeviceMesh, axis: int) -> int:
@@ -176,22 +177,24 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
     """``to_local()`` of each DTensor, without a gradient, and each plain tensor, detached. They alias the model's storage."""
     private = private_path_available() if private is None else private
     with torch.no_grad():
-        if not private:
-            return [_to_local(t) for t in tensors]
-        return [t._local_tensor if type(t) is DTensor else _to_local(t) for t in tensors]
+        return [
+            tensor._local_tensor
+            if private and type(tensor) is DTensor
+            else (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
+            for tensor in tensors
+        ]
 
 
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def metadata(tensors: list[Any], private: bool | None = None) -> tuple[list[object], list[object]]:
-    """Returns the device, and the shape, dtype and layout, of each tensor, to be compared with a later result."""
+def metadata(tensors: Iterable[Any], private: bool | None = None) -> list[tuple[object, ...]]:
+    """Returns all of each tensor that does not depend on its values, to be compared with a later result."""
     private = private_path_available() if private is None else private
-    layouts: list[object] = [t._spec if private and type(t) is DTensor else _description(t) for t in tensors]
-    # A DTensor's own attributes take ten times as long.
-    return [(t._local_tensor if private and type(t) is DTensor else t).device for t in tensors], layouts
+    return [
+        (tensor._local_tensor.device, tensor._spec)
+        if private and type(tensor) is DTensor  # whose own attributes take ten times as long
+        else (tensor.device, tensor.shape, tensor.dtype, *_sharding(tensor))
+        for tensor in tensors
+    ]
 
 
-def _description(t: Tensor) -> tuple[object, ...]:
-    return (t.shape, t.dtype, t.placements, t.device_mesh) if isinstance(t, DTensor) else (t.shape, t.dtype)
+def _sharding(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()

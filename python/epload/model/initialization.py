@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,12 +34,10 @@ from epload.model.modules import Modules
 _INITIALIZED = "_is_hf_initialized"
 """The attribute with which transformers marks tensors and modules that its initializers must leave alone."""
 _TENSOR_DICTS = ("_parameters", "_buffers")
+_ModuleState = tuple[nn.Module, type, dict[str, Any], dict[str, Any]]
+"""A module, its class, its ``__dict__``, and the one that it has while its tensors are exchanged."""
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 """Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place."""
-_Step = tuple[str, tuple[str, ...], str, Callable[[], object]]
-"""A module's path, the names of its own tensors to initialize, the class and method that does so, and the call."""
-_State = dict[str, Any]
-"""The ``__dict__`` of a module."""
 
 
 @dataclass
@@ -86,29 +83,25 @@ def compute_missing(
     modules = modules or Modules(model)
     full: dict[int, Tensor] = {}
     for name, tensor in missing.items():
-        if id(tensor) not in full:
-            full[id(tensor)] = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
-            poison(full[id(tensor)])
-    steps = _steps(model, full, adapters)
-    with (
-        torch.no_grad(),
-        torch.device("cpu"),
-        _transformers_guard(),
-        preserve_generators(),
-        _exchanged(modules, full) as states,
-    ):
-        for step in steps:
-            _run(step, list(missing), seed, expert_parallel)
+        empty = torch.empty(tensor.shape, dtype=dtypes[name], device="cpu")
+        poison(empty)
+        full[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    initializer = _Initializer({*map(id, full.values())}, list(missing), seed, expert_parallel, adapters)
+    transformers: Any = sys.modules.get("transformers.initialization")
+    # Under this guard, torch's own initializers leave alone what is marked as initialized.
+    guard = transformers.guard_torch_init_functions() if transformers is not None else nullcontext()
+    with torch.no_grad(), torch.device("cpu"), guard, preserve_generators(), _exchanged(modules, full) as states:
+        initializer.visit("", model)
     computed: dict[int, Tensor] = {}
-    for module, before, after in states:
+    for module, _, own, exchanged in states:
         for kind in _TENSOR_DICTS:
-            for name, tensor in before[kind].items():
-                value = after[kind].get(name)
+            for name, tensor in own[kind].items():
+                value = exchanged[kind].get(name)
                 if id(tensor) in full and value is not None and not value.is_meta and not is_poisoned(value):
                     computed.setdefault(id(tensor), value.detach())
-        changed = [name for name, value in after.items() if value is not before.get(name, full)]
-        own_state = (*_TENSOR_DICTS, "_modules", _INITIALIZED)
-        result.attributes += [(module, name, after[name]) for name in changed if name not in own_state]
+        for name, attribute in exchanged.items():
+            if name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not own.get(name, full):
+                result.attributes.append((module, name, attribute))
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
@@ -151,82 +144,31 @@ def params_ignoring_meta(model: nn.Module, names: Collection[str]) -> set[str]:
     for prefix, module in Modules(model).named if names else ():
         inside = {name for name in names if name.startswith(prefix)}
         if inside and is_pretrained(type(module)) and (new := new_on_meta(module)) is not None:
-            parameters = dict(new.named_parameters(remove_duplicate=False))
-            with_storage = {prefix + name for name, parameter in parameters.items() if not parameter.is_meta}
-            ignoring |= inside & with_storage
-            names = set(names) - inside
+            parameters = new.named_parameters(remove_duplicate=False)
+            ignoring |= inside & {prefix + name for name, parameter in parameters if not parameter.is_meta}
+            names = {*names} - inside
     return ignoring
 
 
 def init_missing_calls(model: nn.Module, names: Collection[str]) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
     """Returns the arguments of an ``InitMissing`` hook for these tensors: one call for each module that owns some."""
-    calls: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    parts = sorted(name.rpartition(".") for name in names)
-    for path, group in groupby(parts, lambda part: part[0]):
-        leaves = tuple(leaf for *_, leaf in group)
+    by_path: dict[str, list[str]] = {}
+    for name in sorted(names):
+        path, _, leaf = name.rpartition(".")
+        by_path.setdefault(path, []).append(leaf)
+    calls = []
+    for path, leaves in by_path.items():
         try:
-            calls.append((model.get_submodule(path), path, leaves))
+            calls.append((model.get_submodule(path), path, tuple(leaves)))
         except AttributeError:  # a wrapper that leaves itself out of the names of its state_dict
             calls.append((model, "", tuple(f"{path}.{leaf}" for leaf in leaves)))
     return calls
-
-
-# ---- choosing initializers ----
-
-
-def _steps(model: nn.Module, missing: Collection[int], adapters: bool) -> list[_Step]:
-    """Returns how to initialize the modules that own tensors with one of these ids, and the modules above them; children before
-    parents.
-
-    What an adapter adds to a layer does not belong to the adapted model: initializing it like the model's own layers would change
-    what the model computes. With ``adapters``, the adapted layer initializes it; otherwise nothing does.
-    """
-    steps: list[_Step] = []
-
-    def visit(path: str, module: nn.Module, owner: Any, configs: Mapping[str, Any]) -> bool:
-        """Returns True if a tensor of the module or of one below it is missing."""
-        if is_pretrained(type(module)) or (owner is None and module is model and _has_init_weights(module)):
-            owner = module
-        configs = module.__dict__.get("peft_config", configs)
-        below = added = False
-        for name, child in module._modules.items():
-            if child is not None:
-                is_added = name != "base_layer" and is_adapter(module)
-                has_missing = visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
-                below |= has_missing and not is_added
-                added |= has_missing and is_added
-        tensors = (*module._parameters.items(), *module._buffers.items())
-        own = tuple(name for name, tensor in tensors if tensor is not None and id(tensor) in missing)
-        if (own or below) and owner is not None:
-            initializer = f"{class_before_fsdp(type(owner)).__name__}._init_weights"
-            steps.append((path, own, initializer, lambda: owner._init_weights(module)))
-        if added and adapters:
-            initializer = f"{type(module).__name__}.reset_lora_parameters"
-            steps.append((path, (), initializer, lambda: _reset_adapters(module, configs)))
-        return below or added or bool(own)
-
-    visit("", model, None, {})
-    return steps
-
-
-def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
-    """Lets a layer initialize its adapters. ``configs``: PEFT's config of each; empty for other libraries."""
-    for name in layer.lora_A if hasattr(layer, "reset_lora_parameters") else ():
-        method = getattr(configs.get(name), "init_lora_weights", True)
-        if method is True or method == "gaussian":
-            layer.reset_lora_parameters(name, method)  # other methods need the base weights
 
 
 def is_pretrained(kind: type[nn.Module]) -> bool:
     """Returns True if the class is a model of transformers."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and issubclass(kind, transformers.PreTrainedModel)
-
-
-def _has_init_weights(module: nn.Module) -> bool:
-    """Returns True if a model of another library has an ``_init_weights(module)`` like that of transformers."""
-    initializer = getattr(type(module), "_init_weights", None)
-    return callable(initializer) and len(inspect.signature(initializer).parameters) == 2
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -241,108 +183,138 @@ def class_before_fsdp(cls: type) -> Any:
     return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
 
 
-# ---- running them ----
+@dataclass
+class _Initializer:
+    """Initializes the modules of a model whose tensors are exchanged, children before parents."""
+
+    missing: Collection[int]
+    """Ids of the tensors to initialize."""
+    names: list[str]
+    """Their names in the model, for messages."""
+    seed: int
+    expert_parallel: ExpertParallelSpec | None
+    adapters: bool
+    """True to initialize what adapters add, which only the adapted layer may do: it does not belong to the adapted model."""
+
+    def visit(self, path: str, module: nn.Module, owner: Any = None, configs: Mapping[str, Any] | None = None) -> bool:
+        """Initializes a module that owns missing tensors, or is above one that does; returns True if so.
+
+        Args:
+            owner: the model whose ``_init_weights`` applies.
+            configs: PEFT's config of each adapter; empty for other libraries.
+        """
+        # A model of another library may have an initializer like that of transformers.
+        method = getattr(type(module), "_init_weights", None) if not path else None
+        if is_pretrained(type(module)) or (callable(method) and len(inspect.signature(method).parameters) == 2):
+            owner = module
+        configs = module.__dict__.get("peft_config", configs or {})
+        below = added = False
+        for name, child in module._modules.items():
+            if child is not None:
+                is_added = name != "base_layer" and is_adapter(module)
+                is_missing = self.visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
+                below |= is_missing and not is_added
+                added |= is_missing and is_added
+        tensors = {**module._parameters, **module._buffers}
+        own = [name for name, tensor in tensors.items() if id(tensor) in self.missing]
+        if (own or below) and owner is not None:
+            self._run(path, own, f"{type(owner).__name__}._init_weights", lambda: owner._init_weights(module))
+        if added and self.adapters:
+            name = f"{type(module).__name__}.reset_lora_parameters"
+            self._run(path, [], name, lambda: _reset_adapters(module, configs))
+        return below or added or bool(own)
+
+    def _run(self, path: str, own: list[str], name: str, initialize: Callable[[], object]) -> None:
+        """Raises ModelMismatch if the initializer fails."""
+        self._seed_generators(path, own)
+        try:
+            initialize()
+        except Exception as error:
+            raise ModelMismatch(
+                f"{name} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
+                f"checkpoint does not fill: {', '.join(self.names[:5])}. Pass init_missing=hook(module, path, names) to fill it"
+            ) from error
+
+    def _seed_generators(self, path: str, own: list[str]) -> None:
+        """Seeds the CPU's generators for one module: equally on ranks that hold the same tensors, differently for different
+        modules and for different shards of one that the model does not describe."""
+        shard = ""
+        if self.expert_parallel is not None and own:
+            name = f"{path}.{own[0]}" if path else own[0]
+            path = (self.expert_parallel.global_name(name) or name).removesuffix(own[0]).removesuffix(".")
+            if (outer := self.expert_parallel.outer_shard(name)) is not None:
+                shard = str(outer.mesh.get_local_rank())
+        digest = hashlib.blake2b(f"{self.seed}/{path}/{shard}".encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") >> 1
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(number & 0xFFFFFFFF)
 
 
-def _run(step: _Step, missing: list[str], seed: int, expert_parallel: ExpertParallelSpec | None) -> None:
-    """Raises ModelMismatch if the initializer fails."""
-    path, tensors, initializer, run = step
-    _seed_generators(seed, path, tensors, expert_parallel)
-    try:
-        run()
-    except Exception as error:
-        raise ModelMismatch(
-            f"{initializer} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
-            f"checkpoint does not fill: {', '.join(missing[:5])}. Pass init_missing=hook(module, path, names) to fill it"
-        ) from error
+def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
+    """Lets a layer initialize its adapters."""
+    for name in layer.lora_A if hasattr(layer, "reset_lora_parameters") else ():
+        method = getattr(configs.get(name), "init_lora_weights", True)
+        if method is True or method == "gaussian":
+            layer.reset_lora_parameters(name, method)  # other methods need the base weights
 
 
 @contextmanager
-def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[tuple[nn.Module, _State, _State]]]:
+def _exchanged(modules: Modules, full: Mapping[int, Tensor]) -> Iterator[list[_ModuleState]]:
     """Gives each module another ``__dict__``, with the same attributes but other tensors, and its class from before
-    ``fully_shard``; restores both on exit. Yields the modules, each with its own state and the one that it has meanwhile.
+    ``fully_shard``; restores both on exit.
 
     The other tensors are on meta, except ``full``: those to be initialized, by the id of the model's own tensor. So an
     initializer cannot overwrite a loaded weight, whatever it does, and touches no DTensor: no collective is issued, and
     DTensor's random-number state is neither used nor changed."""
-    tied = _tied_targets(modules)
     stand_ins: dict[object, Tensor] = {}
-    unique = [module for module in modules.unique if not isinstance(module, torch.jit.ScriptModule)]
-    states: list[tuple[nn.Module, _State, _State]] = []
-    classes = [type(module) for module in unique]
-    for module in unique:
-        state = {name: value for name, value in module.__dict__.items() if name != _INITIALIZED}
+    pending = dict(full)
+    """Tied tensors are initialized where they come first, as transformers ties a head to the embedding."""
+    states: list[_ModuleState] = []
+    for module in modules.unique:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        own = module.__dict__
+        state = {name: value for name, value in own.items() if name != _INITIALIZED}
         state["_modules"] = dict(module._modules)
-        siblings = module._parameters.values() if isinstance(module, ParametrizationList) else ()
-        computes = any(id(tensor) in full for tensor in siblings)
+        # Reading a tensor of a parametrization computes with the others.
+        computes = isinstance(module, ParametrizationList) and any(id(t) in full for t in own["_parameters"].values())
         for kind in _TENSOR_DICTS:
             state[kind] = {
-                name: tensor
-                if tensor is None
-                else _stand_in(tensor, {} if (id(module), name) in tied else full, computes, stand_ins)
-                for name, tensor in module.__dict__[kind].items()
+                name: pending.pop(id(t)) if id(t) in pending else _stand_in(t, computes, stand_ins)
+                for name, t in own[kind].items()
             }
-        states.append((module, module.__dict__, state))
+        states.append((module, type(module), own, state))
     try:
-        for (module, _, state), cls in zip(states, classes, strict=True):
+        for module, cls, _, state in states:
             object.__setattr__(module, "__dict__", state)
             object.__setattr__(module, "__class__", class_before_fsdp(cls))
         yield states
     finally:
-        for (module, state, _), cls in zip(states, classes, strict=True):
-            object.__setattr__(module, "__dict__", state)
+        for module, cls, own, _ in states:
+            object.__setattr__(module, "__dict__", own)
             object.__setattr__(module, "__class__", cls)
 
 
-def _stand_in(tensor: Tensor, full: Mapping[int, Tensor], computes: bool, stand_ins: dict[object, Tensor]) -> Tensor:
-    """Returns the tensor that takes the place of a model's own. One on meta, which cannot be written to, stands for all of the
-    same shape.
-
-    ``computes``: reading a tensor to be initialized computes with this one, as in a parametrization."""
+def _stand_in(tensor: Tensor | None, computes: bool, on_meta: dict[object, Tensor]) -> Tensor | None:
+    """Returns the tensor that takes the place of a model's own, marked as initialized. One ``on_meta``, which cannot be written
+    to, stands for all of the same shape. ``computes``: others are computed with it."""
+    if tensor is None:
+        return None
     is_parameter = isinstance(tensor, nn.Parameter)
-    key: object = id(tensor)
-    if key not in full and not computes and (is_parameter or tensor.is_meta or isinstance(tensor, DTensor)):
-        key = (is_parameter, tensor.shape, tensor.dtype)
-    if key not in stand_ins:
-        if key in full:
-            new = full[id(tensor)]
-        elif key != id(tensor):
-            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        elif computes:
-            new = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        else:  # a buffer, from which others may be computed
-            new = tensor.detach().cpu().clone()
-        stand_ins[key] = nn.Parameter(new, requires_grad=False) if is_parameter else new
-        if key not in full:
-            setattr(stand_ins[key], _INITIALIZED, True)
-    return stand_ins[key]
-
-
-def _tied_targets(modules: Modules) -> set[tuple[int, str]]:
-    """Returns tied parameters that are not initialized where they are, by the id of the owning module and the name there:
-    transformers initializes the embedding, and the head that is tied to it gets its value."""
-    tied = set()
-    module_at = dict(modules.named)
-
-    def owner_of(name: str) -> tuple[nn.Module | None, str]:
-        path, dot, leaf = name.rpartition(".")
-        return module_at.get(path + dot), leaf
-
-    for prefix, module in modules.named:
-        keys = getattr(module, "all_tied_weights_keys", None) if is_pretrained(type(module)) else None
-        for target, source in (keys or {}).items():
-            (owner, name), (other, other_name) = owner_of(prefix + target), owner_of(prefix + source)
-            if owner is None or other is None or owner is other:
-                continue
-            if (tensor := owner._parameters.get(name)) is not None and tensor is other._parameters.get(other_name):
-                tied.add((id(owner), name))
-    return tied
-
-
-def _transformers_guard() -> Any:
-    """Returns transformers' guard, under which torch's own initializers leave alone what is marked as initialized."""
-    initialization = sys.modules.get("transformers.initialization")
-    return initialization.guard_torch_init_functions() if initialization is not None else nullcontext()
+    key = (is_parameter, tensor.shape, tensor.dtype)
+    if computes:
+        new = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    elif not (is_parameter or tensor.is_meta or isinstance(tensor, DTensor)):
+        new = tensor.detach().cpu().clone()  # a buffer, from which others may be computed
+    elif key in on_meta:
+        return on_meta[key]
+    else:
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    new = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    setattr(new, _INITIALIZED, True)
+    return on_meta.setdefault(key, new) if new.is_meta else new
 
 
 def _local_shard(name: str, tensor: Tensor, full: Tensor, fsdp_axis: int | None) -> Tensor:
@@ -356,36 +328,15 @@ def _local_shard(name: str, tensor: Tensor, full: Tensor, fsdp_axis: int | None)
     return shard
 
 
-def _seed_generators(
-    seed: int, path: str, tensors: tuple[str, ...], expert_parallel: ExpertParallelSpec | None
-) -> None:
-    """Seeds the CPU's generators for one module: equally on ranks that hold the same tensors, differently for different modules
-    and for different shards of one that the model does not describe."""
-    shard = ""
-    if expert_parallel is not None and tensors:
-        leaf = tensors[0]
-        name = f"{path}.{leaf}" if path else leaf
-        if (global_name := expert_parallel.global_name(name)) is not None:
-            path = global_name.removesuffix(leaf).removesuffix(".")
-        if (outer := expert_parallel.outer_shard(name)) is not None:
-            shard = str(outer.mesh.get_local_rank())
-    digest = hashlib.blake2b(f"{seed}/{path}/{shard}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number & 0xFFFFFFFF)
-
-
 @contextmanager
 def preserve_generators() -> Iterator[None]:
     """Restores the CPU's random-number generators on exit. Those of devices are not used."""
     numpy = sys.modules.get("numpy")
-    state = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
-        torch.default_generator.set_state(state[0])
-        random.setstate(state[1])
+        random.setstate(python_state)
         if numpy:
-            numpy.random.set_state(state[2])
+            numpy.random.set_state(numpy_state)

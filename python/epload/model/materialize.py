@@ -104,7 +104,13 @@ def _fill_in_place(parameters: Iterable[Any], destination: Destination) -> None:
     for (dtype, device), members in groups.items():
         local_tensors = ops.allocate_like([p._local_tensor for p in members], dtype, device, _THREADS)
         for parameter, local in zip(members, local_tensors, strict=True):
-            _set_storage(parameter, local, _with_dtype(parameter._spec, dtype))
+            meta = parameter._spec.tensor_meta
+            spec = (
+                parameter._spec
+                if dtype == meta.dtype
+                else replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
+            )
+            _set_storage(parameter, local, spec)
 
 
 def _set_storage(parameter: Any, local: Tensor, spec: Any) -> None:
@@ -115,10 +121,3 @@ def _set_storage(parameter: Any, local: Tensor, spec: Any) -> None:
     else:
         torch._C._swap_tensor_impl(parameter, new)
         parameter._local_tensor, parameter._spec = local, spec
-
-
-def _with_dtype(spec: Any, dtype: torch.dtype) -> Any:
-    """``spec``: a DTensorSpec."""
-    if dtype == spec.tensor_meta.dtype:
-        return spec
-    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))

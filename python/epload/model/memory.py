@@ -39,7 +39,7 @@ def has_internal_overlap(tensor: Tensor) -> bool:
 
 def find_overlap(tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Returns the names of two tensors that share memory, None if there are none."""
-    spans: list[tuple[int, int, str, Tensor]] = []
+    spans = []
     for name, tensor in tensors:
         if tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

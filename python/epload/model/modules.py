@@ -61,3 +61,8 @@ class Modules:
     def fsdp_parameters(self) -> list[Any]:
         """FSDP's own object for each parameter that it shards (``FSDPParam``)."""
         return [parameter for group in self.fsdp_groups for parameter in group.fsdp_params]
+
+    def reshard(self) -> None:
+        """Reshards what FSDP2 shards: a forward pass leaves the root unsharded, and writes to it would be lost."""
+        for module in self.fsdp:
+            module.reshard()

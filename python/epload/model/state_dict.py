@@ -6,8 +6,9 @@ its ``load_state_dict``, is refused by name: writing to the entries would not fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -27,17 +28,27 @@ _MAX_LISTED = 5
 """Names in an error message."""
 
 
-def read_state(
-    model: nn.Module, modules: Modules, filled: bool
-) -> tuple[list[NamedTensor], set[str], dict[str, Tensor], bool]:
-    """Reads a model's state: the tensors of its state dict, the names of its non-persistent buffers that have storage, its meta
-    tensors that are not in the state dict, and whether no module has custom loading or customizes its state dict.
+class ModelState(NamedTuple):
+    """The tensors of a model."""
 
-    If none does, takes the tensors from the modules directly, a fifth of the time of ``state_dict()``. Raises ModelMismatch for
-    a module or an entry that cannot be read, or, if ``filled``, filled.
+    entries: list[NamedTensor]
+    """Those of its state dict."""
+    unsaved_buffers: set[str]
+    """Names of its non-persistent buffers that have storage."""
+    unsaved_meta: dict[str, Tensor]
+    """Its meta tensors that are not in the state dict."""
+    plain: bool
+    """True if no module has custom loading or customizes its state dict."""
+
+
+def read_state(model: nn.Module, modules: Modules, filled: bool) -> ModelState:
+    """Reads a model's tensors.
+
+    If no module customizes its state dict, takes the tensors from the modules directly, a fifth of the time of
+    ``state_dict()``. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
     """
     for cls, prefix in modules.classes.items():
-        _check_supported(prefix, cls)
+        _check_supported(prefix[:-1] or "the model", cls)
     own_state = {cls for cls in modules.classes if _has_own_state(cls)}
     customized: list[NamedModule] = []
     custom_loading: list[NamedModule] = []
@@ -48,36 +59,37 @@ def read_state(
             customized.append((prefix, module))
         if _custom_loading(module):
             custom_loading.append((prefix, module))
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                entries.append((prefix + name, parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                (unsaved if name in module._non_persistent_buffers_set else entries).append((prefix + name, buffer))
-    unsaved_buffers = {name for name, buffer in unsaved if not buffer.is_meta}
-    saved = {id(tensor) for _, tensor in entries} if unsaved else set()  # perhaps under another name
-    unsaved_meta = {name: buffer for name, buffer in unsaved if buffer.is_meta and id(buffer) not in saved}
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                is_saved = name not in module._non_persistent_buffers_set
+                (entries if is_saved else unsaved).append((prefix + name, tensor))
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
         if filled:
             returned = _fillable(model, customized, custom_loading, returned)
-        is_saved = storage_filter([tensor for _, tensor in returned])
-        unsaved_meta |= {name: tensor for name, tensor in entries if tensor.is_meta and not is_saved(tensor)}
+        is_returned = storage_filter([tensor for _, tensor in returned])
+        unsaved += [(name, tensor) for name, tensor in entries if tensor.is_meta and not is_returned(tensor)]
         entries = returned
-    return entries, unsaved_buffers, unsaved_meta, plain
+    saved = {id(tensor) for _, tensor in entries} if unsaved else set()  # perhaps under another name
+    unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
+    unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
+    return ModelState(entries, unsaved_buffers, unsaved_meta, plain)
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
     """Returns the tensors of ``model.state_dict(keep_vars=True)``.
 
     Raises ModelMismatch: an entry is a ShardedTensor."""
-    state = model.state_dict(keep_vars=True)
-    if name := next((name for name, value in state.items() if type(value).__name__ == "ShardedTensor"), None):
-        raise ModelMismatch(
-            f"{prefix}{name} is a ShardedTensor, which cannot be loaded into; use DTensor, as fully_shard does"
-        )
-    return [(prefix + name, value) for name, value in state.items() if isinstance(value, Tensor)]
+    entries = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if type(value).__name__ == "ShardedTensor":
+            raise ModelMismatch(
+                f"{prefix}{name} is a ShardedTensor, which cannot be loaded into; use DTensor, as fully_shard does"
+            )
+        if isinstance(value, Tensor):
+            entries.append((prefix + name, value))
+    return entries
 
 
 def tensor_at(model: nn.Module, name: str) -> Tensor:
@@ -88,10 +100,9 @@ def tensor_at(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _check_supported(prefix: str, cls: type) -> None:
+def _check_supported(path: str, cls: type) -> None:
     """Raises ModelMismatch for modules that cannot be loaded into: lazy modules, and FSDP1, whose state dict is copies made by
     collectives."""
-    path = prefix[:-1] or "the model"
     if issubclass(cls, LazyModuleMixin):
         raise ModelMismatch(
             f"{path} is a {cls.__name__}, whose parameters have no shape yet. Run the model once on an example, or build it with "
@@ -116,14 +127,14 @@ def describe_custom_loading(path: str, module: nn.Module) -> str:
 
 
 def _custom_loading(module: nn.Module) -> str:
-    custom = _custom_load_method(type(module))  # type: ignore[arg-type]  # a class is hashable
-    for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        for hook in hooks.values() if hooks else ():
-            function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
-            function = getattr(function, "func", function)
-            if not custom and not _is_harmless(getattr(function, "__module__", "") or ""):
-                custom = f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
-    return custom
+    if custom := _custom_load_method(type(module)):  # type: ignore[arg-type]  # a class is hashable
+        return custom
+    for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
+        function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
+        function = getattr(function, "func", function)
+        if not _is_harmless(getattr(function, "__module__", None)):
+            return f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
+    return ""
 
 
 @cache
@@ -135,8 +146,8 @@ def _custom_load_method(cls: type) -> str:
     return ""
 
 
-def _is_harmless(module: str) -> bool:
-    return module.partition(".")[0] in _HARMLESS_PACKAGES
+def _is_harmless(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _HARMLESS_PACKAGES
 
 
 def _fillable(
@@ -150,22 +161,18 @@ def _fillable(
     Raises ModelMismatch if a module has custom loading, or an entry is not the model's own storage."""
     for prefix, module in custom_loading:
         if names := [name for name, _ in entries if name.startswith(prefix)]:
-            problem = (
-                f"{describe_custom_loading(prefix[:-1], module)}, which does not run when tensors are filled in place"
-            )
-            raise _not_fillable(problem, names, prefix)
+            custom = describe_custom_loading(prefix[:-1], module)
+            raise _not_fillable(f"{custom}, which does not run when tensors are filled in place", names, prefix)
     is_owned = storage_filter([*model.parameters(), *model.buffers()])
-    entries = [(name, tensor) for name, tensor in entries if is_owned(tensor) or not name.endswith(_EXTRA_STATE)]
-    copies = {name for name, tensor in entries if not is_owned(tensor)}
+    copies = {name for name, tensor in entries if not is_owned(tensor) and not name.endswith(_EXTRA_STATE)}
     for prefix, module in reversed(customized) if copies else ():  # the innermost module first
-        if names := [
-            name for name, tensor in tensor_entries(module, prefix) if name in copies and not is_owned(tensor)
-        ]:
+        copied = [(name, tensor) for name, tensor in tensor_entries(module, prefix) if name in copies]
+        if names := [name for name, tensor in copied if not is_owned(tensor)]:
             problem = f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict"
             raise _not_fillable(f"{problem}, and filling a copy would not fill the model", names, prefix)
     if copies:
         raise _not_fillable("the model returns copies in its state dict", sorted(copies), "")
-    return entries
+    return [(name, tensor) for name, tensor in entries if is_owned(tensor)]
 
 
 def _not_fillable(problem: str, names: Sequence[str], prefix: str) -> ModelMismatch:
@@ -177,7 +184,7 @@ def _not_fillable(problem: str, names: Sequence[str], prefix: str) -> ModelMisma
     )
 
 
-def storage_filter(tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
+def storage_filter(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
 
     def storage(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,33 @@ class Targets:
         columns = ("names", "layout", "dtypes", "layouts", "coordinates", "index", "local_only")
         return all(getattr(self, column) == getattr(other, column) for column in columns)
 
+    def add_layout(
+        self, name: str, tensor: Tensor, layout: Layout, coordinate: tuple[int, ...], outer: OuterShard | None
+    ) -> None:
+        """Adds a tensor's own layout, or that of the larger tensor of which it is a shard."""
+        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
+        if outer is not None:
+            layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
+            meshes.append(Mesh.of(outer.mesh))
+        self.meshes += [mesh for mesh in dict.fromkeys(meshes) if mesh not in self.meshes]
+        self.layouts.append(layout)
+        self.coordinates.append(coordinate)
+        self.layout_meshes.append(tuple(map(self.meshes.index, meshes)))
+
+    def with_extra(self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Targets:
+        """Returns these targets followed by plain ones that other ranks may lack, without their tensors."""
+        numbers = range(len(self.names), len(self.names) + len(names))
+        return replace(
+            self,
+            names=self.names + names,
+            layout=self.layout + list(range(len(self.layouts), len(self.layouts) + len(shapes))),
+            dtypes=self.dtypes + dtypes,
+            layouts=self.layouts + [Layout(shape, (), ()) for shape in shapes],
+            coordinates=self.coordinates + [()] * len(shapes),
+            index=self.index | dict(zip(names, numbers, strict=True)),
+            local_only=self.local_only | {*numbers},
+        )
+
     def describe(self) -> list[str]:
         """Returns one line per target that all ranks share, equal on all ranks that want the same."""
         placements = [", ".join(map(_describe_placement, layout.placements)) or "whole" for layout in self.layouts]
@@ -128,101 +155,56 @@ def collect(
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
-    for module in modules.fsdp:
-        module.reshard()
-    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
-    expert_parallel = expert_parallel or ExpertParallelSpec()
-    collector = _Collector(dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState), expert_parallel)
-    targets = collector.targets
-    targets.unsaved_buffers, targets.unsaved_meta, targets.plain = unsaved_buffers, unsaved_meta, plain
-    for name, tensor in entries:
-        collector.add(name, tensor)
-    collector.check_overlap()
-    expert_parallel.check(targets.names)
-    return targets
-
-
-class _Collector:
-    """Adds tensors to targets. Each tensor is one target, and each layout one entry, however often they occur."""
-
-    def __init__(self, fsdp_axes: Mapping[int, int], in_module: bool, expert_parallel: ExpertParallelSpec) -> None:
-        """
-        Args:
-            fsdp_axes, in_module: see :func:`dtensor.layout_of`.
-        """
-        self.targets = Targets()
-        self._by_id: dict[int, int] = {}
-        """Target of each of the model's objects, by id."""
-        self._fsdp_axes = fsdp_axes
-        self._in_module = in_module
-        self._expert_parallel = expert_parallel
-        self._by_storage: dict[memory.StorageKey, int] = {}
-        self._layouts: dict[tuple[object, ...], int] = {}
-        """Layout numbers, by values that are equal for equal layouts, and by ids, which are faster to look up."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor, or another name of an added one: of the same object, or of a plain tensor that is the same memory."""
-        targets, spec = self.targets, self._expert_parallel
-        if (owner := self._by_id.get(id(tensor))) is not None:
-            targets.index[name] = owner
-            return
+    modules.reshard()
+    state = read_state(model, modules, filled)
+    spec = expert_parallel or ExpertParallelSpec()
+    targets = Targets(plain=state.plain, unsaved_buffers=state.unsaved_buffers, unsaved_meta=state.unsaved_meta)
+    fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
+    by_id: dict[int, int] = {}
+    by_storage: dict[memory.StorageKey, int] = {}
+    layouts: dict[tuple[object, ...], int] = {}
+    """Layout numbers, by what layouts depend on."""
+    for name, tensor in state.entries:
         number = len(targets.names)
-        axis: int | None = None
-        key: tuple[object, ...] = (tensor.shape,)
-        if isinstance(tensor, DTensor):
-            axis = self._fsdp_axes.get(id(tensor))
-            key = (id(tensor.device_mesh), id(tensor.placements), tensor.shape, axis)
-        else:
+        owner = by_id.setdefault(id(tensor), number)
+        if owner == number and not isinstance(tensor, DTensor):
             _check_loadable(name, tensor)
             is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
             if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
-                owner = self._by_storage.setdefault(memory.storage_key(tensor), number)
-                if owner != number:
-                    targets.index[name], targets.has_aliases = owner, True
-                    return
-        outer = spec.outer_shard(name) if spec.outer_shards else None
-        global_name = spec.global_name(name) if spec.local_modules else None
-        if global_name is not None:
+                owner = by_storage.setdefault(memory.storage_key(tensor), number)
+                targets.has_aliases |= owner != number
+        if owner != number:
+            targets.index[name] = by_id[id(tensor)] = owner
+            continue
+        fsdp_axis, outer = fsdp_axes.get(id(tensor)), spec.outer_shard(name)
+        sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        key = (tensor.shape, sharding, fsdp_axis, outer)
+        if key not in layouts:
+            layouts[key] = len(targets.layouts)
+            layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, in_module)
+            targets.add_layout(name, tensor, layout, coordinate, outer)
+        if (global_name := spec.global_name(name)) is not None:
             targets.local_only.add(number)
-        layout = self._layouts.get((key, outer))
-        if layout is None:
-            layout = self._layouts[key, outer] = self._add_layout(name, tensor, outer, axis)
-        self._by_id[id(tensor)] = targets.index[global_name or name] = number
+        targets.index[global_name or name] = number
         targets.names.append(name)
         targets.tensors.append(tensor)
-        targets.layout.append(layout)
+        targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
+    _check_overlap(targets, by_storage)
+    spec.check(targets.names)
+    return targets
 
-    def _add_layout(self, name: str, tensor: Tensor, outer: OuterShard | None, fsdp_axis: int | None) -> int:
-        """Returns the number of a tensor's layout. Equal placements are often different objects."""
-        targets = self.targets
-        layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, self._in_module)
-        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
-        if outer is not None:
-            layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
-            meshes.append(Mesh.of(outer.mesh))
-        key = (layout, coordinate, *meshes)
-        if key not in self._layouts:
-            for mesh in meshes:
-                if mesh not in targets.meshes:
-                    targets.meshes.append(mesh)
-            self._layouts[key] = len(targets.layouts)
-            targets.layouts.append(layout)
-            targets.coordinates.append(coordinate)
-            targets.layout_meshes.append(tuple(map(targets.meshes.index, meshes)))
-        return self._layouts[key]
 
-    def check_overlap(self) -> None:
-        """Raises ModelMismatch if plain targets overlap in memory."""
-        if len({pointer for pointer, *_ in self._by_storage}) == len(self._by_storage):
-            return
-        targets = self.targets
-        pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(self._by_storage.values())])
-        if pair is not None:
-            raise ModelMismatch(
-                f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
-                "clone() one of them, or keep it out of the state dict"
-            )
+def _check_overlap(targets: Targets, by_storage: Mapping[memory.StorageKey, int]) -> None:
+    """Raises ModelMismatch if plain targets overlap in memory."""
+    if len({pointer for pointer, *_ in by_storage}) == len(by_storage):
+        return
+    pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(by_storage.values())])
+    if pair is not None:
+        raise ModelMismatch(
+            f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
+            "clone() one of them, or keep it out of the state dict"
+        )
 
 
 def _check_loadable(name: str, tensor: Tensor) -> None:

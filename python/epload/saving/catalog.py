@@ -80,7 +80,7 @@ def catalog(
 
 def _truncated(rules: Mapping, names: Sequence[str]) -> set[int]:
     """Returns the checkpoint tensors that a conversion truncates, which may have padding."""
-    truncating = [rule for rule in rules.converts if any(step.name == "Truncate" for step in rule.operations)]
+    truncating = [rule for rule in rules.converts if any("UnpadVocab" in step.name for step in rule.operations)]
     if not truncating:
         return set()
     groups, _ = match_conversions(rules.converts, apply_renames(rules.renames, names))
