@@ -135,7 +135,7 @@ def run_plan(plan: LoadPlan, manifest: Manifest, values: dict[str, Tensor], loca
     sources = [as_bytes(values[name]) for name in manifest.names]
     for bucket in plan.buckets:
         data = torch.full((bucket.nbytes,), 0xEE, dtype=torch.uint8)
-        for piece in plan.pieces(bucket):
+        for piece in bucket.pieces:
             source = sources[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.nbytes]
             data[piece.bucket_offset : piece.bucket_offset + piece.nbytes] = source
         ops.unpack(data, [local[target] for target in bucket.targets], bucket.copies.rows)

@@ -15,8 +15,9 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.columns import arange
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces, Quantization
-from epload.core.placement import box_slices, boxes_of_range
+from epload.core.placement import box_slices
 from epload.core.regions import Regions
+from epload.core.views import View
 from epload.errors import CheckpointError
 from epload.native import ops
 
@@ -166,7 +167,8 @@ def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:
     if tensor.is_contiguous():
         boxes = [tensor.view(-1)[begin:end]]
     else:
-        boxes = [tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end)]
+        views = View.whole(tuple(tensor.shape)).within(begin, end)
+        boxes = [tensor[box_slices(view.start, view.size)] for view in views]
     parts = [box.resolve_conj().resolve_neg().cpu().reshape(-1) for box in boxes]
     copied = (torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()).view(torch.uint8)
     return copied, piece.tensor_offset - begin * item

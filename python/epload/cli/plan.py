@@ -88,14 +88,14 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Nodes, r
     objects = manifest.in_object_storage
     read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
     by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]
-    payload = first.slots.payload
+    payload = first.payload
     read = {"one": payload, "per_node": len(nodes) * payload, "partitioned": payload, "every": sum(map(sum, by_node))}
     all_read = manifest.locations is not None or sum(map(len, nodes)) == 1
     choice, reason = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
     return {
         "fit": _fit(manifest, first, mapping, sorted(targets.unsaved_meta)),
         "nbytes": payload,
-        "tensors": first.slots.tensor_count,
+        "tensors": first.tensor_count,
         "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
         "modes": [_mode(readers, *make(targets, readers), nodes, read[readers]) for readers in READERS],
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
@@ -112,7 +112,7 @@ def _plan(manifest: Manifest, mapping: Mapping, nodes: Nodes, targets: Targets, 
 
 def _mode(readers: str, plan: LoadPlan, per_wave: int, nodes: Nodes, read: int) -> dict[str, Any]:
     """Describes one choice of readers. Sizes are in bytes."""
-    moved = traffic([bucket.nbytes for bucket in plan.buckets], per_wave, nodes, readers)
+    moved = traffic(plan.sizes, per_wave, nodes, readers)
     return {
         "readers": readers,
         "buckets": len(plan.buckets),
@@ -138,7 +138,7 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping, initialized: list
     except ModelMismatch as mismatch:
         error = str(mismatch)
     return {
-        "matched": plan.slots.tensor_count,
+        "matched": plan.tensor_count,
         "missing": [name for name in plan.missing if name not in ignored],
         "unexpected": [name for name in plan.unexpected if name not in ignored],
         "mismatched": plan.mismatched,

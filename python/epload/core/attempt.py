@@ -24,11 +24,3 @@ class Attempt(Generic[T]):
         if self.failure is not None:
             raise self.failure
         return self._value
-
-
-def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs a step; returns its result, or the exception that it raised."""
-    try:
-        return step(), None
-    except Exception as error:
-        return None, error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from epload.core.columns import column, first_of_each, numbered
+from epload.core.columns import column, first_of_each, numbered_rows
 
 T = TypeVar("T")
 
@@ -31,17 +31,12 @@ class Kinds(NamedTuple):
         """``shapes``, ``dtypes``: one entry per tensor in each."""
         return cls(*distinct_values(shapes), *distinct_values(dtypes))
 
-    def combine(
-        self, tensors: Tensor | slice = slice(None)
-    ) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
-        """The distinct pairs of a shape and a dtype, in any order, and for each tensor which of them it has (int64 [n]).
-
-        ``tensors``: int64 [n], those that are asked about; all by default.
-        """
-        codes = (self.shape_of * len(self.dtypes) + self.dtype_of)[tensors]
-        kind_of = numbered(codes)
-        pairs = (divmod(code, len(self.dtypes)) for code in codes[first_of_each(kind_of)].tolist())
-        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in pairs], kind_of
+    def combine(self) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
+        """Returns the distinct pairs of a shape and a dtype, in any order, and int64 [t]: which of them each tensor has."""
+        kind_of = numbered_rows([self.shape_of, self.dtype_of])
+        first = first_of_each(kind_of)
+        numbers = zip(self.shape_of[first].tolist(), self.dtype_of[first].tolist(), strict=True)
+        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in numbers], kind_of
 
     def sizes(self) -> tuple[list[int], Tensor]:
         """The size in bytes of each distinct pair, and for each tensor which of them it has (int64 [t]).

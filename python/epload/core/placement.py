@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -134,13 +134,9 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
     Empty if the local shard is empty; one region of size () for a 0-d tensor.
     """
     per_dim = []
-    for dim, length in enumerate(layout.shape):
-        intervals = []
-        local_start = 0
-        for start, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate):
-            intervals.append((start, size, local_start))
-            local_start += size
-        per_dim.append(intervals)
+    for intervals in _owned_intervals(layout, coordinate):
+        ends = accumulate((size for _, size in intervals), initial=0)
+        per_dim.append([(start, size, local) for (start, size), local in zip(intervals, ends, strict=False)])
     return [
         OwnedRegion(tuple(s for s, _, _ in box), tuple(n for _, n, _ in box), tuple(at for _, _, at in box))
         for box in product(*per_dim)
@@ -149,10 +145,13 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
 
 def owned_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the local shard of the rank at ``coordinate`` of the mesh."""
-    return tuple(
-        sum(size for _, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate))
-        for dim, length in enumerate(layout.shape)
-    )
+    return tuple(sum(size for _, size in intervals) for intervals in _owned_intervals(layout, coordinate))
+
+
+def _owned_intervals(layout: Layout, coordinate: Sequence[int]) -> Iterator[list[Interval]]:
+    """The intervals of each dim."""
+    for dim, length in enumerate(layout.shape):
+        yield owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
 
 
 def owned_parts(box: Box, owned: Iterable[OwnedRegion]) -> Iterator[OwnedRegion]:
@@ -182,21 +181,3 @@ def intersect(a: Box, b: Box) -> Box | None:
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor of this shape."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """Consecutive boxes that are the elements [begin, end) of a tensor in row-major order; begin < end."""
-    if not shape:
-        return [((), ())]
-    row = prod(shape[1:])
-    first, last = -(-begin // row), end // row
-
-    def part_of_row(number: int, begin: int, end: int) -> list[Box]:
-        return [((number, *start), (1, *size)) for start, size in boxes_of_range(shape[1:], begin, end)]
-
-    if first > last:  # inside one row
-        return part_of_row(last, begin - last * row, end - last * row)
-    boxes = part_of_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    if first < last:
-        boxes.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    return boxes + (part_of_row(last, 0, end - last * row) if end > last * row else [])

@@ -29,10 +29,6 @@ class Regions(NamedTuple):
             return
         ops.upload([bucket], self.copies.in_bucket(), self.targets, self.copies.rows, self.pipe)
 
-    def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
-        """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""
-        self._replace(copies=copies).unpack(bucket)
-
     def split(self, chunks: Chunks) -> Regions | None:
         """See :meth:`Chunks.split`."""
         parts = chunks.split(self.copies, self.origins)

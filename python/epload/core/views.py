@@ -27,6 +27,11 @@ class View(NamedTuple):
     strides: Shape
     """Strides in the source for each dim of the box, in elements."""
 
+    @staticmethod
+    def whole(shape: Shape) -> View:
+        """Returns the view of all elements of a source."""
+        return View((0,) * len(shape), shape, 0, row_major_strides(shape))
+
     def crop(self, start: Shape, size: Shape) -> View:
         """Returns the part of the view that fills the box of this start and size, which is within the view's box."""
         steps = (map(int.__sub__, start, self.start), self.strides)
@@ -66,7 +71,7 @@ class Assembly:
     @staticmethod
     def of(source: int, shape: Shape) -> Assembly:
         """Returns the whole of a source."""
-        return Assembly(shape, ((source, View((0,) * len(shape), shape, 0, row_major_strides(shape))),))
+        return Assembly(shape, ((source, View.whole(shape)),))
 
 
 def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
@@ -148,7 +153,7 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
     if new == old:
         return assembly
     if 0 in new:
-        return Assembly(new, tuple((source, Assembly.of(source, new).parts[0][1]) for source, _ in assembly.parts))
+        return Assembly(new, tuple((source, View.whole(new)) for source, _ in assembly.parts))
     strides, new_strides = row_major_strides(old), row_major_strides(new)
     parts = []
     for source, view in assembly.parts:

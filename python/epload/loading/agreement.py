@@ -15,7 +15,6 @@ import torch
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.loading import tied
 from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
 from epload.loading.buffers import find_holders
 from epload.loading.differences import (
@@ -33,6 +32,7 @@ from epload.loading.missing import compute_missing, unfilled_anywhere
 from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.routes import Router
+from epload.loading.tied import compare_tied
 from epload.mapping.mapping import ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
@@ -182,9 +182,8 @@ class Agreement:
             self._raise_disagreement(inputs, drafted.value, planned.failure)
         if decision.mismatched_meshes:
             raise_mesh_mismatch(self._control, inputs.targets, decision.mismatched_meshes)
-        if inputs.local_modules:
-            twins = planned.value.twins
-            tied.compare_anywhere(self._control, self._options.src, inputs.checkpoint, drafted.value.manifest, twins)
+        pairs = planned.value.tied_pairs
+        compare_tied(self._control, self._options.src, inputs, drafted.value.manifest, pairs)
         return planned.value, decision
 
     def _compare_plans(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +204,7 @@ class Agreement:
         of_rank = dict(zip(self._topology.ranks, decision.nbytes, strict=True))
         by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
         return choose_readers(
-            plan.slots.payload, by_node, all_read=decision.all_read, objects=manifest.in_object_storage,
+            plan.payload, by_node, all_read=decision.all_read, objects=manifest.in_object_storage,
             src=self._options.src,
         )  # fmt: skip
 
@@ -233,8 +232,6 @@ class Agreement:
             manifest, plan, draft.mapping, strict=request.strict,
             ignore_mismatched_shapes=request.ignore_mismatched_shapes,
         )  # fmt: skip
-        if inputs.checkpoint is not None and not inputs.local_modules and self._topology.rank == self._options.src:
-            tied.compare(self._control, inputs.checkpoint, manifest, plan.twins)
         return plan
 
     def _raise_disagreement(self, inputs: LocalInputs, draft: Draft, failure: Exception | None) -> None:

@@ -54,11 +54,11 @@ def make_engine(
         phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
         ring = DeviceRing(staging, flow, report, phase, in_order=True, moves=moves)
         mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
-        return Engine(context, make_waves(plan), ring, mover, local)
+        return Engine(context, make_waves(plan.sizes), ring, mover, local)
     memory = resources.memory
     assert memory is not None
     chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
-    return through_memory(context, memory, make_waves(plan, load.per_wave), local, route.routes, chunk)
+    return through_memory(context, memory, make_waves(plan.sizes, load.per_wave), local, route.routes, chunk)
 
 
 def _reads_repeat(load: AgreedLoad, topology: Topology) -> bool:

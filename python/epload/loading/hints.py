@@ -34,7 +34,7 @@ def check_match(
             f"{manifest.source} has {name} as {what}, which epload does not unpack",
             missing_keys=missing, unexpected_keys=unexpected, mismatched_keys=mismatched,
         )  # fmt: skip
-    nothing_fits = not plan.slots.tensor_count and bool(plan.missing or plan.mismatched)
+    nothing_fits = not plan.tensor_count and bool(plan.missing or plan.mismatched)
     wrong_keys, wrong_shapes = strict and bool(missing or unexpected), bool(mismatched) and not ignore_mismatched_shapes
     if not (wrong_keys or wrong_shapes or nothing_fits):
         return

@@ -258,8 +258,8 @@ class HierarchicalLoader:
         report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
         report.mismatched_keys = load.mismatched_keys
         report.ignored_keys = [*load.ignored_keys, *load.manifest.ignored]
-        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
-        report.nbytes = plan.slots.payload
+        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.tensor_count
+        report.nbytes = plan.payload
         report.buckets = len(plan.buckets)
         report.source = redact(load.manifest.source)
         report.kept_in_fp32 = list(load.inputs.targets.kept_in_fp32)

@@ -7,8 +7,7 @@ there are waves, one each. Every rank plans only the streams that it sends or it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from math import prod
 
@@ -24,7 +23,7 @@ from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
 from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
-from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls
+from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
 
@@ -65,26 +64,27 @@ def plan_exchange(
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
     """
+    reach = reach or {}
     kinds = _Kinds(manifest, members, summaries)
     limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
-    most_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    least_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
-    fitting = fitting_senders(members.senders, summaries, kinds.first, kinds.declared)
-    slots, pulled = divide(kinds.slots(most_bytes, least_bytes), reach or {}, fitting)
+    slot_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
+    part_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
+    moved, pulled = divide(kinds.slots(slot_bytes, part_bytes), reach, kinds.exact_senders())
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
-    least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
-    rows = _SlotRows(members, kinds, slots, rank, node, waves, least_bucket)
+    bucket_bytes = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
+    rows = _SlotRows(members, kinds, moved, rank, node, waves, bucket_bytes)
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most_bytes, least_bytes, options, sorted((reach or {}).items()))).encode())
+    digest.update(repr((members, waves, slot_bytes, part_bytes, options, sorted(reach.items()))).encode())
     for number in sorted(summaries):
         digest.update(summaries[number].digest.encode())
     about = (digest.digest(), manifest.source, manifest.names, kinds.total)
+    own = pulled.get(node, [])
     pulls = landing = None
-    if any(pulled.get(node, ())) and lenders is None:
-        pulls = plan_pulls(pulled[node], kinds.of, holdings)
-    elif any(pulled.get(node, ())) and lenders is not None:
-        landed = _SlotRows(members, kinds, pulled[node], rank, node, waves, least_bucket)
+    if any(own) and lenders is None:
+        pulls = plan_pulls(own, kinds.of, holdings)
+    elif any(own) and lenders is not None:
+        landed = _SlotRows(members, kinds, own, rank, node, waves, bucket_bytes)
         sources = {lender: landed.buckets(of_lender, packs=True) for lender, of_lender in lenders.items()}
         landing = ExchangePlan(landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources)
     return ExchangePlan(
@@ -99,81 +99,84 @@ def plan_exchange(
 
 
 class _Kinds:
-    """Tensors that every rank divides alike: of one shape and dtype, and in one class of each rank's holdings."""
+    """Tensors that every rank divides in the same way: of one shape and dtype, and in one class of each rank's holdings."""
 
     def __init__(self, manifest: Metadata, members: Members, summaries: Mapping[int, HoldingsSummary]) -> None:
-        self.manifest, self._members, self._summaries = manifest, members, summaries
+        self._manifest, self._members, self._summaries = manifest, members, summaries
         self.of = number_alike(manifest.kinds, summaries.values())
         """int64 [t], of each tensor."""
         first = first_of_each(self.of)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
-        classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
-        self.class_of = {rank: classes[id(summary)] for rank, summary in summaries.items()}
-        """Class of each kind, by rank."""
+        self._classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
+        """The class of each kind, by the summary that has it."""
         self.declared = [manifest.dtypes[i] for i in self.first]
-        """The senders' dtypes of each kind."""
-        self._receivers = list({id(summaries[rank]): rank for rank in members.receivers}.values())
-        """One of those with equal summaries each."""
-        self.dtypes = [self._dtype_on_the_way(kind) for kind in range(len(first))]
+        """The senders' dtype of each kind."""
+        self._receivers = {id(summaries[rank]): rank for rank in members.receivers}.values()
+        """One receiver for each distinct summary."""
+        self.dtypes = [self._dtype_of_buckets(kind) for kind in range(len(first))]
         """Dtype in which the tensors of each kind move."""
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of all tensors, as they move."""
         counts = torch.bincount(self.of, minlength=len(self.first)).tolist()
-        shapes = [self.manifest.shapes[i] for i in self.first]
-        return sum(
-            n * prod(shape) * dtype.itemsize for n, shape, dtype in zip(counts, shapes, self.dtypes, strict=True)
+        self.total = sum(
+            count * prod(manifest.shapes[i]) * dtype.itemsize
+            for i, count, dtype in zip(self.first, counts, self.dtypes, strict=True)
         )
+        """Bytes of all tensors, as they move."""
 
     def slots(self, limit: int, least: int) -> list[list[Slot]]:
         """Returns the slots of a tensor of each kind; see :func:`make_slots`."""
-        senders = self._alike([(rank,) for rank in self._members.senders])
-        nodes = self._alike(self._members.nodes)
-        ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
+        senders = self._equal_nodes([(rank,) for rank in self._members.senders])
+        nodes = self._equal_nodes(self._members.nodes)
         of_kinds = []
         for kind, first in enumerate(self.first):
-            of_senders = [(some, self._boxes(rank, kind)) for (rank,), some in zip(senders, ranks, strict=True)]
-            of_nodes = [
-                (some, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
-                for node, some in nodes.items()
-            ]
-            slots, lacking = make_slots(
-                self.manifest.shapes[first], self.dtypes[kind].itemsize, of_senders, of_nodes, limit, least
-            )
-            if lacking is not None:
-                start, size = lacking
+            of_senders = [([self._members.senders[i] for i in some], self._boxes(node, kind)) for node, some in senders]
+            of_nodes = [(some, merge_boxes(self._boxes(node, kind))) for node, some in nodes]
+            itemsize = self.dtypes[kind].itemsize
+            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders, of_nodes, limit, least)
+            if missing is not None:
+                start, size = missing
                 raise ModelMismatch(
-                    f"no sender has {self.manifest.names[first]} of {self.manifest.source} from {list(start)} on, of size "
+                    f"no sender has {self._manifest.names[first]} of {self._manifest.source} from {list(start)} on, of size "
                     f"{list(size)}, which a receiver wants"
                 )
             of_kinds.append(slots)
         return of_kinds
 
-    def _alike(self, nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-        """The positions of nodes whose ranks have equal summaries, by the first of them."""
-        alike_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
+    def exact_senders(self) -> list[list[int]]:
+        """Returns the senders whose local tensors of each kind have its dtype: those of others are converted twice."""
+        exact: list[list[int]] = [[] for _ in self.first]
+        for rank in self._members.senders:
+            for kind, dtype in enumerate(self.declared):
+                summary, number = self._class_of(rank, kind)
+                if number != NO_PART and summary.dtypes[number] == dtype and not summary.mixed[number]:
+                    exact[kind].append(rank)
+        return exact
+
+    def _equal_nodes(self, nodes: Sequence[tuple[int, ...]]) -> Collection[tuple[tuple[int, ...], list[int]]]:
+        """Groups nodes whose ranks have equal summaries: the first of each group, and the positions of all of it."""
+        groups: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
         for i, node in enumerate(nodes):
-            alike_nodes.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
-        return dict(alike_nodes.values())
+            groups.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
+        return groups.values()
 
-    def _boxes(self, rank: int, kind: int) -> tuple[Box, ...]:
-        number = self.class_of[rank][kind]
-        return () if number == NO_PART else self._summaries[rank].boxes[number]
+    def _class_of(self, rank: int, kind: int) -> tuple[HoldingsSummary, int]:
+        summary = self._summaries[rank]
+        return summary, self._classes[id(summary)][kind]
 
-    def _dtype_on_the_way(self, kind: int) -> torch.dtype:
+    def _boxes(self, node: Sequence[int], kind: int) -> list[Box]:
+        """Returns the boxes that some ranks have."""
+        classes = (self._class_of(rank, kind) for rank in node)
+        return [box for summary, number in classes if number != NO_PART for box in summary.boxes[number]]
+
+    def _dtype_of_buckets(self, kind: int) -> torch.dtype:
         """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
-        source = self.manifest.dtypes[self.first[kind]]
-        of_receivers = set()
-        for rank in self._receivers:
-            if (number := self.class_of[rank][kind]) != NO_PART:
-                of_receivers.add(self._summaries[rank].dtypes[number])
+        source, name = self.declared[kind], self._manifest.names[self.first[kind]]
+        classes = (self._class_of(rank, kind) for rank in self._receivers)
+        of_receivers = {summary.dtypes[number] for summary, number in classes if number != NO_PART}
         for dtype in of_receivers:
             if not dtypes.converts(source, dtype):
-                name = self.manifest.names[self.first[kind]]
                 raise ModelMismatch(
-                    f"{name} is {dtypes.name(source)} in {self.manifest.source}, which a receiver's tensor of "
+                    f"{name} is {dtypes.name(source)} in {self._manifest.source}, which a receiver's tensor of "
                     f"{dtypes.name(dtype)} cannot take"
                 )
         only = of_receivers.pop() if len(of_receivers) == 1 else source
@@ -202,22 +205,19 @@ class _SlotRows:
         node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for some in slots for slot in some))}
         self.node_sets = list(node_sets)
         own = [[slot for slot in some if (rank in slot.owners if node < 0 else node in slot.nodes)] for some in slots]
-        self._slots = list(chain.from_iterable(own))
-        self._kind_of_slot = [kind for kind, some in enumerate(own) for _ in some]
+        self._slots = [(slot, kind) for kind, some in enumerate(own) for slot in some]
         slot, tensor, owner = expand_slots(own, kinds.of)
-        if node < 0:
-            sent = owner == rank
-            tensor, slot, owner = tensor[sent], slot[sent], owner[sent]
-        stream = owner * len(node_sets) + column([node_sets[slot.nodes] for slot in self._slots])[slot]
+        stream = owner * len(node_sets) + column([node_sets[slot.nodes] for slot, _ in self._slots])[slot]
         order = torch.argsort(stream, stable=True)
+        if node < 0:
+            order = order[owner[order] == rank]
         self._tensor, self._slot = tensor[order], slot[order]
         self._place(stream[order], waves, least, len(members.senders))
 
     def _place(self, stream: Tensor, waves: int, least: int, senders: int) -> None:
         """Assigns each slot to a wave's bucket of its stream, and to an offset in it."""
-        slots = zip(self._slots, self._kind_of_slot, strict=True)
-        elements = column([prod(slot.size) * self._kinds.dtypes[kind].itemsize for slot, kind in slots])
-        nbytes = (-(-elements // ALIGNMENT) * ALIGNMENT)[self._slot]
+        sizes = column([prod(slot.box[1]) * self._kinds.dtypes[kind].itemsize for slot, kind in self._slots])
+        nbytes = (-(-sizes // ALIGNMENT) * ALIGNMENT)[self._slot]
         ends = nbytes.cumsum(0)
         sets = len(self.node_sets)
         streams, of_stream, per_stream = torch.unique_consecutive(stream, return_inverse=True, return_counts=True)
@@ -251,8 +251,9 @@ class _SlotRows:
         wave, stream = self._bucket_wave, self._bucket_stream
         hops = torch.zeros_like(wave)
         if self._node >= 0:
-            hops = column([stream_of.hops(self._node, 0) for stream_of in self._streams])[stream]
-            hops = (hops - wave) % column([len(stream_of.nodes) for stream_of in self._streams])[stream]
+            streams = [(some.hops(self._node, 0), len(some.nodes)) for some in self._streams]
+            first, count = column(list(chain.from_iterable(streams))).reshape(-1, 2)[stream].unbind(1)
+            hops = (first - wave) % count
         order = ((wave * self._nodes + hops) * len(self._streams) + stream).argsort()
         ends = torch.stack([self._begins, self._ends], 1)[order]
         columns = (
@@ -271,10 +272,8 @@ class _SlotRows:
         """Returns a rank's copies of all rows, and the row of each copy."""
         templates = CopyTemplates(holdings)
         class_of_kind = holdings.class_of[column(self._kinds.first)].tolist()
-        for slot, kind in zip(self._slots, self._kind_of_slot, strict=True):
-            number = class_of_kind[kind]
-            box = slot.start, slot.size, holdings, number, self._kinds.dtypes[kind], packs
-            templates.add(copies_of_box(*box) if number != NO_PART else [])
+        for slot, kind in self._slots:
+            templates.add(copies_of_box(slot.box, holdings, class_of_kind[kind], self._kinds.dtypes[kind], packs))
         copies, row_of = templates.expand(self._tensor, self._slot)
         copies.offset.add_(self._offset[row_of])
         return copies, row_of

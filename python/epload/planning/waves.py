@@ -38,18 +38,16 @@ class Wave:
         return _aligned(self.ends[-1])
 
 
-def make_waves(plan: LoadPlan, per_wave: int = 1) -> list[Wave]:
-    """Divides a plan's buckets into waves of ``per_wave``; the last may have fewer."""
-    waves, count = [], len(plan.buckets)
-    for index, first in enumerate(range(0, count, per_wave)):
-        numbers = range(first, min(first + per_wave, count))
-        waves.append(Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers]))
-    return waves
+def make_waves(sizes: Sequence[int], per_wave: int = 1) -> list[Wave]:
+    """Divides buckets of these sizes (bytes) into waves of ``per_wave``; the last may have fewer."""
+    numbers = range(len(sizes))
+    parts = [numbers[first : first + per_wave] for first in numbers[::per_wave]]
+    return [Wave.of(index, part, [sizes[number] for number in part]) for index, part in enumerate(parts)]
 
 
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
-    """Bytes of the largest wave."""
-    return max((wave.nbytes for wave in make_waves(plan, per_wave)), default=0)
+    """Returns the bytes of the largest wave."""
+    return max((wave.nbytes for wave in make_waves(plan.sizes, per_wave)), default=0)
 
 
 def group_buckets(numbers: range, nbytes: Sequence[int], limit: int) -> list[range]:

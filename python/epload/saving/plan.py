@@ -61,7 +61,7 @@ def plan_writes(
             )
         for slot in slots[-1]:
             own = rank in slot.owners
-            copies = copies_of_box(slot.start, slot.size, holdings, number, dtype, True, shape) if own else []
+            copies = copies_of_box(slot.box, holdings, number, dtype, True, shape) if own else []
             template_of.append(templates.add(copies))
     slot_of, tensor, owner = expand_slots(slots, kind_of)
     rows = (owner == rank).nonzero().flatten()

@@ -23,7 +23,7 @@ def checkpoint_source(plan: LoadPlan, checkpoint: Checkpoint, pipe: ops.Pipe | N
 
     def fill(number: int, buffer: Tensor) -> None:
         nonlocal host
-        pieces = plan.pieces(plan.buckets[number])
+        pieces = plan.buckets[number].pieces
         if buffer.is_cpu:
             checkpoint.fill(buffer, pieces)
             return

@@ -83,12 +83,12 @@ def verify_digests(
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
         content = scratch[: bucket.nbytes]
-        checkpoint.fill(content, plan.pieces(bucket))
+        checkpoint.fill(content, bucket.pieces)
         expected: dict[bytes, Tensor] = {}  # ranks that hold the same regions have equal tables
         for holder, table, digests in by_bucket[number]:
             if (key := to_raw(table)) not in expected:
                 expected[key] = ops.digest_bucket(content, table)
-            origins = _origins(plan, bucket, table)
+            origins = _origins(bucket, table)
             for tensor in origins[expected[key] != digests, 0].tolist():
                 wrong[manifest.names[tensor]].add(holder)
         yield bucket.nbytes
@@ -105,9 +105,9 @@ def verify_digests(
         )
 
 
-def _origins(plan: LoadPlan, bucket: Bucket, table: Tensor) -> Tensor:
+def _origins(bucket: Bucket, table: Tensor) -> Tensor:
     """Returns the tensor of each row of a copy table and where in it it starts. See ``buckets.Bucket.origins``."""
-    tensor, tensor_offset, begin, _ = plan.pieces(bucket).columns.T.contiguous()
+    tensor, tensor_offset, begin, _ = bucket.pieces.columns.T.contiguous()
     offset = table[:, 1].contiguous()
     piece = torch.searchsorted(begin, offset, right=True) - 1
     return torch.stack([tensor[piece], tensor_offset[piece] + offset - begin[piece]], 1)
