@@ -61,22 +61,16 @@ class OwnedRegion(NamedTuple):
 
 
 def chunk_intervals(intervals: Sequence[Interval], chunks: int, index: int) -> list[Interval]:
-    """Chunk ``index`` of the concatenated intervals, divided as by torch.chunk. May be empty."""
-    length = sum(size for _, size in intervals)
-    chunk_size = -(-length // chunks)
-    return slice_intervals(intervals, index * chunk_size, min(length, (index + 1) * chunk_size))
-
-
-def slice_intervals(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Positions [begin, end) of the concatenated intervals."""
-    sliced = []
-    position = 0
+    """Returns chunk ``index`` of the concatenated intervals, divided as by torch.chunk. May be empty."""
+    chunk_size = -(-sum(size for _, size in intervals) // chunks)
+    begin, end = index * chunk_size, (index + 1) * chunk_size
+    chunk, position = [], 0
     for start, size in intervals:
         low, high = max(begin, position), min(end, position + size)
         if low < high:
-            sliced.append((start + low - position, high - low))
+            chunk.append((start + low - position, high - low))
         position += size
-    return sliced
+    return chunk
 
 
 def owned_intervals(
@@ -86,12 +80,15 @@ def owned_intervals(
     axes = [axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and p.dim == dim]
     intervals: list[Interval] = [(0, length)] if length else []
     for axis, parts in _sharding_order(axes, mesh_shape, placements):
-        if parts == 1:
-            intervals = chunk_intervals(intervals, mesh_shape[axis], coordinate[axis])
-        else:
-            split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
-            intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
-    return _merge_adjacent(intervals)
+        split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
+        intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
+    merged: list[Interval] = []
+    for start, size in intervals:
+        if merged and sum(merged[-1]) == start:
+            start, before = merged.pop()
+            size += before
+        merged.append((start, size))
+    return merged
 
 
 def _sharding_order(
@@ -113,16 +110,6 @@ def _sharding_order(
             covered += 1
         order.insert(covered if placement.split_factor > 1 else 0, (axis, parts))
     return order
-
-
-def _merge_adjacent(intervals: Sequence[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, size in intervals:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
 
 
 # ---- boxes ----

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epload.core.columns import column, expand
 from epload.core.placement import Box, intersect
-from epload.core.views import Shape
+from epload.core.views import Shape, with_dim
 
 SPLIT_BYTES = 64 << 10
 """Minimum bytes of the part that each rank sends of a cell that several ranks have. If parts were smaller, they take turns."""
@@ -127,7 +127,7 @@ def _divide(
         return [((start, size), owners)]
     bounds = [size[dim] * i // count for i in range(count + 1)]
     return [
-        ((_set(start, dim, start[dim] + low), _set(size, dim, high - low)), (owner,))
+        ((with_dim(start, dim, start[dim] + low), with_dim(size, dim, high - low)), (owner,))
         for owner, low, high in zip(owners, bounds, bounds[1:], strict=False)
     ]
 
@@ -142,8 +142,4 @@ def _cut(start: Shape, size: Shape, itemsize: int, limit: int) -> Iterator[Box]:
     rows = max(1, limit // (nbytes // size[dim]))
     for begin in range(0, size[dim], rows):
         length = min(rows, size[dim] - begin)
-        yield from _cut(_set(start, dim, start[dim] + begin), _set(size, dim, length), itemsize, limit)
-
-
-def _set(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim + 1 :])
+        yield from _cut(with_dim(start, dim, start[dim] + begin), with_dim(size, dim, length), itemsize, limit)

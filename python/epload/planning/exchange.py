@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from math import prod
 
 import torch
-from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.columns import column, first_of_each
@@ -184,7 +182,9 @@ class _Kinds:
 
 
 class _SlotRows:
-    """The slots that one rank sends, or its node receives, one entry a slot in each column, ordered by stream."""
+    """The slots that one rank sends, or its node receives, one entry a slot in each column, in the order in which the rank sends
+    their buckets, or its node receives them: wave by wave first those that come from the sender itself, then those that have
+    come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""
 
     def __init__(
         self,
@@ -201,79 +201,63 @@ class _SlotRows:
             node: number of the rank's node; -1 for a rank that sends.
             least: bytes of a bucket, unless its stream has fewer.
         """
-        self._kinds, self._node, self._nodes = kinds, node, len(members.nodes)
-        node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for some in slots for slot in some))}
-        self.node_sets = list(node_sets)
+        self._kinds = kinds
+        self.node_sets = list(dict.fromkeys(slot.nodes for some in slots for slot in some))
         own = [[slot for slot in some if (rank in slot.owners if node < 0 else node in slot.nodes)] for some in slots]
         self._slots = [(slot, kind) for kind, some in enumerate(own) for slot in some]
         slot, tensor, owner = expand_slots(own, kinds.of)
-        stream = owner * len(node_sets) + column([node_sets[slot.nodes] for slot, _ in self._slots])[slot]
+        sets = {nodes: i for i, nodes in enumerate(self.node_sets)}
+        stream = owner * len(sets) + column([sets[slot.nodes] for slot, _ in self._slots])[slot]
         order = torch.argsort(stream, stable=True)
         if node < 0:
             order = order[owner[order] == rank]
-        self._tensor, self._slot = tensor[order], slot[order]
-        self._place(stream[order], waves, least, len(members.senders))
+        sizes = column([prod(slot.box[1]) * kinds.dtypes[kind].itemsize for slot, kind in self._slots])
+        nbytes = (-(-sizes // ALIGNMENT) * ALIGNMENT)[slot[order]]
 
-    def _place(self, stream: Tensor, waves: int, least: int, senders: int) -> None:
-        """Assigns each slot to a wave's bucket of its stream, and to an offset in it."""
-        sizes = column([prod(slot.box[1]) * self._kinds.dtypes[kind].itemsize for slot, kind in self._slots])
-        nbytes = (-(-sizes // ALIGNMENT) * ALIGNMENT)[self._slot]
+        numbers, of_stream, counts = torch.unique_consecutive(stream[order], return_inverse=True, return_counts=True)
+        streams = [Stream(i // len(sets), self.node_sets[i % len(sets)]) for i in numbers.tolist()]
         ends = nbytes.cumsum(0)
-        sets = len(self.node_sets)
-        streams, of_stream, per_stream = torch.unique_consecutive(stream, return_inverse=True, return_counts=True)
-        last = per_stream.cumsum(0) - 1
-        total = ends[last].diff(prepend=ends.new_zeros(1))
-        at = ends - nbytes - (ends[last] - total)[of_stream]
+        total = ends[counts.cumsum(0) - 1].diff(prepend=ends.new_zeros(1))
+        at = ends - nbytes - (total.cumsum(0) - total)[of_stream]
         # A stream has a bucket in each wave or, if they would be small, in some; other streams have theirs in others.
         parts = (-(-total // least)).clamp(1, waves)[of_stream]
-        turn = (streams // sets * waves // senders)[of_stream]
+        turn = (numbers // len(sets) * waves // len(members.senders))[of_stream]
         wave = (at * parts // total[of_stream] * waves + turn) // parts
-        bucket, sizes = torch.unique_consecutive(of_stream * waves + wave, return_counts=True)
-        self._ends = sizes.cumsum(0)
-        """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
-        self._begins = self._ends - sizes
-        self._offset = at - torch.repeat_interleave(at[self._begins], sizes) + HEADER_BYTES
+        hops = torch.zeros_like(wave)
+        if node >= 0:
+            paths = column([value for some in streams for value in (some.hops(node, 0), len(some.nodes))])
+            first_hops, length = paths.reshape(-1, 2)[of_stream].unbind(1)
+            hops = (first_hops - wave) % length
+
+        key = (wave * len(members.nodes) + hops) * len(streams) + of_stream
+        in_buckets = key.argsort(stable=True)
+        rows, at = order[in_buckets], at[in_buckets]
+        self._tensor, self._slot = tensor[rows], slot[rows]
+        _, self._bucket, counts = torch.unique_consecutive(key[in_buckets], return_inverse=True, return_counts=True)
+        last = counts.cumsum(0) - 1
+        first = last - counts + 1
+        self._offset = at - at[first][self._bucket] + HEADER_BYTES
         """Offset in the bucket, in bytes."""
-        self._bucket_nbytes = (self._offset + nbytes)[self._ends - 1]
-        self._bucket_wave, self._bucket_stream = bucket % waves, bucket // waves
-        self._streams = [Stream(number // sets, self.node_sets[number % sets]) for number in streams.tolist()]
+        bucket_nbytes = self._offset[last] + nbytes[in_buckets][last]
+        columns = of_stream[in_buckets][first], wave[in_buckets][first], self._tensor[first], self._tensor[last]
+        self._buckets = [
+            (size, streams[i], of_wave, (begin, end))
+            for size, i, of_wave, begin, end in torch.stack([bucket_nbytes, *columns], 1).tolist()
+        ]
 
     def buckets(self, holdings: Holdings, packs: bool) -> list[ExchangeBucket]:
-        """Returns the buckets in the order in which the rank sends them, or its node receives them: first those that come from
-        the sender itself, then those that have come by one node, and so on. So nodes that pass buckets on to each other never
-        wait for each other.
+        """Returns the buckets.
 
         Args:
             holdings: of the rank whose copies they have.
             packs: whether that rank packs the buckets.
         """
-        copies, row_of = self._copies(holdings, packs)
-        wave, stream = self._bucket_wave, self._bucket_stream
-        hops = torch.zeros_like(wave)
-        if self._node >= 0:
-            streams = [(some.hops(self._node, 0), len(some.nodes)) for some in self._streams]
-            first, count = column(list(chain.from_iterable(streams))).reshape(-1, 2)[stream].unbind(1)
-            hops = (first - wave) % count
-        order = ((wave * self._nodes + hops) * len(self._streams) + stream).argsort()
-        ends = torch.stack([self._begins, self._ends], 1)[order]
-        columns = (
-            self._bucket_nbytes[order].tolist(),
-            torch.searchsorted(row_of, ends).tolist(),
-            stream[order].tolist(),
-            wave[order].tolist(),
-            self._tensor[ends - torch.tensor([0, 1])].tolist(),
-        )
-        return [
-            ExchangeBucket(nbytes, copies.select(slice(*rows)), self._streams[number], of_wave, (first, last))
-            for nbytes, rows, number, of_wave, (first, last) in zip(*columns, strict=True)
-        ]
-
-    def _copies(self, holdings: Holdings, packs: bool) -> tuple[CopyTable, Tensor]:
-        """Returns a rank's copies of all rows, and the row of each copy."""
         templates = CopyTemplates(holdings)
         class_of_kind = holdings.class_of[column(self._kinds.first)].tolist()
         for slot, kind in self._slots:
             templates.add(copies_of_box(slot.box, holdings, class_of_kind[kind], self._kinds.dtypes[kind], packs))
-        copies, row_of = templates.expand(self._tensor, self._slot)
-        copies.offset.add_(self._offset[row_of])
-        return copies, row_of
+        copies, row = templates.expand(self._tensor, self._slot)
+        copies.offset.add_(self._offset[row])
+        counts = torch.bincount(self._bucket[row], minlength=len(self._buckets)).tolist()
+        pairs = zip(self._buckets, torch.split(copies.rows, counts), strict=True)
+        return [ExchangeBucket(nbytes, CopyTable(rows), *about) for (nbytes, *about), rows in pairs]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from epload.native.extension import _C
-from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, Algorithm
+from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, TwoLevel
 
 READERS = ("one", "per_node", "partitioned", "every")
 MIN_WAVES = 3
@@ -69,7 +69,7 @@ class Flow:
     """True if the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
 
     @property
-    def _algorithm(self) -> Algorithm:
+    def _algorithm(self) -> TwoLevel:
         return ALGORITHMS[self.algorithm]
 
     @cached_property
