@@ -53,8 +53,14 @@ class Manifest:
         """Names, shapes, dtypes and quantization as JSON, in which each distinct shape and dtype is listed once."""
         shapes, shape_of, types, dtype_of = self.kinds
         dims = [list(map(int, shape)) for shape in shapes]
-        declared = self.quantization and self.quantization.to_json()
-        return [self.names, dims, shape_of.tolist(), list(map(dtypes.name, types)), dtype_of.tolist(), declared]
+        return [
+            self.names,
+            dims,
+            shape_of.tolist(),
+            list(map(dtypes.name, types)),
+            dtype_of.tolist(),
+            self.quantization,
+        ]
 
     @cached_property
     def _content(self) -> bytes:

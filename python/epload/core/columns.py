@@ -29,7 +29,7 @@ def from_raw(raw: bytearray) -> Tensor:
 
 def to_raw(values: Tensor) -> bytes:
     """The bytes of its values, to hash them or for native code. ``values``: int64 [n] on CPU."""
-    values = values.contiguous()
+    values = values.contiguous()  # numpy is not required
     return string_at(values.data_ptr(), values.nbytes)
 
 

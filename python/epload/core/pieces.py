@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
@@ -49,9 +48,8 @@ class Kinds(NamedTuple):
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:
     """The distinct values in the order in which they appear, and for each value which of them it is (int64 [n])."""
-    distinct = list(dict.fromkeys(values))
-    numbers = {value: i for i, value in enumerate(distinct)}
-    return distinct, column(list(map(numbers.__getitem__, values)))
+    numbers = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return list(numbers), column([numbers[value] for value in values])
 
 
 _FP8_METHODS = ("", "fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark")
@@ -60,8 +58,7 @@ Block = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """The quantization that a checkpoint's configuration declares, as far as loading depends on it. Equal on all ranks."""
 
     method: str = ""
@@ -76,13 +73,9 @@ class Quantization:
         """False for methods whose weights are all packed."""
         return self.method in _FP8_METHODS
 
-    def to_json(self) -> list[Any]:
-        """Returns the fields as JSON."""
-        return [self.method, [list(block) for block in self.blocks], self.exponents]
-
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Quantization:
-        """Reads what :meth:`to_json` returns."""
+        """Returns it from its fields in JSON."""
         method, blocks, exponents = fields
         return cls(method, tuple((rows, columns) for rows, columns in blocks), exponents)
 
