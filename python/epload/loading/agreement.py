@@ -4,7 +4,6 @@ not at all."""
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import or_
@@ -53,13 +52,13 @@ class Agreement:
         self._plan: tuple[tuple[object, ...], Targets, LoadPlan] | None = None
         self.inputs = InputReader(resources)
 
-    def run(self, request: Request, streams: Sequence[torch.Stream], report: LoadReport) -> AgreedLoad:
-        """Collective. ``streams``: of the models' device, those that the caller gave.
+    def run(self, request: Request, report: LoadReport) -> AgreedLoad:
+        """Runs the rounds. Collective.
 
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
-        inputs, opening = self._agree_on_opening(request, streams)
+        inputs, opening = self._agree_on_opening(request)
         if opening.trace and report.recorder.events is None:
             record_events(self._topology, report)
         holders = find_holders(self._control, request.model, inputs.targets) if opening.lacks_buffers else {}
@@ -92,9 +91,9 @@ class Agreement:
 
     # ---- opening ----
 
-    def _agree_on_opening(self, request: Request, streams: Sequence[torch.Stream]) -> tuple[LocalInputs, Opening]:
+    def _agree_on_opening(self, request: Request) -> tuple[LocalInputs, Opening]:
         def open_own() -> tuple[LocalInputs, dict[str, Any]]:
-            inputs = self.inputs.read(request, streams)
+            inputs = self.inputs.read(request)
             return inputs, asdict(self._opening_message(request, inputs))
 
         opened = Attempt(open_own)

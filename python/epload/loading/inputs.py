@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +67,8 @@ class InputReader:
         self._opened: Checkpoint | None = None
         """The checkpoint that this rank has opened for the present load, unless the caller passed it opened."""
 
-    def read(self, request: Request, streams: Sequence[torch.Stream]) -> LocalInputs:
-        """Reads the model, and opens the checkpoint where this rank is the source or has one of its own.
-
-        Args:
-            streams: of the models' device, those that the caller gave.
-        """
+    def read(self, request: Request) -> LocalInputs:
+        """Reads the model, and opens the checkpoint where this rank is the source or has one of its own."""
         if self._closed:
             raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
         request.check()
@@ -84,7 +79,7 @@ class InputReader:
         else:
             modules = Modules(model)
             targets = _collect(request, modules)
-            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), streams)
+            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), self._resources.streams)
         check_backend(self._resources.topology.group, devices.load)
         local_modules = request.parts is not None and bool(request.parts.local_modules)
         return LocalInputs(targets, devices, self._open(request, devices.load), local_modules, modules)

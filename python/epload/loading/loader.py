@@ -107,20 +107,17 @@ class HierarchicalLoader:
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self.number = self.topology.number_loader()
-        """Among the loaders of its topology, equal on all ranks."""
+        number = self.topology.number_loader()  # equal on all ranks
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
         self._remembers = True
         """True if there will be another load."""
         self.topology.check_source(src)
-        self.stream = stream
-        self._streams = [stream] if stream is not None else []
         self.progress = progress
         self._control = self.topology.control
         self._resources = Resources(self.topology, self.options, stream)
-        self._agreement = Agreement(self._resources, self.number)
+        self._agreement = Agreement(self._resources, number)
 
     def close(self) -> None:
         """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
@@ -233,7 +230,7 @@ class HierarchicalLoader:
             self._resources.memory.board.clear()
         try:
             with report.timed("plan"), garbage_collection.paused():
-                load = self._agreement.run(request, self._streams, report)
+                load = self._agreement.run(request, report)
             run_load(self._resources, request, load, report, self.progress and topology.rank == options.src)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():

@@ -22,6 +22,8 @@ class Resources:
         self.topology = topology
         self.options = options
         self.router = Router(topology, options)
+        self.streams = [stream] if stream is not None else []
+        """Streams of the models' device that the caller gave."""
         self.memory: NodeMemory | None = None
         """Host staging of this rank's node."""
         self.device = DeviceResources(stream)

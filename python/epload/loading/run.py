@@ -55,7 +55,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         run_transfer(make_engine(load, route, local, resources, report), control, topology.groups, bar)
         if resources.options.verify:
             with report.timed("verify"):
-                _verify(control, load, topology.ranks if load.all_read else route.flow.turns, local)
+                _prove(control, load, topology.ranks if load.all_read else route.flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
         scalings = load.plan.scalings
         with resources.device.entered() if scalings and device != CPU else nullcontext():
@@ -78,7 +78,7 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
         return Local(plan, targets.local() + scales, staging)
 
 
-def _verify(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: Local) -> None:
+def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: Local) -> None:
     """Runs before the tensors are scaled or initialized, as the checkpoint knows nothing of that.
 
     Args:
