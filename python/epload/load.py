@@ -29,7 +29,7 @@ from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 def load(
@@ -64,7 +64,7 @@ def load(
         init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills.
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
         readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
-        verify: whether ranks prove their shards against the checkpoint afterwards.
+        verify: whether ranks verify their shards against the checkpoint afterwards.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
         topology: discovered over the whole job if None.
         progress: whether rank ``src`` shows a bar, or logs the progress.
@@ -174,9 +174,9 @@ def _agree_on_values(
     def read() -> tuple[FlatState, Any, tuple[list[str], dict[str, str]]]:
         flat, source, raw = FlatState(state), checkpoint, dict[str, bytes]()
         if isinstance(checkpoint, Mapping):
-            given = FlatState(checkpoint)
-            source = dict(given._buffers)
-            raw = {name: _saved(given.others[name]) for name in flat.others if name in given.others}
+            source_state = FlatState(checkpoint)
+            source = dict(source_state._buffers)
+            raw = {name: _saved(source_state.others[name]) for name in flat.others if name in source_state.others}
         if control.rank == src:
             raw = read_objects(source, list(flat.others)) | raw
         contents = {name: base64.b85encode(content).decode() for name, content in raw.items()}
@@ -232,4 +232,4 @@ def _value(name: str, content: str) -> Any:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _MOST_SHOWN else "")
+    return ", ".join(names[:_MAX_SHOWN]) + (f", ... ({len(names)} in total)" if len(names) > _MAX_SHOWN else "")

@@ -94,8 +94,8 @@ def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
     """Digests of meshes that not all of their ranks have reported, each with the first ranks that have; a few of them."""
     reported: dict[str, list[int]] = {}
     expected: dict[str, int] = {}
-    for rank, theirs in claims.items():
-        for digest, count in theirs:
+    for rank, of_rank in claims.items():
+        for digest, count in of_rank:
             reported.setdefault(digest, []).append(rank)
             expected[digest] = count
     mismatched = [digest for digest, ranks in reported.items() if len(ranks) != expected[digest]]

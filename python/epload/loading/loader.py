@@ -87,7 +87,7 @@ class HierarchicalLoader:
                 A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
                 ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
                 (each rank, if they cannot share memory).
-            verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
+            verify: after the load, ranks verify their shards against the checkpoint, which is read once more, by all ranks that
                 have it together.
             timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.

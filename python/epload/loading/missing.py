@@ -89,22 +89,22 @@ def compute_missing(
     Raises:
         ModelMismatch: nobody will fill a tensor that was on meta.
     """
-    targets, model, left = inputs.targets, request.model, {*plan.missing, *plan.mismatched}
-    shared = _shared_names(inputs) if left else {}
-    on_meta = {shared[name] for name in left if targets.tensors[targets.index[shared[name]]].is_meta}
+    targets, model, unfilled = inputs.targets, request.model, {*plan.missing, *plan.mismatched}
+    shared = _shared_names(inputs) if unfilled else {}
+    on_meta = {shared[name] for name in unfilled if targets.tensors[targets.index[shared[name]]].is_meta}
     if inputs.devices.has_meta:
-        with_values = [name for name in left if shared[name] not in on_meta]
+        with_values = [name for name in unfilled if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(model, with_values)}
     if meta and anywhere:
         (names,) = control.settle("comparing what is missing", None, [sorted(on_meta)], _union)
         on_meta = set(names)
     tensors = {name: tensor for name, tensor in targets.unsaved_meta.items() if name not in holders}
-    tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in left if shared[name] in on_meta}
+    tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled if shared[name] in on_meta}
     uninitialized, hooked = {*tensors}, request.init_missing is not None
     unsaved = _unsaved_buffers(request, inputs)
     tensors |= unsaved
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in left}
+    dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in unfilled}
 
     def initialize() -> Initialization:
         adapters = meta and not hooked
@@ -121,7 +121,7 @@ def compute_missing(
     filled = initialization.values.keys()
     return Missing(
         initialization,
-        frozenset((uninitialized | left) - filled),
+        frozenset((uninitialized | unfilled) - filled),
         frozenset(uninitialized - filled),
         holders,
         frozenset(unsaved.keys() - filled - holders.keys()),
@@ -178,9 +178,9 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}  # a hook may replace a tensor
     present = {*map(id, chain(model.parameters(), model.buffers()))}
     present_names = [name for name in missing.uninitialized if id(tensors[name]) in present]
-    left = sorted(name for name, t in local(present_names).items() if not t.is_meta and is_poisoned(t))
-    if left:
+    unwritten = sorted(name for name, t in local(present_names).items() if not t.is_meta and is_poisoned(t))
+    if unwritten:
         raise LoadError(
-            f"rank {rank}: init_missing left {', '.join(left[:10])} unfilled; it is called as hook(module, path, names) and must "
-            "write to each of these names of the module, in place"
+            f"rank {rank}: init_missing left {', '.join(unwritten[:10])} unfilled; it is called as "
+            "hook(module, path, names) and must write to each of these names of the module, in place"
         )

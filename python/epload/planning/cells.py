@@ -42,7 +42,7 @@ def make_slots(
     of_senders: Sequence[tuple[Sequence[int], Sequence[Box]]],
     of_nodes: Sequence[tuple[Sequence[int], Sequence[Box]]],
     limit: int,
-    least: int,
+    min_bytes: int,
 ) -> tuple[list[Slot], Box | None]:
     """Returns the slots of one tensor.
 
@@ -50,7 +50,7 @@ def make_slots(
         of_senders: ranks that send, with the boxes that each has.
         of_nodes: numbers of nodes, with the boxes that each wants; boxes of one node may overlap.
         limit: bytes of a slot, unless one element has more.
-        least: bytes of a part, where a cell is divided among ranks.
+        min_bytes: of a part, where a cell is divided among ranks.
 
     Returns:
         Slots in row-major order of their starts; a box that a node wants and no rank has, None if there is none.
@@ -67,7 +67,7 @@ def make_slots(
         size = tuple(of_dim[i + 1] - of_dim[i] for of_dim, i in zip(cuts, cell, strict=True))
         if cell not in senders_of:
             return [], (start, size)
-        for part, owners in _divide(start, size, itemsize, tuple(sorted(senders_of[cell])), least):
+        for part, owners in _divide(start, size, itemsize, tuple(sorted(senders_of[cell])), min_bytes):
             nodes = tuple(sorted(nodes_of[cell]))
             slots += [Slot(box, owners, nodes) for box in _cut(*part, itemsize, limit)]
     return slots, None
@@ -118,12 +118,12 @@ def _by_cell(
 
 
 def _divide(
-    start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...], least: int
+    start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...], min_bytes: int
 ) -> list[tuple[Box, tuple[int, ...]]]:
     """The parts that the ranks which have a cell send, along its longest dim; or the cell, if the parts would be small."""
     dim = max(range(len(size)), key=size.__getitem__, default=-1)
     count = len(owners)
-    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * least:
+    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * min_bytes:
         return [((start, size), owners)]
     bounds = [size[dim] * i // count for i in range(count + 1)]
     return [

@@ -1,7 +1,8 @@
 """The plan of a sync: which rank of one job sends which boxes of its tensors to which nodes of others. Pure.
 
 Boxes that one rank sends to the same nodes are a stream, in the order of the tensors. A stream is cut into as many buckets as
-there are waves, one each. Every rank plans only the streams that it sends or its node receives, and all ranks cut these alike.
+there are waves, one each. Every rank plans only the streams that it sends or its node receives; all ranks cut a stream in the
+same way.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
 
-LEAST_BUCKET_BYTES = 4 << 20
-"""A stream is cut into no more buckets than leave them so many, or a ``MOST_IN_WAVE``-th of a wave."""
-MOST_IN_WAVE = 16
-MOST_PARTS_IN_WAVE = 1024
+MIN_BUCKET_BYTES = 4 << 20
+"""A stream is cut into no more buckets than leave them so many, or a ``MAX_BUCKETS_IN_WAVE``-th of a wave."""
+MAX_BUCKETS_IN_WAVE = 16
+MAX_PARTS_IN_WAVE = 1024
 """Maximum number of parts in a wave, of pieces that are divided among replicas of the sender."""
-MOST_WAVES = 2048
+MAX_WAVES = 2048
 """Unless waves would have more than ``MAX_WAVE_BYTES``. Each bucket costs every rank of a node some host time whatever its size,
 so that those of a model of a terabyte are larger; two waves are a thousandth of it."""
-LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 64 << 10, 4 << 20
+MIN_SLOT_BYTES, MAX_SLOT_BYTES = 64 << 10, 4 << 20
 """Limits of what a slot may have at most."""
 
 
@@ -54,7 +55,7 @@ def plan_exchange(
         summaries: of every rank's holdings.
         rank: this process's.
         holdings: this rank's.
-        wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MOST_WAVES``-th.
+        wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MAX_WAVES``-th.
         options: anything else on which ranks must agree.
         reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
         lenders: the holdings of the senders that this rank's node reaches, if the node keeps versions in host memory.
@@ -64,13 +65,13 @@ def plan_exchange(
     """
     reach = reach or {}
     kinds = _Kinds(manifest, members, summaries)
-    limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
+    limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MAX_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
-    slot_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    part_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
+    slot_bytes = min(max(limit // len(members.senders), MIN_SLOT_BYTES), MAX_SLOT_BYTES)
+    part_bytes = max(limit // MAX_PARTS_IN_WAVE, SPLIT_BYTES)
     moved, pulled = divide(kinds.slots(slot_bytes, part_bytes), reach, kinds.exact_senders())
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
-    bucket_bytes = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
+    bucket_bytes = max(limit // MAX_BUCKETS_IN_WAVE, MIN_BUCKET_BYTES)
     rows = _SlotRows(members, kinds, moved, rank, node, waves, bucket_bytes)
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
     digest.update(repr((members, waves, slot_bytes, part_bytes, options, sorted(reach.items()))).encode())
@@ -121,7 +122,7 @@ class _Kinds:
         )
         """Bytes of all tensors, as they move."""
 
-    def slots(self, limit: int, least: int) -> list[list[Slot]]:
+    def slots(self, limit: int, min_bytes: int) -> list[list[Slot]]:
         """Returns the slots of a tensor of each kind; see :func:`make_slots`."""
         senders = self._equal_nodes([(rank,) for rank in self._members.senders])
         nodes = self._equal_nodes(self._members.nodes)
@@ -130,7 +131,7 @@ class _Kinds:
             of_senders = [([self._members.senders[i] for i in some], self._boxes(node, kind)) for node, some in senders]
             of_nodes = [(some, merge_boxes(self._boxes(node, kind))) for node, some in nodes]
             itemsize = self.dtypes[kind].itemsize
-            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders, of_nodes, limit, least)
+            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders, of_nodes, limit, min_bytes)
             if missing is not None:
                 start, size = missing
                 raise ModelMismatch(
@@ -194,12 +195,12 @@ class _SlotRows:
         rank: int,
         node: int,
         waves: int,
-        least: int,
+        min_bytes: int,
     ) -> None:
         """
         Args:
             node: number of the rank's node; -1 for a rank that sends.
-            least: bytes of a bucket, unless its stream has fewer.
+            min_bytes: of a bucket, unless its stream has fewer.
         """
         self._kinds = kinds
         self.node_sets = list(dict.fromkeys(slot.nodes for some in slots for slot in some))
@@ -220,7 +221,7 @@ class _SlotRows:
         total = ends[counts.cumsum(0) - 1].diff(prepend=ends.new_zeros(1))
         at = ends - nbytes - (total.cumsum(0) - total)[of_stream]
         # A stream has a bucket in each wave or, if they would be small, in some; other streams have theirs in others.
-        parts = (-(-total // least)).clamp(1, waves)[of_stream]
+        parts = (-(-total // min_bytes)).clamp(1, waves)[of_stream]
         turn = (numbers // len(sets) * waves // len(members.senders))[of_stream]
         wave = (at * parts // total[of_stream] * waves + turn) // parts
         hops = torch.zeros_like(wave)

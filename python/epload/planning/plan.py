@@ -107,14 +107,14 @@ def make_plan(
     mapping: Mapping,
     bucket_bytes: int,
     options: str = "",
-    wanted: Set[int] = frozenset(),
+    required: Set[int] = frozenset(),
 ) -> LoadPlan:
     """Plans a load.
 
     Args:
         bucket_bytes: size of a bucket, header included.
         options: anything else on which ranks must agree.
-        wanted: checkpoint tensors, by number, that are sent even if they have no place here, since some rank wants them.
+        required: checkpoint tensors, by number, that are sent even if they have no place here, since some rank needs them.
 
     Raises:
         ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
@@ -126,9 +126,9 @@ def make_plan(
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
     mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
-    explained = wanted | {source for mismatch in mismatches for source in mismatch.sources}
+    explained = required | {source for mismatch in mismatches for source in mismatch.sources}
     unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
-    selection = select(manifest, targets, placed, wanted, {scaling.target for scaling in scalings})
+    selection = select(manifest, targets, placed, required, {scaling.target for scaling in scalings})
     holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, selection.placed)
     pieces, bucket, sizes = _fill_buckets(manifest, column(selection.tensors), bucket_bytes)
     copies, origins, piece = _copies(manifest, holdings, pieces)

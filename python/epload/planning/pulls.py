@@ -82,9 +82,9 @@ class Pulls:
 
         classes = self.holdings.class_of[tensor].tolist(), sender.class_of[tensor].tolist()
         local, template = [], []
-        for t, at, own, theirs in zip(tensor.tolist(), self.box[pulled].tolist(), *classes, strict=True):
+        for t, at, own, of_sender in zip(tensor.tolist(), self.box[pulled].tolist(), *classes, strict=True):
             box = self.boxes[at]
-            part = part_of(theirs, box)
+            part = part_of(of_sender, box)
             local.append(sender.targets[t][part.place])
             template.append(template_of(own, box, part, layout_of[local[-1]]))
         copies, row = templates.expand(tensor, column(template))

@@ -30,7 +30,7 @@ SYNC_WAVE_BYTES = 128 << 20
 few: as long as 8 MB over loopback."""
 MAX_WAVE_BYTES = 512 << 20
 """Maximum bytes of a wave that grows with the number of bytes of a sync."""
-MOST_READERS_OF_SOME_NODES = 16
+MAX_READERS_OF_SOME_NODES = 16
 """Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
 the reading."""
 _MAX_FILL = 1 / 128
@@ -169,7 +169,7 @@ def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: i
         return 1
     ranks = sum(map(len, nodes))
     count = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
-    return count // len(nodes) * len(nodes) if count >= len(nodes) else min(count, MOST_READERS_OF_SOME_NODES)
+    return count // len(nodes) * len(nodes) if count >= len(nodes) else min(count, MAX_READERS_OF_SOME_NODES)
 
 
 def wave_limit(total: int, limit: int) -> int:

@@ -44,9 +44,9 @@ class Selection(NamedTuple):
 
 
 def select(
-    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], wanted: Set[int], scaled: Set[int]
+    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], required: Set[int], scaled: Set[int]
 ) -> Selection:
-    """Skips what has no place and is not ``wanted``, and a tied name whose parameter another name already fills.
+    """Skips what has no place and is not ``required``, and a tied name whose parameter another name already fills.
 
     Args:
         placed: the places of each tensor.
@@ -76,7 +76,7 @@ def select(
                     )
         casts += converts
         remaining.append(selected)
-        if selected or i in wanted:
+        if selected or i in required:
             tensors.append(i)
         elif places:
             tied.append(manifest.names[i])
