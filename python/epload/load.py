@@ -17,6 +17,7 @@ from epload.checkpoint.torch_file import check_pickles
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch, message_of
+from epload.loading.hints import list_first
 from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping as Rules
@@ -28,8 +29,6 @@ from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
-
-_MAX_SHOWN = 5
 
 
 def load(
@@ -188,7 +187,7 @@ def _agree_on_values(
             if names != expected:
                 raise ValueError(
                     f"ranks {src} and {rank} pass state dicts with different values besides tensors: "
-                    f"{_listed(sorted(set(names) ^ set(expected)))}"
+                    f"{list_first(sorted(set(names) ^ set(expected)))}"
                 )
         chosen: dict[str, str] = contents
         return chosen
@@ -196,7 +195,8 @@ def _agree_on_values(
     def load_values() -> dict[str, Any]:
         if missing and strict:
             raise ModelMismatch(
-                f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what is there",
+                f"the checkpoint has no value for {list_first(missing)} of the state dict; pass strict=False to keep what is in "
+                "it",
                 missing_keys=missing,
             )
         return {name: _value(name, content) for name, content in contents.items()}
@@ -229,7 +229,3 @@ def _value(name: str, content: str) -> Any:
     if isinstance(value, Tensor):
         raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the state dict")
     return value
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_SHOWN]) + (f", ... ({len(names)} in total)" if len(names) > _MAX_SHOWN else "")

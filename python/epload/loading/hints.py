@@ -10,6 +10,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys, rename_keys
 from epload.mapping.packed import find_packed
+from epload.observe.render import count
 from epload.planning.plan import LoadPlan
 
 _SAMPLE = 50
@@ -60,25 +61,23 @@ def _explain(
     lines = [f"{headline}:"]
     renamed, unused = rename_keys(mapping, manifest.names)
     if missing:
-        lines.append(f"{_count(missing, 'parameter')} missing from the checkpoint: {_list(missing)}")
+        lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing)}")
     if unexpected:
         new_name = dict(zip(manifest.names, renamed, strict=True))
         keys = [key if new_name[key] == key else f"{key} (renamed to {new_name[key]})" for key in unexpected]
-        lines.append(f"{_count(unexpected, 'unexpected checkpoint key')}: {_list(keys)}")
+        lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys)}")
     if mismatched:
-        lines.append(f"{_count(mismatched, 'mismatched shape')}: {_list(list(mismatched.values()), separator='; ')}")
+        lines.append(
+            f"{count(len(mismatched), 'mismatched shape')}: {list_first(list(mismatched.values()), separator='; ')}"
+        )
     if unused and mapping.required:
-        lines.append(f"mapping rules that match no checkpoint key: {_list(list(map(repr, unused)))}")
+        lines.append(f"mapping rules that match no checkpoint key: {list_first(list(map(repr, unused)))}")
     hint = _prefix_hint(missing, unexpected, bool(mapping.renames or mapping.converts or mapping.ties))
     hint = hint or "; ".join(["Pass mapping= if the checkpoint has other names or layouts", *options])
     return "\n  ".join(lines) + f"\n{hint}"
 
 
-def _count(items: Collection[str], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
-
-
-def _list(items: Sequence[str], separator: str = ", ") -> str:
+def list_first(items: Sequence[str], separator: str = ", ") -> str:
     """Returns the first items, and how many more there are."""
     more = len(items) - _LISTED
     return separator.join(items[:_LISTED]) + (f"{separator}... ({more} more)" if more > 0 else "")
@@ -104,12 +103,12 @@ def _prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules:
             elif name.endswith(f".{key}"):
                 candidates["", name[: -len(key)]] += 1
     best = max(candidates, key=lambda pair: (_matches(pair, names, unexpected), -len(pair[0] + pair[1])), default=None)
-    if best is None or 2 * (count := _matches(best, names, unexpected)) < min(len(names), len(unexpected)):
+    if best is None or 2 * (matching := _matches(best, names, unexpected)) < min(len(names), len(unexpected)):
         return ""
     removed, added = best
     rename = f'epload.mapping.Rename(r"^{re.escape(removed)}", "{added}")'
     change = f"without the prefix {removed!r}" if removed else f"with the prefix {added!r}"
-    matches = f"{count} of {_count(unexpected, 'unexpected key')} match the model {change}: "
+    matches = f"{matching} of {count(len(unexpected), 'unexpected key')} match the model {change}: "
     if has_rules:
         return (
             f"{matches}rules = epload.mapping.from_model(model), then "
@@ -127,6 +126,7 @@ def _matches(pair: tuple[str, str], names: set[str], unexpected: Sequence[str]) 
 def unfilled_error(names: Sequence[str]) -> ModelMismatch:
     """The error for tensors of the model that neither the checkpoint nor the model fills."""
     return ModelMismatch(
-        f"neither the checkpoint nor the model's own initialization fills {_count(names, 'tensor')} on meta: {_list(names)}. "
-        "Pass init_missing=hook(module, path, names) to initialize them, or build the model with values for them"
+        f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
+        f"{list_first(names)}. Pass init_missing=hook(module, path, names) to initialize them, or build the model with values "
+        "for them"
     )

@@ -9,7 +9,7 @@ import torch
 
 from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
+from epload.planning.schedule import Flow, buckets_per_wave, crosses, wave_limit
 from epload.ranks.topology import Route, Topology
 
 
@@ -76,8 +76,8 @@ class Router:
         """Returns the algorithm, and why it is not the one that was asked for."""
         algorithm, topology = self._options.algorithm, self._topology
         if algorithm == "auto":
-            crosses = len(topology.nodes) > 1 and readers in ("one", "partitioned")
-            striped = device != CPU and crosses and topology.even and len(topology.node) > 1
+            several = topology.even and len(topology.node) > 1
+            striped = device != CPU and crosses(topology.nodes, readers) and several
             return "striped" if striped else "two_level", ""
         why = ""
         if algorithm == "striped" and readers != "every" and len(topology.ranks) > 1:
@@ -107,6 +107,5 @@ class Router:
         """Returns True if the ranks of a node copy what they keep out of shared host memory, each to its own device:
         where buckets do not cross nodes, unless an algorithm for sending them was asked for."""
         nodes = self._topology.nodes
-        crosses = len(nodes) > 1 and readers != "per_node"
-        several = any(len(node) > 1 for node in nodes)
-        return self._options.algorithm == "auto" and several and not crosses and readers != "every"
+        in_nodes = readers != "every" and not crosses(nodes, readers)
+        return self._options.algorithm == "auto" and in_nodes and any(len(node) > 1 for node in nodes)

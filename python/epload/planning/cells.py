@@ -24,6 +24,8 @@ SPLIT_BYTES = 64 << 10
 _MAX_MERGED = 256
 """Boxes that are compared with one another. More are the pieces of an interleaved layout, which fill no box."""
 _Index = tuple[int, ...]
+_Boxes = Sequence[tuple[Sequence[int], Sequence[Box]]]
+"""Numbers of ranks or nodes, with the boxes that each of them has."""
 
 
 class Slot(NamedTuple):
@@ -39,8 +41,8 @@ class Slot(NamedTuple):
 def make_slots(
     shape: Shape,
     itemsize: int,
-    of_senders: Sequence[tuple[Sequence[int], Sequence[Box]]],
-    of_nodes: Sequence[tuple[Sequence[int], Sequence[Box]]],
+    of_senders: _Boxes,
+    of_nodes: _Boxes,
     limit: int,
     min_bytes: int,
 ) -> tuple[list[Slot], Box | None]:
@@ -102,9 +104,7 @@ def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
     return distinct if overlap else ((start, size),)
 
 
-def _by_cell(
-    cuts: Sequence[Sequence[int]], of_each: Sequence[tuple[Sequence[int], Sequence[Box]]]
-) -> dict[_Index, list[int]]:
+def _by_cell(cuts: Sequence[Sequence[int]], of_each: _Boxes) -> dict[_Index, list[int]]:
     """Returns the numbers by the cells that lie in one or more of their boxes."""
     by_cell: dict[_Index, list[int]] = defaultdict(list)
     for numbers, boxes in of_each:

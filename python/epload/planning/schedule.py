@@ -126,7 +126,7 @@ class Flow:
     @property
     def crosses(self) -> bool:
         """True if bytes move between nodes."""
-        return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
+        return crosses(self.nodes, self.readers)
 
     @property
     def stripes_multiple(self) -> int:
@@ -161,6 +161,11 @@ class Flow:
         if self.readers == "partitioned" and self.crosses and len(self.nodes) > 2:
             high = int(min(high, bucket * max(per_wave // len(self.nodes), 1) * _MAX_WAVE_FILL)) >> 16 << 16
         return max(low, min(high, int(total * _MAX_FILL / max(hops - 1, 1)) >> 16 << 16))
+
+
+def crosses(nodes: Sequence[Sequence[int]], readers: str) -> bool:
+    """Returns True if bytes move between nodes."""
+    return len(nodes) > 1 and readers not in ("per_node", "every")
 
 
 def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: int) -> int:
