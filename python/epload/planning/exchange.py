@@ -21,7 +21,7 @@ from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
-from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
+from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, copies_of_box, expand_copies, number_alike
 from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
@@ -253,11 +253,11 @@ class _SlotRows:
             holdings: of the rank whose copies they have.
             packs: whether that rank packs the buckets.
         """
-        templates = CopyTemplates(holdings)
-        class_of_kind = holdings.class_of[column(self._kinds.first)].tolist()
-        for slot, kind in self._slots:
-            templates.add(copies_of_box(slot.box, holdings, class_of_kind[kind], self._kinds.dtypes[kind], packs))
-        copies, row = templates.expand(self._tensor, self._slot)
+        class_of_kind, dtypes_of = holdings.class_of[column(self._kinds.first)].tolist(), self._kinds.dtypes
+        templates = [
+            copies_of_box(slot.box, holdings, class_of_kind[kind], dtypes_of[kind], packs) for slot, kind in self._slots
+        ]
+        copies, row = expand_copies(holdings, templates, self._tensor, self._slot)
         copies.offset.add_(self._offset[row])
         counts = torch.bincount(self._bucket[row], minlength=len(self._buckets)).tolist()
         pairs = zip(self._buckets, torch.split(copies.rows, counts), strict=True)

@@ -292,31 +292,20 @@ def copies_of_box(
     return copies
 
 
-class CopyTemplates:
-    """Copies that are equal for thousands of tensors but for their targets and offsets, each listed once."""
+def expand_copies(
+    holdings: Holdings, templates: Sequence[Sequence[Copy]], tensor: Tensor, template: Tensor
+) -> tuple[CopyTable, Tensor]:
+    """Returns the copies of rows, whose targets are the holdings' local tensors, and the row of each copy. Copies that are equal
+    for thousands of tensors, but for their targets and offsets, are listed once.
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._rows: list[Copy] = []
-        self._counts: list[int] = []
-
-    def add(self, copies: Sequence[Copy]) -> int:
-        """Adds a template, the result of :func:`copies_of_box`, and returns its number."""
-        self._rows += copies
-        self._counts.append(len(copies))
-        return len(self._counts) - 1
-
-    def expand(self, tensor: Tensor, template: Tensor) -> tuple[CopyTable, Tensor]:
-        """Returns the copies of rows, whose targets are the holdings' local tensors, and the row of each copy.
-
-        Args:
-            tensor: int64 [n], the tensor of each row.
-            template: int64 [n], the template of each row.
-        """
-        entry, row = expand(column(self._counts), template)
-        width = CopyTable.columns(self._holdings.dims)
-        copies = CopyTable(column(list(chain.from_iterable(self._rows))).reshape(-1, width)[entry])
-        targets = self._holdings.targets
-        first = column([0, *map(len, targets)]).cumsum(0)[tensor[row]]
-        copies.target[:] = column(list(chain.from_iterable(targets)))[first + copies.target]
-        return copies, row
+    Args:
+        templates: lists of copies, as from :func:`copies_of_box`.
+        tensor: int64 [n], the tensor of each row.
+        template: int64 [n], the template of each row.
+    """
+    entry, row = expand(column(list(map(len, templates))), template)
+    table = column([value for copies in templates for copy in copies for value in copy])
+    copies = CopyTable(table.reshape(-1, CopyTable.columns(holdings.dims))[entry])
+    first = column([0, *map(len, holdings.targets)]).cumsum(0)[tensor[row]]
+    copies.target[:] = column(list(chain.from_iterable(holdings.targets)))[first + copies.target]
+    return copies, row

@@ -19,7 +19,7 @@ from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
 from epload.native.extension import _C
 from epload.planning.buckets import HEADER_BYTES, Bucket
-from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, copies_of_range, holdings_of_targets
+from epload.planning.holdings import NO_PART, Holdings, copies_of_range, expand_copies, holdings_of_targets
 from epload.planning.selection import TiedPair, select
 
 
@@ -180,11 +180,11 @@ def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[Cop
     class_of = holdings.class_of[tensor]
     # Everything that the copies of a piece depend on but for where the piece lies in the bucket.
     template_of = numbered_rows([class_of - NO_PART, begin, nbytes])
-    templates = CopyTemplates(holdings)
+    templates = []
     for i in first_of_each(template_of).tolist():
         number, first, _, size = pieces[i].tolist()
-        templates.add(copies_of_range(holdings, int(class_of[i]), manifest.dtypes[number], first, size))
-    copies, piece = templates.expand(tensor, template_of)
+        templates.append(copies_of_range(holdings, int(class_of[i]), manifest.dtypes[number], first, size))
+    copies, piece = expand_copies(holdings, templates, tensor, template_of)
     origins = torch.stack([tensor[piece], begin[piece] + copies.offset], 1)
     copies.offset.add_(bucket_offset[piece])
     return copies, origins, piece

@@ -18,7 +18,7 @@ from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 from epload.errors import LoadError
 from epload.planning.cells import Slot, expand_slots
-from epload.planning.holdings import NO_PART, Copy, CopyTemplates, Holdings, Part, copies_of_box
+from epload.planning.holdings import NO_PART, Copy, Holdings, Part, copies_of_box, expand_copies
 
 Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""
@@ -70,7 +70,7 @@ class Pulls:
         """
         pulled = (self.owner == owner).nonzero().flatten()
         tensor, layout_of = self.tensor[pulled], layout.tolist()
-        templates = CopyTemplates(self.holdings)
+        templates: list[list[Copy]] = []
 
         @cache
         def part_of(number: int, box: Box) -> Part:
@@ -78,7 +78,8 @@ class Pulls:
 
         @cache
         def template_of(number: int, box: Box, part: Part, layout: int) -> int:
-            return templates.add(self._copies_of_box(number, box, part, layouts[layout]))
+            templates.append(self._copies_of_box(number, box, part, layouts[layout]))
+            return len(templates) - 1
 
         classes = self.holdings.class_of[tensor].tolist(), sender.class_of[tensor].tolist()
         local, template = [], []
@@ -87,7 +88,7 @@ class Pulls:
             part = part_of(of_sender, box)
             local.append(sender.targets[t][part.place])
             template.append(template_of(own, box, part, layout_of[local[-1]]))
-        copies, row = templates.expand(tensor, column(template))
+        copies, row = expand_copies(self.holdings, templates, tensor, column(template))
         return copies, column(local)[row]
 
     def _copies_of_box(self, number: int, box: Box, part: Part, layout: Strided) -> list[Copy]:
