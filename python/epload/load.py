@@ -17,6 +17,7 @@ from epload.checkpoint.torch_file import check_pickles
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError, ModelMismatch, message_of
+from epload.loading.hints import list_first
 from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping as Rules
@@ -24,11 +25,10 @@ from epload.mapping.precision import DTypes
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.planning.schedule import WAVE_BYTES
+from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
-
-_MOST_SHOWN = 5
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
         init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills.
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
         readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
-        verify: whether ranks prove their shards against the checkpoint afterwards.
+        verify: whether ranks verify their shards against the checkpoint afterwards.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
         topology: discovered over the whole job if None.
         progress: whether rank ``src`` shows a bar, or logs the progress.
@@ -145,17 +145,12 @@ def load_state(
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     """
     topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
-
-    def flatten() -> tuple[FlatState, Any, dict[str, Any]]:
-        flat = FlatState(state)
-        if not isinstance(checkpoint, Mapping):
-            return flat, checkpoint, {}
-        given = FlatState(checkpoint)
-        return flat, dict(given._buffers), given.others
-
-    flattened = Attempt(flatten)
-    values, missing = _agree_on_values(topology, flattened, src, strict, as_timedelta(timeout))
-    flat, source, _ = flattened.value
+    topology.check_source(src)
+    try:
+        with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
+            flat, source, values, missing = _agree_on_values(topology.control, state, checkpoint, src, strict)
+    except Refused as refused:
+        raise refused.failure.error() from None
     report = load(
         flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,
@@ -170,58 +165,50 @@ def load_state(
 
 
 def _agree_on_values(
-    topology: Topology,
-    flattened: Attempt[tuple[FlatState, Any, dict[str, Any]]],
-    src: int,
-    strict: bool,
-    timeout: timedelta | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """The values of the entries that are no tensors, which rank ``src`` reads; and the names of those that there are none for."""
-    control = topology.control
+    control: Control, state: dict[str, Any], checkpoint: Any, src: int, strict: bool
+) -> tuple[FlatState, Any, dict[str, Any], list[str]]:
+    """Returns the tensors of the state dict and of the checkpoint; the values of the entries that are no tensors, which rank
+    ``src`` reads; and the names of those that there are none for."""
 
-    def read() -> dict[str, str]:
-        flat, source, others = flattened.value
-        if control.rank != src:
-            return {}
-        raw = read_objects(source, list(flat.others)) | {
-            name: _saved(others[name]) for name in flat.others if name in others
-        }
-        return {name: base64.b85encode(content).decode() for name, content in raw.items()}
-
-    read_values = Attempt(read)
+    def read() -> tuple[FlatState, Any, tuple[list[str], dict[str, str]]]:
+        flat, source, raw = FlatState(state), checkpoint, dict[str, bytes]()
+        if isinstance(checkpoint, Mapping):
+            source_state = FlatState(checkpoint)
+            source = dict(source_state._buffers)
+            raw = {name: _saved(source_state.others[name]) for name in flat.others if name in source_state.others}
+        if control.rank == src:
+            raw = read_objects(source, list(flat.others)) | raw
+        contents = {name: base64.b85encode(content).decode() for name, content in raw.items()}
+        return flat, source, (sorted(flat.others), contents if control.rank == src else {})
 
     def choose(views: dict[int, Any]) -> dict[str, str]:
+        expected, contents = views[src]
         for rank, (names, _) in views.items():
-            if names != views[src][0]:
-                differing = sorted(set(names) ^ set(views[src][0]))
+            if names != expected:
                 raise ValueError(
-                    f"ranks {src} and {rank} pass state dicts with different values besides tensors: {_listed(differing)}"
+                    f"ranks {src} and {rank} pass state dicts with different values besides tensors: "
+                    f"{list_first(sorted(set(names) ^ set(expected)))}"
                 )
-        chosen: dict[str, str] = views[src][1]
+        chosen: dict[str, str] = contents
         return chosen
 
-    topology.check_source(src)
-    try:
-        with exclusive(Call("load_state()", topology), timeout), control.guard():
-            names = sorted(flattened.value[0].others) if flattened.failure is None else []
-            view = [names, read_values.value] if read_values.failure is None else None
-            content_of: dict[str, str] = control.settle("reading values", read_values.failure, view, choose)
-            missing = [name for name in names if name not in content_of]
+    def load_values() -> dict[str, Any]:
+        if missing and strict:
+            raise ModelMismatch(
+                f"the checkpoint has no value for {list_first(missing)} of the state dict; pass strict=False to keep what is in "
+                "it",
+                missing_keys=missing,
+            )
+        return {name: _value(name, content) for name, content in contents.items()}
 
-            def load_values() -> dict[str, Any]:
-                if missing and strict:
-                    raise ModelMismatch(
-                        f"the checkpoint has no value for {_listed(missing)} of the state dict; pass strict=False to keep what "
-                        "is there",
-                        missing_keys=missing,
-                    )
-                return {name: _value(name, content) for name, content in content_of.items()}
-
-            values = Attempt(load_values)
-            control.settle("reading values", values.failure, last=True)
-    except Refused as refused:
-        raise refused.failure.error() from None
-    return values.value, missing
+    opened = Attempt(read)
+    view = opened.value[2] if opened.failure is None else None
+    contents: dict[str, str] = control.settle("reading values", opened.failure, view, choose)
+    flat, source, (names, _) = opened.value
+    missing = [name for name in names if name not in contents]
+    values = Attempt(load_values)
+    control.settle("reading values", values.failure, last=True)
+    return flat, source, values.value, missing
 
 
 def _saved(value: Any) -> bytes:
@@ -242,7 +229,3 @@ def _value(name: str, content: str) -> Any:
     if isinstance(value, Tensor):
         raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the state dict")
     return value
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _MOST_SHOWN else "")

@@ -189,10 +189,6 @@ def _lenient(rank: int) -> list[str]:
     return problems
 
 
-def test_what_does_not_fit_is_listed_and_left_to_a_hook() -> None:
-    all_fine(ranks.run(4, _lenient))
-
-
 def _local(rank: int) -> list[str]:
     """Loads modules that each rank has of its own."""
     model = Block({f"x{rank}": (3,), f"y{rank}": (2,)})
@@ -207,5 +203,9 @@ def _local(rank: int) -> list[str]:
     return problems
 
 
-def test_what_does_not_fit_local_modules_is_known_on_all_ranks() -> None:
-    all_fine(ranks.run(4, _local))
+def _both(rank: int) -> list[str]:
+    return _lenient(rank) + _local(rank)
+
+
+def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook() -> None:
+    all_fine(ranks.run(4, _both))

@@ -147,8 +147,8 @@ def check_case(seed: int) -> None:
     }
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
-        mock.patch.object(exchange, "LEAST_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
-        mock.patch.object(exchange, "MOST_WAVES", chance.choice((2, 2048))),
+        mock.patch.object(exchange, "MIN_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
+        mock.patch.object(exchange, "MAX_WAVES", chance.choice((2, 2048))),
     ):
         wave_bytes = chance.choice((256, 1024, 1 << 20))
         plans = [

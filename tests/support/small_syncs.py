@@ -28,8 +28,8 @@ def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 2.0) -> Iterator
     with (
         mock.patch("epload.sync.joining.SYNC_WAVE_BYTES", wave_bytes),
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
-        mock.patch("epload.planning.exchange.LEAST_BUCKET_BYTES", 5_000),
-        mock.patch("epload.planning.exchange.LEAST_SLOT_BYTES", 4_000),
+        mock.patch("epload.planning.exchange.MIN_BUCKET_BYTES", 5_000),
+        mock.patch("epload.planning.exchange.MIN_SLOT_BYTES", 4_000),
         mock.patch.object(participants, "LEASE_SECONDS", lease_seconds),
         mock.patch.object(participants, "_BEAT_SECONDS", 0.3),
     ):

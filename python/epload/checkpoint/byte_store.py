@@ -197,5 +197,5 @@ class ByteStore(ABC):
             buffer = torch.empty(int(aligned.sum()), dtype=torch.uint8)
             file, begin = files[origin[:, 0]], offsets[origin[:, 0]] + origin[:, 1]
             self.read(torch.stack([file, begin, copies.offset, span], 1), buffer)
-            regions.unpack_other(copies, buffer)
+            regions._replace(copies=copies).unpack(buffer)
         return int(spans.sum())

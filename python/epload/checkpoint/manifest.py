@@ -52,8 +52,14 @@ class Manifest:
     def _tensors(self) -> list[Any]:
         """Names, shapes, dtypes and quantization as JSON, in which each distinct shape and dtype is listed once."""
         shapes, shape_of, types, dtype_of = self.kinds
-        declared = self.quantization and self.quantization.to_json()
-        return [self.names, shapes, shape_of.tolist(), list(map(dtypes.name, types)), dtype_of.tolist(), declared]
+        return [
+            self.names,
+            shapes,
+            shape_of.tolist(),
+            list(map(dtypes.name, types)),
+            dtype_of.tolist(),
+            self.quantization,
+        ]
 
     @cached_property
     def compact(self) -> bytes:

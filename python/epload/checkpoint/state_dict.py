@@ -15,8 +15,9 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.columns import arange, column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces
-from epload.core.placement import box_slices, boxes_of_range
+from epload.core.placement import box_slices
 from epload.core.regions import Regions
+from epload.core.views import View
 from epload.errors import CheckpointError
 from epload.native import ops
 from epload.observe.render import list_first
@@ -158,6 +159,7 @@ def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:
     """Returns a copy of a piece on CPU, as bytes, and where in it the piece is. Copies no more than whole elements."""
     item = tensor.element_size()
     begin, end = piece.tensor_offset // item, -(-(piece.tensor_offset + piece.nbytes) // item)
-    boxes = (tensor[box_slices(*box)] for box in boxes_of_range(tuple(tensor.shape), begin, end))
+    views = View.whole(tuple(tensor.shape)).within(begin, end)
+    boxes = (tensor[box_slices(view.start, view.size)] for view in views)
     parts = [box.resolve_conj().resolve_neg().cpu().reshape(-1) for box in boxes]
     return torch.cat(parts).view(torch.uint8), piece.tensor_offset - begin * item

@@ -83,14 +83,14 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
     plans = {rank: make_plan(manifest, targets_of[rank], mapping, wave // per_wave["every"]) for rank in ranks}
-    objects, payload = manifest.in_object_storage, plans[0].slots.payload
+    objects, payload = manifest.in_object_storage, plans[0].payload
     read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
     by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]
     read = {"per_node": len(nodes) * payload, "every": sum(map(sum, by_node))}
     modes = []
     for readers in READERS:
         of_mode = make_plan(manifest, targets, mapping, wave // per_wave[readers])
-        moved = traffic([bucket.nbytes for bucket in of_mode.buckets], per_wave[readers], nodes, readers)
+        moved = traffic(of_mode.sizes, per_wave[readers], nodes, readers)
         modes.append(
             {
                 "readers": readers,
@@ -107,7 +107,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
     return {
         "fit": _fit(manifest, plans[0], mapping) | {"initialized": sorted(targets.unsaved_meta)},
         "nbytes": payload,
-        "tensors": plans[0].slots.tensor_count,
+        "tensors": plans[0].tensor_count,
         "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
         "modes": modes,
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
@@ -123,7 +123,7 @@ def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> dict[str, Any]
     except ModelMismatch as mismatch:
         error = str(mismatch)
     return {
-        "matched": plan.slots.tensor_count,
+        "matched": plan.tensor_count,
         "missing": [name for name in plan.missing if name not in ignored],
         "unexpected": [name for name in plan.unexpected if name not in ignored],
         "mismatched": plan.mismatched,

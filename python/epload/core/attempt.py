@@ -25,10 +25,7 @@ class Attempt(Generic[T]):
             raise self.failure
         return self._value
 
-
-def attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs a step; returns its result, or the exception that it raised."""
-    try:
-        return step(), None
-    except Exception as error:
-        return None, error
+    @property
+    def result(self) -> T | None:
+        """What the step returned; None if it failed."""
+        return None if self.failure is not None else self._value

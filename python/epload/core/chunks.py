@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.columns import expand
 from epload.core.copy_table import CopyTable
-from epload.core.placement import Box, boxes_of_range, row_major_strides
+from epload.core.placement import Box, row_major_strides
+from epload.core.views import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,111 +57,76 @@ class Chunks:
         )
 
     @cached_property
-    def nbytes(self) -> Tensor:
-        """int64 [c], of each chunk."""
-        return self.size.prod(1) * self.itemsize[self._tensor]
-
-    @cached_property
-    def _tensor(self) -> Tensor:
-        """int64 [c], the tensor of each chunk."""
-        return torch.repeat_interleave(torch.arange(len(self.shape)), self.first.diff())
-
-    @cached_property
-    def _steps(self) -> Tensor:
-        """int64 [c, dims], strides in the tensor that a chunk itself is, in elements."""
-        return _row_major(self.size)
+    def _in_bytes(self) -> Chunks:
+        """The same chunks, as if all tensors were of uint8."""
+        itemsize = torch.repeat_interleave(self.itemsize, self.first.diff())
+        return Chunks(
+            self.first,
+            _last_times(self.shape, self.itemsize),
+            torch.ones_like(self.itemsize),
+            _last_times(self.start, itemsize),
+            _last_times(self.size, itemsize),
+        )
 
     def split(self, copies: CopyTable, origins: Tensor) -> tuple[CopyTable, Tensor] | None:
-        """Regions of tensors as regions of chunks.
+        """Converts regions of tensors to regions of chunks.
 
         Args:
             copies: of regions of tensors; what it says of a bucket but for strides is ignored.
             origins: int64 [n, 2]: the tensor that each row is of, and where in it it starts (bytes).
 
         Returns:
-            the same with chunks in place of tensors; None if a region is not a box of its tensor, whose dims may be in another
+            The same with chunks in place of tensors; None if a region is not a box of its tensor, whose dims may be in another
             order.
         """
         tensor = origins[:, 0]
-        strides = _row_major(self.shape)[tensor]
+        shape, strides = self.shape[tensor], _row_major(self.shape)[tensor]
         low = _coordinates(origins[:, 1] // self.itemsize[tensor], strides)
         # The dim of the checkpoint tensor that each dim of a row steps along; dims of length 1 step along none.
         moves = (torch.arange(copies.dims) < copies.ndim[:, None]) & (copies.size > 1)
-        along = (copies.stride[:, :, None] == strides[:, None, :]) & (self.shape[tensor] > 1)[:, None, :]
-        along &= moves[:, :, None]
-        if not bool((along.sum(2) == moves).all()) or bool((along.sum(1) > 1).any()):
+        along = (copies.stride[:, :, None] == strides[:, None, :]) & (shape > 1)[:, None, :] & moves[:, :, None]
+        high = low + (along * (copies.size - 1)[:, :, None]).sum(1) + 1
+        if not torch.equal(along.sum(2), moves.long()) or bool(((along.sum(1) > 1) | (high > shape)).any()):
             return None
-        extent = (along * (copies.size - 1)[:, :, None]).sum(1) + 1
-        if bool((low + extent > self.shape[tensor]).any()):
-            return None
-        row, chunk, begin, size = self._overlaps(tensor, low, extent, self.start, self.size)
-        table, along = copies.select(row), along[row]
+        # Intersect each region with all chunks of its tensor.
+        chunk, row = expand(self.first.diff(), tensor)
+        begin = torch.maximum(low[row], self.start[chunk])
+        size = torch.minimum(high[row], self.start[chunk] + self.size[chunk]) - begin
+        common = (size > 0).all(1)
+        row, chunk, begin, size = row[common], chunk[common], begin[common], size[common]
+        table, along, steps = copies.select(row), along[row], _row_major(self.size)[chunk]
         moves = along.any(2)
         table.start.add_((along * (begin - low[row])[:, None, :]).sum(2))
         table.size.copy_(torch.where(moves, (along * size[:, None, :]).sum(2), table.size))
-        table.stride.copy_(torch.where(moves, (along * self._steps[chunk][:, None, :]).sum(2), table.stride))
-        offset = ((begin - self.start[chunk]) * self._steps[chunk]).sum(1) * self.itemsize[tensor[row]]
+        table.stride.copy_(torch.where(moves, (along * steps[:, None, :]).sum(2), table.stride))
+        offset = ((begin - self.start[chunk]) * steps).sum(1) * self.itemsize[tensor[row]]
         return table, torch.stack([chunk, offset], 1)
 
     def fill(self, bucket: Tensor, pieces: Tensor) -> tuple[list[Tensor], CopyTable, Tensor]:
-        """Pieces of tensors as regions of chunks, in bytes: the parts of the bucket that they go to, the copies, and the origin
-        of each copy, as :meth:`split` returns them.
+        """Converts pieces of tensors to regions of chunks, in bytes.
 
         Args:
             bucket: contiguous, uint8.
             pieces: int64 [n, 4]; see :class:`epload.core.pieces.Pieces`.
+
+        Returns:
+            The parts of the bucket that they go to; the copies and the origin of each, as :meth:`split` returns them.
         """
-        tensors: list[int] = []
-        boxes: list[Box] = []
+        chunks, dims = self._in_bytes, self.shape.shape[1]
+        code = dtypes.code(torch.uint8)
         targets: list[Tensor] = []
-        boxes_of: dict[tuple[int, ...], list[Box]] = {}
-        shapes = self._byte_shapes(pieces[:, 0])
+        rows, origins = [], []
+        shapes = chunks.shape[pieces[:, 0]].tolist()
         for (tensor, begin, at, nbytes), shape in zip(pieces.tolist(), shapes, strict=True):
-            key = (*shape, begin, nbytes)
-            if (ranges := boxes_of.get(key)) is None:
-                ranges = boxes_of[key] = boxes_of_range(tuple(shape), begin, begin + nbytes)
-            for box in ranges:
-                tensors.append(tensor)
-                boxes.append(box)
-                targets.append(bucket.as_strided(box[1], row_major_strides(box[1]), bucket.storage_offset() + at))
-                at += prod(box[1])
-        tensor = torch.tensor(tensors, dtype=torch.int64)
-        dims = self.shape.shape[1]
-        low, extent = (torch.tensor([box[i] for box in boxes], dtype=torch.int64).reshape(-1, dims) for i in (0, 1))
-        of_chunk = self.itemsize[self._tensor]
-        start, size = _last_times(self.start, of_chunk), _last_times(self.size, of_chunk)
-        row, chunk, begin, common = self._overlaps(tensor, low, extent, start, size)
-        steps = _row_major(size[chunk])
-        table = CopyTable(torch.empty(len(row), CopyTable.columns(dims), dtype=torch.int64))
-        table.target.copy_(row)
-        table.offset.zero_()
-        table.dtype.fill_(dtypes.code(torch.uint8))
-        table.ndim.fill_(dims)
-        table.start.copy_(begin - low[row])
-        table.size.copy_(common)
-        table.stride.copy_(steps)
-        return targets, table, torch.stack([chunk, ((begin - start[chunk]) * steps).sum(1)], 1)
-
-    def _byte_shapes(self, tensor: Tensor) -> list[list[int]]:
-        shapes: list[list[int]] = _last_times(self.shape[tensor], self.itemsize[tensor]).tolist()
-        return shapes
-
-    def _overlaps(
-        self, tensor: Tensor, low: Tensor, extent: Tensor, start: Tensor, size: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Intersects boxes of tensors with chunks: returns numbers of the box and the chunk, and what is common.
-
-        Args:
-            tensor, low, extent: of each box.
-            start, size: of each chunk, in the same unit.
-        """
-        counts = self.first.diff()[tensor]
-        row = torch.repeat_interleave(torch.arange(len(tensor)), counts)
-        chunk = torch.arange(len(row)) + (self.first[tensor] + counts - counts.cumsum(0))[row]
-        begin = torch.maximum(low[row], start[chunk])
-        common = torch.minimum(low[row] + extent[row], start[chunk] + size[chunk]) - begin
-        shared = (common > 0).all(1)
-        return row[shared], chunk[shared], begin[shared], common[shared]
+            for _, size, offset, strides in View.whole(tuple(shape)).within(begin, begin + nbytes):
+                rows.append([len(targets), 0, code, dims, *[0] * dims, *size, *strides])
+                origins.append([tensor, offset])
+                targets.append(bucket.as_strided(size, row_major_strides(size), bucket.storage_offset() + at))
+                at += prod(size)
+        table = CopyTable(torch.tensor(rows, dtype=torch.int64).reshape(-1, CopyTable.columns(dims)))
+        regions = chunks.split(table, torch.tensor(origins, dtype=torch.int64).reshape(-1, 2))
+        assert regions is not None
+        return targets, *regions
 
 
 def _row_major(shape: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import string_at
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ def from_raw(raw: bytearray) -> Tensor:
 
 def to_raw(values: Tensor) -> bytes:
     """The bytes of its values, to hash them or for native code. ``values``: int64 [n] on CPU."""
-    values = values.contiguous()
+    values = values.contiguous()  # numpy is not required
     return string_at(values.data_ptr(), values.nbytes)
 
 
@@ -76,12 +75,6 @@ def expand(counts: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.repeat_interleave(arange(len(template)), sizes)
     within = arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
     return (counts.cumsum(0) - counts)[template[row]] + within, row
-
-
-def padded(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """Returns rows of different lengths as int64 [n, length of the longest]. Shorter rows end with -1."""
-    width = max(map(len, rows), default=1) or 1
-    return column(list(chain.from_iterable(row + (-1,) * (width - len(row)) for row in rows))).reshape(-1, width)
 
 
 def first_of_each(numbers: Tensor) -> Tensor:

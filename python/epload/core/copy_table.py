@@ -119,10 +119,7 @@ class CopyTable:
         return self.size.masked_fill(torch.arange(self.dims) >= self.ndim[:, None], 1)
 
     def _itemsize(self) -> Tensor:
-        itemsize = torch.zeros(len(self), dtype=torch.int64)
-        for code in torch.unique(self.dtype).tolist():
-            itemsize[self.dtype == code] = dtypes.from_code(code).itemsize
-        return itemsize
+        return torch.tensor(dtypes.ITEMSIZES)[self.dtype]
 
 
 def byte_view(tensor: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ _TABLE = {
 }
 _BY_CODE = {row.code: dtype for dtype, row in _TABLE.items()}
 CODES = {str(dtype).removeprefix("torch."): row.code for dtype, row in _TABLE.items()}
+ITEMSIZES = [_BY_CODE[i].itemsize if i in _BY_CODE else 0 for i in range(max(_BY_CODE) + 1)]
+"""Bytes of an element, by code."""
 SAFETENSORS = {row.safetensors: dtype for dtype, row in _TABLE.items() if row.safetensors}
 FP8 = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "fp8")
 INTEGERS = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "integer")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from epload.core.columns import column, first_of_each, numbered
+from epload.core.columns import column, first_of_each, numbered_rows
 
 T = TypeVar("T")
 
@@ -30,24 +29,18 @@ class Kinds(NamedTuple):
         """``shapes``, ``dtypes``: one entry per tensor in each."""
         return cls(*distinct_values(shapes), *distinct_values(dtypes))
 
-    def combine(
-        self, tensors: Tensor | slice = slice(None)
-    ) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
-        """The distinct pairs of a shape and a dtype, in any order, and for each tensor which of them it has (int64 [n]).
-
-        ``tensors``: int64 [n], those that are asked about; all by default.
-        """
-        codes = (self.shape_of * len(self.dtypes) + self.dtype_of)[tensors]
-        kind_of = numbered(codes)
-        pairs = (divmod(code, len(self.dtypes)) for code in codes[first_of_each(kind_of)].tolist())
-        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in pairs], kind_of
+    def combine(self) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
+        """Returns the distinct pairs of a shape and a dtype, in any order, and int64 [t]: which of them each tensor has."""
+        kind_of = numbered_rows([self.shape_of, self.dtype_of])
+        first = first_of_each(kind_of)
+        numbers = zip(self.shape_of[first].tolist(), self.dtype_of[first].tolist(), strict=True)
+        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in numbers], kind_of
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:
     """The distinct values in the order in which they appear, and for each value which of them it is (int64 [n])."""
-    distinct = list(dict.fromkeys(values))
-    numbers = {value: i for i, value in enumerate(distinct)}
-    return distinct, column(list(map(numbers.__getitem__, values)))
+    numbers = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return list(numbers), column([numbers[value] for value in values])
 
 
 _FP8_METHODS = ("", "fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark")
@@ -56,8 +49,7 @@ Block = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """The quantization that a checkpoint's configuration declares, as far as loading depends on it. Equal on all ranks."""
 
     method: str = ""
@@ -72,13 +64,9 @@ class Quantization:
         """False for methods whose weights are all packed."""
         return self.method in _FP8_METHODS
 
-    def to_json(self) -> list[Any]:
-        """Returns the fields as JSON."""
-        return [self.method, [list(block) for block in self.blocks], self.exponents]
-
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Quantization:
-        """Reads what :meth:`to_json` returns."""
+        """Returns it from its fields in JSON."""
         method, blocks, exponents = fields
         return cls(method, tuple((rows, columns) for rows, columns in blocks), exponents)
 

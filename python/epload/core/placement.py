@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -61,22 +61,16 @@ class OwnedRegion(NamedTuple):
 
 
 def chunk_intervals(intervals: Sequence[Interval], chunks: int, index: int) -> list[Interval]:
-    """Chunk ``index`` of the concatenated intervals, divided as by torch.chunk. May be empty."""
-    length = sum(size for _, size in intervals)
-    chunk_size = -(-length // chunks)
-    return slice_intervals(intervals, index * chunk_size, min(length, (index + 1) * chunk_size))
-
-
-def slice_intervals(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
-    """Positions [begin, end) of the concatenated intervals."""
-    sliced = []
-    position = 0
+    """Returns chunk ``index`` of the concatenated intervals, divided as by torch.chunk. May be empty."""
+    chunk_size = -(-sum(size for _, size in intervals) // chunks)
+    begin, end = index * chunk_size, (index + 1) * chunk_size
+    chunk, position = [], 0
     for start, size in intervals:
         low, high = max(begin, position), min(end, position + size)
         if low < high:
-            sliced.append((start + low - position, high - low))
+            chunk.append((start + low - position, high - low))
         position += size
-    return sliced
+    return chunk
 
 
 def owned_intervals(
@@ -86,12 +80,15 @@ def owned_intervals(
     axes = [axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and p.dim == dim]
     intervals: list[Interval] = [(0, length)] if length else []
     for axis, parts in _sharding_order(axes, mesh_shape, placements):
-        if parts == 1:
-            intervals = chunk_intervals(intervals, mesh_shape[axis], coordinate[axis])
-        else:
-            split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
-            intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
-    return _merge_adjacent(intervals)
+        split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
+        intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
+    merged: list[Interval] = []
+    for start, size in intervals:
+        if merged and sum(merged[-1]) == start:
+            start, before = merged.pop()
+            size += before
+        merged.append((start, size))
+    return merged
 
 
 def _sharding_order(
@@ -115,16 +112,6 @@ def _sharding_order(
     return order
 
 
-def _merge_adjacent(intervals: Sequence[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, size in intervals:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
-
-
 # ---- boxes ----
 
 
@@ -134,13 +121,9 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
     Empty if the local shard is empty; one region of size () for a 0-d tensor.
     """
     per_dim = []
-    for dim, length in enumerate(layout.shape):
-        intervals = []
-        local_start = 0
-        for start, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate):
-            intervals.append((start, size, local_start))
-            local_start += size
-        per_dim.append(intervals)
+    for intervals in _owned_intervals(layout, coordinate):
+        ends = accumulate((size for _, size in intervals), initial=0)
+        per_dim.append([(start, size, local) for (start, size), local in zip(intervals, ends, strict=False)])
     return [
         OwnedRegion(tuple(s for s, _, _ in box), tuple(n for _, n, _ in box), tuple(at for _, _, at in box))
         for box in product(*per_dim)
@@ -149,10 +132,13 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
 
 def owned_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the local shard of the rank at ``coordinate`` of the mesh."""
-    return tuple(
-        sum(size for _, size in owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate))
-        for dim, length in enumerate(layout.shape)
-    )
+    return tuple(sum(size for _, size in intervals) for intervals in _owned_intervals(layout, coordinate))
+
+
+def _owned_intervals(layout: Layout, coordinate: Sequence[int]) -> Iterator[list[Interval]]:
+    """The intervals of each dim."""
+    for dim, length in enumerate(layout.shape):
+        yield owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
 
 
 def owned_parts(box: Box, owned: Iterable[OwnedRegion]) -> Iterator[OwnedRegion]:
@@ -182,21 +168,3 @@ def intersect(a: Box, b: Box) -> Box | None:
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor of this shape."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """Consecutive boxes that are the elements [begin, end) of a tensor in row-major order; begin < end."""
-    if not shape:
-        return [((), ())]
-    row = prod(shape[1:])
-    first, last = -(-begin // row), end // row
-
-    def part_of_row(number: int, begin: int, end: int) -> list[Box]:
-        return [((number, *start), (1, *size)) for start, size in boxes_of_range(shape[1:], begin, end)]
-
-    if first > last:  # inside one row
-        return part_of_row(last, begin - last * row, end - last * row)
-    boxes = part_of_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    if first < last:
-        boxes.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    return boxes + (part_of_row(last, 0, end - last * row) if end > last * row else [])

@@ -36,10 +36,6 @@ class Regions(NamedTuple):
             return
         ops.download(self.targets, self.copies.rows, [bucket], self.copies.in_bucket(), self.pipe)
 
-    def unpack_other(self, copies: CopyTable, bucket: Tensor) -> None:
-        """Copies them out of a bucket on CPU in which they lie as ``copies`` says, which is else the same."""
-        self._replace(copies=copies).unpack(bucket)
-
     def split(self, chunks: Chunks) -> Regions | None:
         """See :meth:`Chunks.split`."""
         parts = chunks.split(self.copies, self.origins)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from epload.core.placement import row_major_strides
@@ -27,6 +28,11 @@ class View(NamedTuple):
     strides: Shape
     """Strides in the source for each dim of the box, in elements."""
 
+    @staticmethod
+    def whole(shape: Shape) -> View:
+        """Returns the view of all elements of a source."""
+        return View((0,) * len(shape), shape, 0, row_major_strides(shape))
+
     def crop(self, start: Shape, size: Shape) -> View:
         """Returns the part of the view that fills the box of this start and size, which is within the view's box."""
         steps = (map(int.__sub__, start, self.start), self.strides)
@@ -34,7 +40,7 @@ class View(NamedTuple):
 
     def narrow(self, dim: int, first: int, count: int) -> View:
         """Returns the part of the view with ``count`` indices of a dim, from ``first`` on, counted from the start of the box."""
-        return self.crop(_set(self.start, dim, self.start[dim] + first), _set(self.size, dim, count))
+        return self.crop(with_dim(self.start, dim, self.start[dim] + first), with_dim(self.size, dim, count))
 
     def within(self, begin: int, end: int) -> list[View]:
         """Returns the parts of the view that elements [begin, end) of the source fill; one view if these are a box of it."""
@@ -66,7 +72,7 @@ class Assembly:
     @staticmethod
     def of(source: int, shape: Shape) -> Assembly:
         """Returns the whole of a source."""
-        return Assembly(shape, ((source, View((0,) * len(shape), shape, 0, row_major_strides(shape))),))
+        return Assembly(shape, ((source, View.whole(shape)),))
 
 
 def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
@@ -78,11 +84,13 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
     at, parts = 0, []
     for assembly in assemblies:
         shape = assembly.shape
-        if len(shape) != len(first) or _set(shape, dim, 0) != _set(first, dim, 0):
+        if len(shape) != len(first) or with_dim(shape, dim, 0) != with_dim(first, dim, 0):
             raise ValueError(f"cannot concatenate tensors of shape {list(first)} and {list(shape)} along dim {dim}")
-        parts += [(i, view._replace(start=_set(view.start, dim, at + view.start[dim]))) for i, view in assembly.parts]
+        parts += [
+            (i, view._replace(start=with_dim(view.start, dim, at + view.start[dim]))) for i, view in assembly.parts
+        ]
         at += shape[dim]
-    return Assembly(_set(first, dim, at), tuple(parts))
+    return Assembly(with_dim(first, dim, at), tuple(parts))
 
 
 def stack(assemblies: Sequence[Assembly], dim: int) -> Assembly:
@@ -109,8 +117,8 @@ def split(assembly: Assembly, dim: int, sizes: Sequence[int]) -> list[Assembly]:
             low, high = max(start, at), min(start + view.size[dim], at + size)
             if low < high:
                 piece = view.narrow(dim, low - start, high - low)
-                parts.append((source, piece._replace(start=_set(view.start, dim, low - at))))
-        pieces.append(Assembly(_set(assembly.shape, dim, size), tuple(parts)))
+                parts.append((source, piece._replace(start=with_dim(view.start, dim, low - at))))
+        pieces.append(Assembly(with_dim(assembly.shape, dim, size), tuple(parts)))
         at += size
     return pieces
 
@@ -148,7 +156,7 @@ def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:
     if new == old:
         return assembly
     if 0 in new:
-        return Assembly(new, tuple((source, Assembly.of(source, new).parts[0][1]) for source, _ in assembly.parts))
+        return Assembly(new, tuple((source, View.whole(new)) for source, _ in assembly.parts))
     strides, new_strides = row_major_strides(old), row_major_strides(new)
     parts = []
     for source, view in assembly.parts:
@@ -202,7 +210,7 @@ def boxes_of_region(
             for first, inner in _parts(loop, shape[dim], start[dim], strides[dim]):
                 at = offset + first * loop.stride, other_offset + first * loop.other
                 inner = [part for part in inner if part.size > 1]
-                regions.append((*at, sorted(rest + inner, key=_stride, reverse=True)))
+                regions.append((*at, sorted(rest + inner, key=attrgetter("stride"), reverse=True)))
             break
         else:
             yield _box(start, loop_of, other_offset)
@@ -225,7 +233,7 @@ def _parts(loop: Loop, length: int, start: int, stride: int) -> Iterator[tuple[i
 def _coalesced(loops: Sequence[Loop]) -> list[Loop]:
     """Sorts loops by descending stride and merges them into as few as possible."""
     merged: list[Loop] = []
-    for loop in sorted((loop for loop in loops if loop.size > 1), key=_stride, reverse=True):
+    for loop in sorted((loop for loop in loops if loop.size > 1), key=attrgetter("stride"), reverse=True):
         outer = merged[-1] if merged else None
         if outer and (outer.stride, outer.other) == (loop.stride * loop.size, loop.other * loop.size):
             merged[-1] = loop._replace(size=outer.size * loop.size)
@@ -234,10 +242,6 @@ def _coalesced(loops: Sequence[Loop]) -> list[Loop]:
         if not loop.stride or (outer and outer.stride == loop.stride):
             raise ValueError("the region contains an element twice")
     return merged
-
-
-def _stride(loop: Loop) -> int:
-    return loop.stride
 
 
 def _position(shape: Shape, strides: Shape, dims: Sequence[int], offset: int) -> list[int]:
@@ -270,5 +274,6 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-def _set(values: Shape, dim: int, value: int) -> Shape:
+def with_dim(values: Shape, dim: int, value: int) -> Shape:
+    """Returns the values with another one for this dim."""
     return (*values[:dim], value, *values[dim + 1 :])

@@ -5,58 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from epload.checkpoint.manifest import Manifest
 from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
 from epload.planning.plan import LoadPlan
-from epload.planning.waves import wave_bytes
 
 
 @dataclass(frozen=True)
-class OpeningMessage:
-    """A rank's message once it has read its model, and opened the checkpoint if it is the source or has its own."""
+class Opening:
+    """A rank's message once it has read its model, and opened the checkpoint if it is the source or has its own.
+
+    The decision on all messages is that of the source, but for what any rank needs."""
 
     loader: int
     """The number of the loader among those of its topology."""
     options: str
     groups: int
-    """The number of process groups that the topology has made."""
+    """Number of process groups that the topology has made; in the decision, the maximum."""
     meta: bool
-    """True if the rank has tensors on meta."""
+    """True if the rank, or any rank, has tensors on meta."""
     lacks_buffers: bool
-    """True if non-persistent buffers are on meta."""
+    """True if non-persistent buffers are on meta; in the decision, if they are on some ranks and not on others."""
     trace: bool
+    """True if the rank, or any rank, asks for events."""
     seed: int
+    """Seed for tensors that are initialized."""
     cached: str
     """Identity of the manifest of the rank's previous load; empty if there is none."""
     identity: str = ""
     """Identity of the source's manifest; the following fields are the source's as well."""
     provenance: list[Any] = field(default_factory=list)
     content: str = ""
-    """The manifest's compact form in base64."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The decision on all opening messages."""
-
-    identity: str
-    provenance: list[Any]
-    """The source's, as in its message."""
-    content: str
-    """The source's; empty if all ranks have the manifest from the load before."""
-    uneven: bool
-    """True if some ranks have buffers that others lack."""
-    meta: bool
-    """True if any rank has tensors on meta."""
-    seed: int
-    """Seed for tensors that are initialized."""
-    groups: int
-    trace: bool
-    """True if any rank asks for events."""
+    """The manifest's compact form in base64; in the decision, empty if all ranks have the manifest from their previous load."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +58,8 @@ class PlanMessage:
 class PlanDecision:
     """The decision on all plan messages."""
 
-    fingerprints: dict[str, int]
-    """Each distinct one with the first rank that has it."""
+    same: bool
+    """True if all ranks have the same plan."""
     all_read: bool
     nbytes: list[int]
     """The bytes of each rank, in the order of the ranks."""
@@ -120,13 +101,3 @@ class AgreedLoad:
     missing: Missing
     meta: bool
     """True if any rank has tensors on meta."""
-
-    @property
-    def wave_bytes(self) -> int:
-        """Bytes of the largest wave."""
-        return wave_bytes(self.plan, self.per_wave)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the load works on."""
-        return self.inputs.device

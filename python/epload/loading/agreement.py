@@ -4,7 +4,6 @@ not at all."""
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import or_
@@ -15,13 +14,11 @@ import torch
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.loading import tied
-from epload.loading.agreed import AgreedLoad, Draft, Opening, OpeningMessage, PlanDecision, PlanMessage
+from epload.loading.agreed import AgreedLoad, Draft, Opening, PlanDecision, PlanMessage
 from epload.loading.buffers import find_holders
 from epload.loading.differences import (
     check_same_loader,
     check_same_options,
-    distinct,
     explain_difference,
     find_mesh_mismatches,
     mesh_claims,
@@ -31,103 +28,88 @@ from epload.loading.hints import check_match
 from epload.loading.inputs import InputReader, LocalInputs
 from epload.loading.missing import compute_missing, unfilled_anywhere
 from epload.loading.recorder import record_events
-from epload.loading.request import Options, Request
-from epload.loading.routes import Router
+from epload.loading.request import Request
+from epload.loading.resources import Resources
+from epload.loading.tied import compare_tied
 from epload.mapping.mapping import ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
-from epload.ranks.topology import Topology
 from epload.report import LoadReport
 
 
 class Agreement:
     """Brings the ranks of one loader to an :class:`AgreedLoad`; keeps the last plan for the next load."""
 
-    def __init__(self, topology: Topology, options: Options, router: Router, loader: int) -> None:
+    def __init__(self, resources: Resources, loader: int) -> None:
         """``loader``: the loader's number among those of its topology."""
-        self._topology = topology
-        self._control = topology.control
-        self._options = options
-        self._router = router
+        self._topology = resources.topology
+        self._control = resources.topology.control
+        self._options = resources.options
+        self._router = resources.router
         self._loader = loader
         self._plan: tuple[tuple[object, ...], Targets, LoadPlan] | None = None
-        self._closed = False
-        self.inputs = InputReader(topology, options, router)
+        self.inputs = InputReader(resources)
 
-    def run(self, request: Request, streams: Sequence[torch.Stream], report: LoadReport) -> AgreedLoad:
-        """Collective. ``streams``: of the models' device, those that the caller gave.
+    def run(self, request: Request, report: LoadReport) -> AgreedLoad:
+        """Runs the rounds. Collective.
 
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
-        read = Attempt(lambda: self._read_inputs(request, streams))
-        opening = self._agree_on_opening(request, read)
-        inputs = read.value
+        inputs, opening = self._agree_on_opening(request)
         if opening.trace and report.recorder.events is None:
             record_events(self._topology, report)
-        # Some ranks have buffers that others lack.
-        holders = find_holders(self._control, request.model, inputs.targets) if opening.uneven else {}
+        holders = find_holders(self._control, request.model, inputs.targets) if opening.lacks_buffers else {}
         drafted = Attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))
         plan, decision = self._agree_on_plan(request, inputs, drafted)
         draft = drafted.value
+        compare_tied(self._control, self._options.src, inputs, draft.manifest, plan.tied_pairs)
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], holders, opening.meta, opening.seed
         )
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
-        readers, reason = self._choose_readers(draft.manifest, plan, decision)
+        readers, reason = self._options.readers, ""
+        if readers == "auto":
+            of_rank = dict(zip(self._topology.ranks, decision.nbytes, strict=True))
+            by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
+            objects = draft.manifest.in_object_storage
+            readers, reason = choose_readers(
+                plan.payload, by_node, all_read=decision.all_read, objects=objects, src=self._options.src
+            )
         return AgreedLoad(
             inputs, draft.manifest, plan, draft.per_wave, readers, reason, decision.all_read, decision.nbytes, missing_keys,
             mismatched_keys, ignored, missing, opening.meta,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Forgets plans and what was read of models."""
-        self._closed, self._plan = True, None
-        self.inputs.forget()
-
-    def _read_inputs(self, request: Request, streams: Sequence[torch.Stream]) -> LocalInputs:
-        if self._closed:
-            raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
-        return self.inputs.read(request, streams)
+        """Drops plans and what was read of models."""
+        self._plan = None
+        self.inputs.close()
 
     # ---- opening ----
 
-    def _agree_on_opening(self, request: Request, read: Attempt[LocalInputs]) -> Opening:
-        src = self._options.src
+    def _agree_on_opening(self, request: Request) -> tuple[LocalInputs, Opening]:
+        def open_own() -> tuple[LocalInputs, dict[str, Any]]:
+            inputs = self.inputs.read(request)
+            return inputs, asdict(self._opening_message(request, inputs))
 
-        def decide(views: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            messages = {rank: OpeningMessage(**view) for rank, view in views.items()}
-            check_same_loader({rank: message.loader for rank, message in messages.items()})
-            check_same_options({rank: message.options for rank, message in messages.items()})
-            source, everyone = messages[src], messages.values()
-            lacking = any(m.cached != source.identity for rank, m in messages.items() if rank != src)
-            opening = Opening(
-                source.identity,
-                source.provenance,
-                content=source.content if lacking else "",
-                uneven=len({message.lacks_buffers for message in everyone}) > 1,
-                meta=any(message.meta for message in everyone),
-                seed=source.seed,
-                groups=max(message.groups for message in everyone),
-                trace=any(message.trace for message in everyone),
-            )
-            return asdict(opening)
-
-        message = asdict(self._opening_message(request, read.value)) if read.failure is None else None
-        opening = Opening(**self._control.settle("opening the checkpoint", read.failure, message, decide))
+        opened = Attempt(open_own)
+        message = opened.value[1] if opened.failure is None else None
+        opening = Opening(
+            **self._control.settle("opening the checkpoint", opened.failure, message, self._decide_opening)
+        )
         self._topology.groups.agree(opening.groups)
-        return opening
+        return opened.value[0], opening
 
-    def _opening_message(self, request: Request, inputs: LocalInputs) -> OpeningMessage:
-        local_modules = request.parts is not None and bool(request.parts.local_modules)
+    def _opening_message(self, request: Request, inputs: LocalInputs) -> Opening:
         described = self._describe_options(inputs.device)
         lacks_buffers = bool(inputs.targets.unsaved_meta)
-        message = OpeningMessage(
+        message = Opening(
             loader=self._loader,
-            options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={local_modules}",
+            options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={inputs.local_modules}",
             groups=self._topology.groups.count,
             meta=lacks_buffers or inputs.devices.has_meta,
             lacks_buffers=lacks_buffers,
@@ -138,9 +120,27 @@ class Agreement:
         if self._topology.rank != self._options.src:
             return message
         assert inputs.checkpoint is not None
-        ours = inputs.checkpoint.manifest
-        content = b64encode(ours.compact).decode() if len(self._topology.ranks) > 1 else ""
-        return replace(message, identity=ours.identity, provenance=ours.provenance, content=content)
+        manifest = inputs.checkpoint.manifest
+        content = b64encode(manifest.compact).decode() if len(self._topology.ranks) > 1 else ""
+        return replace(message, identity=manifest.identity, provenance=manifest.provenance, content=content)
+
+    def _decide_opening(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """Runs on the coordinator."""
+        messages = {rank: Opening(**view) for rank, view in views.items()}
+        check_same_loader({rank: message.loader for rank, message in messages.items()})
+        check_same_options({rank: message.options for rank, message in messages.items()})
+        source = messages.pop(self._options.src)
+        cached = all(message.cached == source.identity for message in messages.values())
+        everyone = [source, *messages.values()]
+        decision = replace(
+            source,
+            content="" if cached else source.content,
+            lacks_buffers=len({message.lacks_buffers for message in everyone}) > 1,
+            meta=any(message.meta for message in everyone),
+            groups=max(message.groups for message in everyone),
+            trace=any(message.trace for message in everyone),
+        )
+        return asdict(decision)
 
     def _describe_options(self, device: torch.device) -> str:
         """Describes the options that ranks must agree on before they can even share the manifest."""
@@ -169,52 +169,44 @@ class Agreement:
         if drafted.failure is None and inputs.local_modules:
             anywhere = self._wanted_by_any(drafted.value, inputs)
         planned = Attempt(lambda: self._make_checked_plan(request, inputs, drafted.value, anywhere))
-        message = PlanMessage(
-            "", inputs.checkpoint is not None, 0, mesh_claims(inputs.targets, {*self._topology.ranks})
-        )
+        fingerprint, nbytes = "", 0
         if planned.failure is None:
             plan = planned.value
+            fingerprint = plan.fingerprint.hex()
             nbytes = plan.spanned if drafted.value.manifest.in_object_storage else plan.owned
-            message = replace(message, fingerprint=plan.fingerprint.hex(), nbytes=nbytes)
-        decided = self._control.settle("planning", drafted.failure, asdict(message), self._compare_plans, patience=2)
-        decision = PlanDecision(**decided)
-        if "" in decision.fingerprints or len(decision.fingerprints) > 1:
+        reads, claims = inputs.checkpoint is not None, mesh_claims(inputs.targets, {*self._topology.ranks})
+        message = asdict(PlanMessage(fingerprint, reads, nbytes, claims))
+        decision = PlanDecision(
+            **self._control.settle("planning", drafted.failure, message, self._compare_plans, patience=2)
+        )
+        if not decision.same:
             self._raise_disagreement(inputs, drafted.value, planned.failure)
         if decision.mismatched_meshes:
             raise_mesh_mismatch(self._control, inputs.targets, decision.mismatched_meshes)
-        if inputs.local_modules:
-            twins = planned.value.twins
-            tied.compare_anywhere(self._control, self._options.src, inputs.checkpoint, drafted.value.manifest, twins)
         return planned.value, decision
 
     def _compare_plans(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Runs on the coordinator."""
         messages = {rank: PlanMessage(**views[rank]) for rank in self._topology.ranks}
+        fingerprints = {message.fingerprint for message in messages.values()}
         decision = PlanDecision(
-            distinct({rank: message.fingerprint for rank, message in messages.items()}),
+            "" not in fingerprints and len(fingerprints) == 1,
             all(message.reads for message in messages.values()),
             [message.nbytes for message in messages.values()],
             find_mesh_mismatches({rank: message.meshes for rank, message in messages.items()}),
         )
         return asdict(decision)
 
-    def _choose_readers(self, manifest: Manifest, plan: LoadPlan, decision: PlanDecision) -> tuple[str, str]:
-        """The readers, and why. Equal on all ranks, which have agreed on what it depends on."""
-        if self._options.readers != "auto":
-            return self._options.readers, ""
-        of_rank = dict(zip(self._topology.ranks, decision.nbytes, strict=True))
-        by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
-        return choose_readers(
-            plan.slots.payload, by_node, all_read=decision.all_read, objects=manifest.in_object_storage,
-            src=self._options.src,
-        )  # fmt: skip
-
     def _make_draft(self, request: Request, inputs: LocalInputs, source: Manifest) -> Draft:
         """``source``: the source's manifest."""
         manifest = self.inputs.join(inputs, request.checkpoint, source)
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         manifest = with_quantization_of(request.model, manifest)
-        readers = self._router.planned_readers(only_src=manifest.locations is None)
+        readers = self._options.readers
+        if (
+            readers == "auto"
+        ):  # the ranks choose once they have agreed on the plan, which has the buckets; "every" takes any
+            readers = "one" if manifest.locations is None else "partitioned"
         per_wave, bucket_bytes = self._router.bucket_sizes(inputs.device, readers, manifest.nbytes)
         options = (
             f"{self._describe_options(inputs.device)} strict={request.strict} "
@@ -227,14 +219,9 @@ class Agreement:
         self, request: Request, inputs: LocalInputs, draft: Draft, anywhere: frozenset[int]
     ) -> LoadPlan:
         """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
-        manifest = draft.manifest
         plan = self._make_plan(draft, inputs.targets, anywhere)
-        check_match(
-            manifest, plan, draft.mapping, strict=request.strict,
-            ignore_mismatched_shapes=request.ignore_mismatched_shapes,
-        )  # fmt: skip
-        if inputs.checkpoint is not None and not inputs.local_modules and self._topology.rank == self._options.src:
-            tied.compare(self._control, inputs.checkpoint, manifest, plan.twins)
+        strict, ignore = request.strict, request.ignore_mismatched_shapes
+        check_match(draft.manifest, plan, draft.mapping, strict=strict, ignore_mismatched_shapes=ignore)
         return plan
 
     def _raise_disagreement(self, inputs: LocalInputs, draft: Draft, failure: Exception | None) -> None:
@@ -254,23 +241,22 @@ class Agreement:
         """Numbers of the checkpoint tensors that some rank has a place for. A rank that cannot plan ends the load here; one that
         could not even make a draft reports that in this same round."""
         planned = Attempt(lambda: self._make_plan(draft, inputs.targets, frozenset()))
-        left, names = {*planned.value.unexpected} if planned.failure is None else set(), draft.manifest.names
-        # What has another shape here is sent too, as is what a tie leaves out: harmless, and it may fit elsewhere.
-        view = f"{sum(1 << i for i, name in enumerate(names) if name not in left):x}"
-
-        def either(views: dict[int, str]) -> str:
-            return f"{reduce(or_, (int(text, 16) for text in views.values())):x}"
-
-        bits = int(self._control.settle("planning", planned.failure, view, either, patience=2), 16)
+        unexpected, names = {*planned.value.unexpected} if planned.failure is None else set(), draft.manifest.names
+        # What has another shape here is sent too, as is what a tie skips: harmless, and it may fit elsewhere.
+        view = hex(sum(1 << i for i, name in enumerate(names) if name not in unexpected))
+        bits = int(self._control.settle("planning", planned.failure, view, _bitwise_or, patience=2), 16)
         return frozenset(i for i in range(len(names)) if bits >> i & 1)
 
     def _make_plan(self, draft: Draft, targets: Targets, anywhere: frozenset[int]) -> LoadPlan:
         """Returns the last plan if it was made of the same: a plan depends on nothing but its inputs."""
-        inputs = (draft.manifest.digest, draft.mapping, draft.bucket_bytes, draft.options, anywhere)
-        if self._plan is not None and self._plan[0] == inputs and targets.matches(self._plan[1]):
-            plan = self._plan[2]
-        else:
+        key = draft.manifest.digest, draft.mapping, draft.bucket_bytes, draft.options, anywhere
+        if self._plan is None or self._plan[0] != key or not targets.matches(self._plan[1]):
             plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, anywhere)
-        # The next targets may share columns with these.
-        self._plan = inputs, replace(targets, tensors=[]), plan
+        else:
+            plan = self._plan[2]
+        self._plan = key, replace(targets, tensors=[]), plan  # the next targets may share columns with these
         return plan
+
+
+def _bitwise_or(views: dict[int, str]) -> str:
+    return hex(reduce(or_, (int(text, 16) for text in views.values())))

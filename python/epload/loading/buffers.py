@@ -21,12 +21,11 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
     Raises:
         ManifestMismatch: a rank that lacks a buffer has it in another dtype or shape.
     """
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    names = sorted(name for name in {*targets.unsaved_meta, *targets.unsaved_buffers} if name in buffers)
+    unsaved = {*targets.unsaved_meta, *targets.unsaved_buffers}
     view = {
-        name: [str(buffers[name].dtype), list(buffers[name].shape), name in targets.unsaved_buffers]
-        for name in names
-        if not isinstance(buffers[name], DTensor)
+        name: [str(buffer.dtype), list(buffer.shape), name in targets.unsaved_buffers]
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in unsaved and not isinstance(buffer, DTensor)
     }
     holders: dict[str, int] = control.settle("comparing buffers", None, view, _lowest_holders)
     return holders
@@ -35,19 +34,19 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
 def _lowest_holders(views: dict[int, dict[str, Any]]) -> dict[str, int]:
     """``views``: for each rank and buffer, the dtype, the shape and whether the rank has the values."""
     holders: dict[str, int] = {}
-    lacking = {name for view in views.values() for name, (_, _, has_values) in view.items() if not has_values}
-    for name in sorted(lacking):
-        of_rank = {rank: view[name] for rank, view in views.items() if name in view}
-        holder = next((rank for rank, (_, _, has_values) in sorted(of_rank.items()) if has_values), None)
-        if holder is None or len(of_rank) < len(views):
+    for name in sorted({name for view in views.values() for name in view}):
+        of_rank = {rank: view[name] for rank, view in sorted(views.items()) if name in view}
+        with_values = [rank for rank, buffer in of_rank.items() if buffer[2]]
+        if len(of_rank) < len(views) or len(with_values) in (0, len(views)):
             continue
+        holders[name] = holder = with_values[0]
+        expected = of_rank[holder][:2]
         for rank, (dtype, shape, _) in of_rank.items():
-            if [dtype, shape] != of_rank[holder][:2]:
+            if [dtype, shape] != expected:
                 raise ManifestMismatch(
-                    f"expected buffer {name} to be the same on every rank, but it is {of_rank[holder][0]} {of_rank[holder][1]} "
-                    f"on rank {holder}, which has its values, and {dtype} {shape} on rank {rank}"
+                    f"expected buffer {name} to be the same on every rank, but it is {expected[0]} {expected[1]} on rank "
+                    f"{holder}, which has its values, and {dtype} {shape} on rank {rank}"
                 )
-        holders[name] = holder
     return holders
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Set
+from itertools import zip_longest
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
@@ -22,11 +23,6 @@ _MAX_MESHES, _MAX_RANKS = 4, 16
 
 Claims = list[list[Any]]
 """Digest of each mesh, and the number of ranks of the topology that have to report the same."""
-
-
-def distinct(views: dict[int, str]) -> dict[str, int]:
-    """Each distinct view with the first rank that has it."""
-    return {view: rank for rank, view in reversed(views.items())}
 
 
 def check_same_loader(numbers: dict[int, int]) -> None:
@@ -48,44 +44,42 @@ def check_same_options(options: dict[int, str]) -> None:
 
 def explain_difference(control: Control, manifest: Manifest, targets: Targets, options: str) -> None:
     """Raises ManifestMismatch on every rank, in rounds, if what the ranks want to load into what differs."""
-    view = describe(manifest, targets, options)
+    view = _describe(manifest, targets, options)
     digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
-    speakers = sorted(control.settle("planning", None, digest, distinct).values())[:_MAX_VIEWS]
-    if len(speakers) == 1:
-        return
-
-    def differ(views: dict[int, list[str] | None]) -> None:
-        raise difference({r: v for r, v in sorted(views.items()) if v is not None}, min(speakers))
-
-    control.settle("planning", None, view if control.rank in speakers else None, differ)
+    speakers = control.settle("planning", None, digest, _first_of_each)
+    if len(speakers) > 1:
+        control.settle("planning", None, view if control.rank in speakers else None, _raise_difference)
 
 
-def describe(manifest: Manifest, targets: Targets, options: str) -> list[str]:
-    """A line an entry of everything in the plan's fingerprint."""
-    lines = [f"options: {options}"]
-    lines += [f"model {line}" for line in targets.describe()]
-    lines += [f"checkpoint's quantization: {manifest.quantization}"] * (manifest.quantization is not None)
-    lines += [
-        f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}"
-        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-    ]
+def _first_of_each(digests: dict[int, str]) -> list[int]:
+    """Returns the first rank with each distinct digest, a few of them."""
+    first = {digest: rank for rank, digest in sorted(digests.items(), reverse=True)}
+    return sorted(first.values())[:_MAX_VIEWS]
+
+
+def _describe(manifest: Manifest, targets: Targets, options: str) -> list[str]:
+    """Returns a line for each entry of everything in the plan's fingerprint."""
+    lines = [f"options: {options}", *(f"model {line}" for line in targets.describe())]
+    if manifest.quantization is not None:
+        lines.append(f"checkpoint's quantization: {manifest.quantization}")
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        lines.append(f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}")
     return lines
 
 
-def difference(views: dict[int, list[str]], reference: int) -> ManifestMismatch:
-    """The error for ranks whose descriptions (see :func:`describe`) differ from that of rank ``reference``."""
-    ours = views[reference]
-    lines = []
-    for rank, theirs in views.items():
-        for a, b in zip(ours, theirs, strict=False):
+def _raise_difference(views: dict[int, list[str] | None]) -> None:
+    """``views``: of ranks whose descriptions differ; None of others."""
+    (reference, first), *others = sorted((rank, view) for rank, view in views.items() if view is not None)
+    lines: list[str] = []
+    for rank, view in others:
+        for a, b in zip_longest(first, view):
+            if None in (a, b):
+                lines.append(f"only rank {rank if a is None else reference} has {a or b!r}")
+                break
             if a != b:
                 lines.append(f"rank {reference} has {a!r} where rank {rank} has {b!r}")
-                if len(lines) >= _MAX_LINES:
-                    break
-        if len(ours) != len(theirs):
-            extra, who = (ours, reference) if len(ours) > len(theirs) else (theirs, rank)
-            lines.append(f"only rank {who} has {extra[min(len(ours), len(theirs))]!r}")
-    return ManifestMismatch("the ranks disagree, nothing was moved:\n  " + "\n  ".join(lines[: _MAX_LINES + 1]))
+    listed = "\n  ".join(lines[:_MAX_LINES])
+    raise ManifestMismatch(f"the ranks disagree, nothing was moved:\n  {listed}")
 
 
 # ---- device meshes ----
@@ -100,8 +94,8 @@ def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
     """Digests of meshes that not all of their ranks have reported, each with the first ranks that have; a few of them."""
     reported: dict[str, list[int]] = {}
     expected: dict[str, int] = {}
-    for rank, theirs in claims.items():
-        for digest, count in theirs:
+    for rank, of_rank in claims.items():
+        for digest, count in of_rank:
             reported.setdefault(digest, []).append(rank)
             expected[digest] = count
     mismatched = [digest for digest, ranks in reported.items() if len(ranks) != expected[digest]]
@@ -114,20 +108,19 @@ def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str
     for digest, mesh in targets.mesh_digests():
         if control.rank == mismatches.get(digest, [None])[0]:
             number = targets.meshes.index(mesh)
-            name = next(
+            names = (
                 name
                 for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
                 if i not in targets.local_only and number in targets.layout_meshes[layout]
             )
-            described[digest] = f"{mesh}, e.g. for {name}"
+            described[digest] = f"ranks {mismatches[digest]} have mesh {mesh}, e.g. for {next(names)}"
 
     def explain(views: dict[int, dict[str, str]]) -> None:
         texts = {digest: text for view in views.values() for digest, text in view.items()}
-        lines = [f"ranks {ranks} have mesh {texts[digest]}" for digest, ranks in mismatches.items()]
+        listed = "\n  ".join(texts[digest] for digest in mismatches)
         raise ManifestMismatch(
-            "the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  "
-            + "\n  ".join(lines)
-            + "\nBuild every DeviceMesh from the same ranks in the same order on all ranks"
+            f"the ranks disagree about the device mesh, or about what lies on it, nothing was moved:\n  {listed}\n"
+            "Build every DeviceMesh from the same ranks in the same order on all ranks"
         )
 
     control.settle("planning", None, described, explain)

@@ -9,7 +9,6 @@ from epload.loading.resources import Resources
 from epload.loading.routes import RoutePlan
 from epload.model.devices import CPU
 from epload.planning.waves import group_buckets, make_waves
-from epload.ranks.topology import Topology
 from epload.report import LoadReport
 from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
@@ -29,37 +28,30 @@ def make_engine(
     report: LoadReport,
 ) -> Transfer:
     """Returns what fills this rank's tensors, and passes on what other ranks need."""
-    plan, flow, staging = load.plan, route.flow, resources.device.staging
+    plan, flow, staging, device = load.plan, route.flow, resources.device.staging, load.inputs.device
     topology, options = resources.topology, resources.options
     checkpoint = load.inputs.checkpoint if flow.reads else None
     fill = None
     if checkpoint is not None:
-        # A proof reads all bytes once more.
-        again = options.verify or (flow.readers == "every" and _reads_repeat(load, topology))
+        of_rank = dict(zip(topology.ranks, load.owned, strict=True))
+        # The page cache saves disk work where bytes are read again: to verify, or by other ranks of this node.
+        repeats = flow.readers == "every" and sum(of_rank[rank] for rank in topology.node) > 1.25 * plan.nbytes
         readers = len({*flow.turns} & {*topology.node})
-        threads = None if load.device == CPU else read_threads(readers)
-        checkpoint.configure_reads(options.direct_io and not again, threads)
+        direct = options.direct_io and not (options.verify or repeats)
+        checkpoint.configure_reads(direct, None if device == CPU else read_threads(readers))
         pipe = staging.pipe.native if staging is not None and staging.pipe is not None else None
         fill = checkpoint_source(plan, checkpoint, pipe)
     context = TransferContext(plan, flow, fill, partial(plan.describe, load.manifest), topology.control, report)
     if flow.readers == "every":
         assert checkpoint is not None
-        limit = direct_read.READ_BYTES if load.device == CPU else direct_read.DEVICE_READ_BYTES
-        groups = group_buckets(range(len(plan.buckets)), plan.owned_by_bucket, limit)
-        return direct_read.DirectRead(context, checkpoint, groups, local)
-    if not route.on_host:
-        assert staging is not None
-        phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
-        ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
-        mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
-        return Engine(context, make_waves(plan), ring, mover, local)
-    memory = resources.memory
-    assert memory is not None
-    chunk = flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
-    return through_memory(context, memory, make_waves(plan, load.per_wave), local, route.routes, chunk)
-
-
-def _reads_repeat(load: AgreedLoad, topology: Topology) -> bool:
-    """Returns True if ranks of this node read the same bytes, so that the page cache saves disk work."""
-    nbytes = dict(zip(topology.ranks, load.owned, strict=True))
-    return sum(nbytes[rank] for rank in topology.node) > 1.25 * load.plan.nbytes
+        limit = direct_read.READ_BYTES if device == CPU else direct_read.DEVICE_READ_BYTES
+        return direct_read.DirectRead(context, checkpoint, group_buckets(plan.owned_by_bucket, limit), local)
+    if route.on_host:
+        assert resources.memory is not None
+        waves, chunk = make_waves(plan.sizes, load.per_wave), flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
+        return through_memory(context, resources.memory, waves, local, route.routes, chunk)
+    assert staging is not None
+    phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
+    ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
+    mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
+    return Engine(context, make_waves(plan.sizes), ring, mover, local)

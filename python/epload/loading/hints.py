@@ -10,6 +10,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys, rename_keys
 from epload.mapping.packed import find_packed
+from epload.observe.render import count
 from epload.planning.plan import LoadPlan
 
 _SAMPLE = 50
@@ -23,76 +24,66 @@ def check_match(
 ) -> None:
     """Raises ModelMismatch for missing and unexpected keys (with ``strict``), for mismatched shapes (unless ignored), and if
     no tensor of the checkpoint fits."""
-    ignored = set(ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected))
-    missing = [name for name in plan.missing if name not in ignored]
-    unexpected = [name for name in plan.unexpected if name not in ignored]
+    ignored = {*ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected)}
+    missing, unexpected = ([n for n in names if n not in ignored] for names in (plan.missing, plan.unexpected))
     mismatched = plan.mismatched
+    options = []
+    if strict and (missing or unexpected):
+        options.append("strict=False ignores missing and unexpected keys")
+    if mismatched and not ignore_mismatched_shapes:
+        options.append("ignore_mismatched_shapes=True skips parameters of mismatched shape")
     # Whatever the options allow: all such weights would be missing, and keep the values that they have.
     if packed := find_packed(manifest, mapping, plan.targets, [*plan.missing, *mismatched], plan.unexpected):
-        name, what = packed
-        raise ModelMismatch(
-            f"{manifest.source} has {name} as {what}, which epload does not unpack",
-            missing_keys=missing, unexpected_keys=unexpected, mismatched_keys=mismatched,
-        )  # fmt: skip
-    nothing_fits = not plan.slots.tensor_count and bool(plan.missing or plan.mismatched)
-    wrong_keys, wrong_shapes = strict and bool(missing or unexpected), bool(mismatched) and not ignore_mismatched_shapes
-    if not (wrong_keys or wrong_shapes or nothing_fits):
-        return
-    options = []
-    if wrong_keys or wrong_shapes:
-        headline = f"{manifest.source} does not match the model"
+        message = f"{manifest.source} has {packed[0]} as {packed[1]}, which epload does not unpack"
+    elif options:
         missing, unexpected = (missing, unexpected) if strict else ([], [])
         mismatched = {} if ignore_mismatched_shapes else mismatched
-        options += ["strict=False ignores missing and unexpected keys"] * wrong_keys
-        options += ["ignore_mismatched_shapes=True skips parameters of mismatched shape"] * wrong_shapes
-    else:
+        headline = f"{manifest.source} does not match the model"
+        message = _explain(headline, manifest, mapping, missing, unexpected, mismatched, options)
+    elif not plan.tensor_count and (plan.missing or mismatched):
         headline = f"nothing to load: {manifest.source} has no tensor that fits the model"
-    lines = [headline + ":", *_describe(manifest, mapping, missing, unexpected, mismatched)]
-    has_rules = bool(mapping.renames or mapping.converts or mapping.ties)
-    hint = prefix_hint(missing, unexpected, has_rules)
-    lines.append(hint or "; ".join(["Pass mapping= if the checkpoint has other names or layouts", *options]))
-    raise ModelMismatch(
-        "\n  ".join(lines[:-1]) + "\n" + lines[-1],
-        missing_keys=missing,
-        unexpected_keys=unexpected,
-        mismatched_keys=mismatched,
-    )
+        message = _explain(headline, manifest, mapping, missing, unexpected, mismatched, options)
+    else:
+        return
+    raise ModelMismatch(message, missing_keys=missing, unexpected_keys=unexpected, mismatched_keys=mismatched)
 
 
-def _describe(
+def _explain(
+    headline: str,
     manifest: Manifest,
     mapping: Mapping,
     missing: Sequence[str],
     unexpected: Sequence[str],
     mismatched: dict[str, str],
-) -> list[str]:
-    """A line for each kind of mismatch."""
-    lines = []
+    options: Sequence[str],
+) -> str:
+    """Returns the message, with a line for each kind of mismatch. ``options``: what each would allow."""
+    lines = [f"{headline}:"]
     renamed, unused = rename_keys(mapping, manifest.names)
     if missing:
-        lines.append(f"{_count(missing, 'parameter')} missing from the checkpoint: {_list(missing)}")
+        lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing)}")
     if unexpected:
         new_name = dict(zip(manifest.names, renamed, strict=True))
-        keys = [key if new_name[key] == key else f"{key} (renamed to {new_name[key]})" for key in unexpected[:_LISTED]]
-        lines.append(f"{_count(unexpected, 'unexpected checkpoint key')}: {_list(keys, len(unexpected))}")
+        keys = [key if new_name[key] == key else f"{key} (renamed to {new_name[key]})" for key in unexpected]
+        lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys)}")
     if mismatched:
-        lines.append(f"{_count(mismatched, 'mismatched shape')}: {_list(list(mismatched.values()), separator='; ')}")
+        lines.append(
+            f"{count(len(mismatched), 'mismatched shape')}: {list_first(list(mismatched.values()), separator='; ')}"
+        )
     if unused and mapping.required:
-        lines.append(f"mapping rules that match no checkpoint key: {_list(list(map(repr, unused)))}")
-    return lines
+        lines.append(f"mapping rules that match no checkpoint key: {list_first(list(map(repr, unused)))}")
+    hint = _prefix_hint(missing, unexpected, bool(mapping.renames or mapping.converts or mapping.ties))
+    hint = hint or "; ".join(["Pass mapping= if the checkpoint has other names or layouts", *options])
+    return "\n  ".join(lines) + f"\n{hint}"
 
 
-def _count(items: Collection[str], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
-
-
-def _list(items: Sequence[str], count: int | None = None, separator: str = ", ") -> str:
-    """The first items of ``count``, which defaults to all that are given."""
-    more = (len(items) if count is None else count) - _LISTED
+def list_first(items: Sequence[str], separator: str = ", ") -> str:
+    """Returns the first items, and how many more there are."""
+    more = len(items) - _LISTED
     return separator.join(items[:_LISTED]) + (f"{separator}... ({more} more)" if more > 0 else "")
 
 
-def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: bool = False) -> str:
+def _prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: bool = False) -> str:
     """A mapping that makes most keys match by adding or removing a prefix; empty if no prefix does.
 
     Args:
@@ -112,12 +103,12 @@ def prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: 
             elif name.endswith(f".{key}"):
                 candidates["", name[: -len(key)]] += 1
     best = max(candidates, key=lambda pair: (_matches(pair, names, unexpected), -len(pair[0] + pair[1])), default=None)
-    if best is None or 2 * (count := _matches(best, names, unexpected)) < min(len(names), len(unexpected)):
+    if best is None or 2 * (matching := _matches(best, names, unexpected)) < min(len(names), len(unexpected)):
         return ""
     removed, added = best
     rename = f'epload.mapping.Rename(r"^{re.escape(removed)}", "{added}")'
     change = f"without the prefix {removed!r}" if removed else f"with the prefix {added!r}"
-    matches = f"{count} of {_count(unexpected, 'unexpected key')} match the model {change}: "
+    matches = f"{matching} of {count(len(unexpected), 'unexpected key')} match the model {change}: "
     if has_rules:
         return (
             f"{matches}rules = epload.mapping.from_model(model), then "
@@ -135,6 +126,7 @@ def _matches(pair: tuple[str, str], names: set[str], unexpected: Sequence[str]) 
 def unfilled_error(names: Sequence[str]) -> ModelMismatch:
     """The error for tensors of the model that neither the checkpoint nor the model fills."""
     return ModelMismatch(
-        f"neither the checkpoint nor the model's own initialization fills {_count(names, 'tensor')} on meta: {_list(names)}. "
-        "Pass init_missing=hook(module, path, names) to initialize them, or build the model with values for them"
+        f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
+        f"{list_first(names)}. Pass init_missing=hook(module, path, names) to initialize them, or build the model with values "
+        "for them"
     )

@@ -20,11 +20,11 @@ from epload.core import garbage_collection, log
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import redact, redact_url
+from epload.loading.agreed import AgreedLoad
 from epload.loading.agreement import Agreement
 from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
-from epload.loading.routes import Router
 from epload.loading.run import run_load
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes, below_fp32_warning
@@ -87,7 +87,7 @@ class HierarchicalLoader:
                 A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
                 ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
                 (each rank, if they cannot share memory).
-            verify: after the load, ranks prove their shards against the checkpoint, which is read once more, by all ranks that
+            verify: after the load, ranks verify their shards against the checkpoint, which is read once more, by all ranks that
                 have it together.
             timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
                 moves bytes has what they take at 10 MB/s on top.
@@ -107,26 +107,21 @@ class HierarchicalLoader:
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self.number = self.topology.number_loader()
-        """Among the loaders of its topology, equal on all ranks."""
+        number = self.topology.number_loader()  # equal on all ranks
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
-        """True if there will be another load."""
         self._remembers = True
         """True if there will be another load."""
         self.topology.check_source(src)
-        self.stream = stream
-        self._streams = [stream] if stream is not None else []
         self.progress = progress
         self._control = self.topology.control
-        self._router = Router(self.topology, self.options)
-        self._resources = Resources(self.topology, self.options, self._router, stream)
-        self._agreement = Agreement(self.topology, self.options, self._router, self.number)
+        self._resources = Resources(self.topology, self.options, stream)
+        self._agreement = Agreement(self._resources, number)
 
     def close(self) -> None:
         """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
-        self._resources.close()
+        self._resources.release()
         self._agreement.close()
 
     def __enter__(self) -> HierarchicalLoader:
@@ -204,73 +199,67 @@ class HierarchicalLoader:
                         parts = None
                         if outer_shards or local_modules:
                             parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
+                        trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                         request = Request(
-                            model,
-                            checkpoint,
-                            mapping,
-                            strict,
-                            ignore_mismatched_shapes,
-                            dtype,
-                            parts,
-                            init_missing,
-                            prefix,
-                            variant,
-                            trace or bool(os.environ.get("EPLOAD_TRACE")),
-                            self._as_pretrained,
-                        )
+                            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
+                            variant, trace, self._as_pretrained,
+                        )  # fmt: skip
                         return self._load(request)
                 finally:
                     if self._control.failure is not None and not self._control.failure.clean:
-                        self._resources.forget_staging()
+                        self._resources.release()
                         self.topology.groups.clear()
         except Refused as refused:
             error = refused.failure.error()
         raise error
 
     def _load(self, request: Request) -> LoadReport:
-        options = self.options
-        report = LoadReport(
-            readers=options.readers,
-            verify=options.verify,
-            topology=repr(self.topology),
-        )
+        options, topology = self.options, self.topology
+        first = topology.rank == topology.ranks[0]
+        report = LoadReport(readers=options.readers, verify=options.verify, topology=repr(topology))
         if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
-        if self.topology.rank == self.topology.ranks[0]:
-            _log_start(request.model, request.checkpoint, self.topology)
+        if first:
+            _log_start(request.model, request.checkpoint, topology)
         began = perf_counter()
         if request.trace:
-            record_events(self.topology, report)
-        self._resources.clear_board()
+            record_events(topology, report)
+        if self._resources.memory is not None:
+            # All ranks have come through the last round of the load before, and none moves data before all are in this one.
+            self._resources.memory.counters.clear()
         try:
             with report.timed("plan"), garbage_collection.paused():
-                load = self._agreement.run(request, self._streams, report)
-            run_load(self._resources, request, load, report, self.progress and self.topology.rank == options.src)
+                load = self._agreement.run(request, report)
+            run_load(self._resources, request, load, report, self.progress and topology.rank == options.src)
             if self._remembers:
                 with report.timed("plan"), garbage_collection.paused():
                     self._agreement.inputs.remember(request, load.inputs)
         finally:
             self._control.events = None
             self._agreement.inputs.close_checkpoint()
-        plan, ignored = load.plan, set(load.ignored_keys)
-        report.missing_keys = [key for key in load.missing_keys if key not in ignored]
-        report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
-        report.mismatched_keys = load.mismatched_keys
-        report.ignored_keys = [*load.ignored_keys, *load.manifest.ignored]
-        report.tied_keys, report.casts, report.tensors = list(plan.tied), plan.casts, plan.slots.tensor_count
-        report.nbytes = plan.slots.payload
-        report.buckets = len(plan.buckets)
-        report.source = redact(load.manifest.source)
-        report.kept_in_fp32 = list(load.inputs.targets.kept_in_fp32)
-        if warning := below_fp32_warning(load.inputs.targets):
-            report.warnings.append(warning)
+        _describe_load(report, load)
         report.seconds = perf_counter() - began
-        if self.topology.rank == self.topology.ranks[0]:
+        if first:
             _log_result(report)
             if folder := os.environ.get("EPLOAD_TRACE"):
                 _write_trace(report, Path(folder))
         return report
+
+
+def _describe_load(report: LoadReport, load: AgreedLoad) -> None:
+    """Writes to the report what was loaded, and what was not."""
+    plan, targets, ignored = load.plan, load.inputs.targets, {*load.ignored_keys}
+    report.missing_keys = [key for key in load.missing_keys if key not in ignored]
+    report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
+    report.mismatched_keys = load.mismatched_keys
+    report.ignored_keys = [*load.ignored_keys, *load.manifest.ignored]
+    report.tied_keys, report.casts = list(plan.tied), plan.casts
+    report.tensors, report.nbytes, report.buckets = plan.tensor_count, plan.payload, len(plan.buckets)
+    report.source = redact(load.manifest.source)
+    report.kept_in_fp32 = list(targets.kept_in_fp32)
+    if warning := below_fp32_warning(targets):
+        report.warnings.append(warning)
 
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:

@@ -94,20 +94,17 @@ class Request:
 
     def check(self) -> None:
         """Raises TypeError for what could not even be looked at."""
-        if not isinstance(self.model, nn.Module):
-            got = (
-                f"the class {self.model.__name__}" if isinstance(self.model, type) else f"a {type(self.model).__name__}"
-            )
-            raise TypeError(f"expected model to be a torch.nn.Module, got {got}")
-        for option in ("strict", "ignore_mismatched_shapes", "trace"):
-            if not isinstance(value := getattr(self, option), bool):
-                raise TypeError(f"expected {option} to be a bool, got {value!r}")
-        for option in ("prefix", "variant"):
-            if not isinstance(value := getattr(self, option), str):
-                raise TypeError(f"expected {option} to be a string, got {value!r}")
-        of_names = isinstance(self.dtype, dict) and all(isinstance(name, str) for name in self.dtype)
-        given = list(self.dtype.values()) if isinstance(self.dtype, dict) and of_names else [self.dtype]
-        if self.dtype is not None and not all(isinstance(dtype, torch.dtype) for dtype in given):
+        model = self.model
+        if not isinstance(model, nn.Module):
+            kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+            raise TypeError(f"expected model to be a torch.nn.Module, got {kind}")
+        kinds = {"strict": bool, "ignore_mismatched_shapes": bool, "trace": bool, "prefix": str, "variant": str}
+        for option, of_type in kinds.items():
+            if not isinstance(value := getattr(self, option), of_type):
+                noun = "string" if of_type is str else "bool"
+                raise TypeError(f"expected {option} to be a {noun}, got {value!r}")
+        by_name = self.dtype if isinstance(self.dtype, dict) else {} if self.dtype is None else {"": self.dtype}
+        if not all(isinstance(name, str) and isinstance(dtype, torch.dtype) for name, dtype in by_name.items()):
             raise TypeError(
                 "expected dtype to be a torch.dtype, such as torch.bfloat16, or a dict from regular expressions to dtypes, "
                 f"got {self.dtype!r}"

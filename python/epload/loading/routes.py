@@ -9,7 +9,7 @@ import torch
 
 from epload.loading.request import Options
 from epload.model.devices import CPU
-from epload.planning.schedule import Flow, buckets_per_wave, wave_limit
+from epload.planning.schedule import Flow, buckets_per_wave, crosses, wave_limit
 from epload.ranks.topology import Route, Topology
 
 
@@ -44,13 +44,6 @@ class Router:
         readers = "every" if self._options.readers == "auto" else self._options.readers
         return self.flow(device, readers, shared=True).reads
 
-    def planned_readers(self, only_src: bool) -> str:
-        """The readers for which buckets are sized. With ``"auto"`` the ranks choose once they have agreed on the plan, which has
-        the buckets; ``"every"`` takes any. ``only_src``: only rank ``src`` has the checkpoint."""
-        if self._options.readers != "auto":
-            return self._options.readers
-        return "one" if only_src else "partitioned"
-
     def stages_on_host(self, device: torch.device, readers: str) -> bool:
         """True if buckets are staged in host memory, where a buffer holds several."""
         return readers != "every" and (device == CPU or self._by_node(readers))
@@ -75,48 +68,44 @@ class Router:
 
     def resolve(self, device: torch.device, readers: str, shared: bool) -> RoutePlan:
         """Collective where groups are not there yet."""
-        flow = self.flow(device, readers, shared)
+        flow, note = self.flow(device, readers, shared), self._algorithm(device, readers, shared)[1]
         on_host = device == CPU or flow.shared
-        return RoutePlan(
-            flow, self._routes(device, flow, on_host), on_host, self._algorithm(device, readers, shared)[1]
-        )
+        return RoutePlan(flow, self._routes(flow, on_host), on_host, note)
 
     def _algorithm(self, device: torch.device, readers: str, shared: bool) -> tuple[str, str]:
         """Returns the algorithm, and why it is not the one that was asked for."""
-        asked, topology = self._options.algorithm, self._topology
-        if asked == "auto":
-            crosses = len(topology.nodes) > 1 and readers in ("one", "partitioned")
+        algorithm, topology = self._options.algorithm, self._topology
+        if algorithm == "auto":
             several = topology.even and len(topology.node) > 1
-            return ("striped" if device != CPU and crosses and several else "two_level"), ""
-        if asked == "two_level" or readers == "every" or len(topology.ranks) == 1:
-            return asked, ""
+            striped = device != CPU and crosses(topology.nodes, readers) and several
+            return "striped" if striped else "two_level", ""
         why = ""
-        if not topology.even:
-            why = "node sizes differ"
-        elif device == CPU and not shared:
-            why = "the ranks of a node share no memory"
-        elif device != CPU and readers == "per_node":
-            why = "no bucket crosses nodes"
-        return ("two_level", f"two_level in place of striped, as {why}") if why else (asked, "")
+        if algorithm == "striped" and readers != "every" and len(topology.ranks) > 1:
+            if not topology.even:
+                why = "node sizes differ"
+            elif device == CPU and not shared:
+                why = "the ranks of a node share no memory"
+            elif device != CPU and readers == "per_node":
+                why = "no bucket crosses nodes"
+        return ("two_level", f"two_level in place of striped, as {why}") if why else (algorithm, "")
 
-    def _routes(self, device: torch.device, flow: Flow, on_host: bool) -> dict[int, Route]:
-        src = self._options.src
+    def _routes(self, flow: Flow, on_host: bool) -> dict[int, Route]:
+        src, topology = self._options.src, self._topology
         if flow.readers == "every" or (flow.shared and not flow.crosses):
             return {}
         if on_host:
-            route = self._topology.route(src, flow.algorithm if flow.crosses else "two_level")
+            route = topology.route(src, flow.algorithm if flow.crosses else "two_level")
             return {reader: replace(route, src=reader) for reader in flow.turns}
-        if len(self._topology.ranks) == 1:
+        if len(topology.ranks) == 1:
             return {}
         if flow.readers == "per_node":
-            route = self._topology.route(src, flow.algorithm)
+            route = topology.route(src, flow.algorithm)
             return {route.leader: replace(route, src=route.leader, inter_group="")}
-        return {reader: self._topology.route(reader, flow.algorithm) for reader in flow.turns}
+        return {reader: topology.route(reader, flow.algorithm) for reader in flow.turns}
 
     def _by_node(self, readers: str) -> bool:
         """Returns True if the ranks of a node copy what they keep out of shared host memory, each to its own device:
         where buckets do not cross nodes, unless an algorithm for sending them was asked for."""
         nodes = self._topology.nodes
-        crosses = len(nodes) > 1 and readers != "per_node"
-        several = any(len(node) > 1 for node in nodes)
-        return self._options.algorithm == "auto" and several and not crosses and readers != "every"
+        in_nodes = readers != "every" and not crosses(nodes, readers)
+        return self._options.algorithm == "auto" and in_nodes and any(len(node) > 1 for node in nodes)

@@ -19,6 +19,7 @@ from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
+from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
@@ -29,10 +30,10 @@ from epload.verify.digests import digest_shards, verify_digests
 
 def run_load(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     """Carries out a load. Collective. Raises LoadError; tensors may have been materialized and partly written."""
-    topology, control, router, device = resources.topology, resources.topology.control, resources.router, load.device
-    shared = False
+    topology, router, device = resources.topology, resources.router, load.inputs.device
+    control, shared = topology.control, False
     if router.stages_on_host(device, load.readers):
-        memory = resources.reserve_memory(load.wave_bytes)
+        memory = resources.reserve_memory(wave_bytes(load.plan, load.per_wave))
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
     route = router.resolve(device, load.readers, shared)
@@ -64,39 +65,38 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
 
 
 def _materialize(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, shared: bool) -> Local:
-    inputs, targets, device = load.inputs, load.inputs.targets, load.device
+    inputs, plan, staging = load.inputs, load.plan, None
+    targets, device = inputs.targets, inputs.device
     with report.timed("materialize"):
         if inputs.devices.has_meta or targets.unsaved_meta:
             materialize(request.model, targets, inputs.devices.materialize_on, modules=inputs.modules)
         if device != CPU:
-            report.peak_staging += resources.reserve_staging(load, shared).footprint
+            staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
+            report.peak_staging += staging.footprint
             report.stream = resources.device.describe_stream(device)
-        scales = fp8_scales.scale_tensors(load.plan.targets, len(targets.names), device)
-        return Local(load.plan, targets.local() + scales, resources.device.staging if device != CPU else None)
+        scales = fp8_scales.scale_tensors(plan.targets, len(targets.names), device)
+        return Local(plan, targets.local() + scales, staging)
 
 
 def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: Local) -> None:
-    """Before the tensors are scaled or initialized, as the checkpoint knows nothing of that.
+    """Runs before the tensors are scaled or initialized, as the checkpoint knows nothing of that.
 
     Args:
         verifiers: ranks that have the checkpoint.
     """
     messages = control.exchange("the digests", digest_shards(load.plan, verifiers, local.tensors))
-    checkpoint = load.inputs.checkpoint
+    inputs = load.inputs
 
-    def check() -> None:
-        if messages and checkpoint is not None:
-            for nbytes in verify_digests(load.plan, control.rank, messages, checkpoint, load.manifest):
-                control.progress += nbytes
+    def verify() -> None:
+        inputs.reopen()  # to read what is at the paths now
+        assert inputs.checkpoint is not None
+        for nbytes in verify_digests(load.plan, control.rank, messages, inputs.checkpoint, load.manifest):
+            control.progress += nbytes
 
-    # Whoever proves reads what is at the paths now. A file that has changed is why shards differ from it, so that all ranks
-    # hear of that first, whichever rank saw it.
-    changed, failure = Attempt(lambda: load.inputs.reopen() if messages else None).failure, None
-    if changed is None:
-        failure = Attempt(check).failure
-        changed = Attempt(load.inputs.check_unchanged_after).failure
-    control.settle("verification", changed, patience=2)
-    control.settle("verification", failure, patience=2)
+    verified = Attempt(verify).failure if messages and inputs.checkpoint is not None else None
+    # A file that has changed is why shards differ from it: all ranks hear of that first, whichever rank saw it.
+    control.settle("verification", Attempt(inputs.check_unchanged_after).failure, patience=2)
+    control.settle("verification", verified, patience=2)
 
 
 def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:

@@ -97,7 +97,7 @@ class _Placer:
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
         self.mismatches: list[ShapeMismatch] = []
-        self._whole = {shape: Assembly.of(0, shape).parts[0][1] for shape in dict.fromkeys(shapes)}
+        self._whole = {shape: View.whole(shape) for shape in dict.fromkeys(shapes)}
         self._outputs: dict[object, TensorLists] = {}
         """Results of conversions; groups that differ only in names share them."""
 

@@ -17,20 +17,21 @@ from torch import Tensor
 
 from epload.core.columns import column, expand
 from epload.core.placement import Box, intersect
-from epload.core.views import Shape
+from epload.core.views import Shape, with_dim
 
 SPLIT_BYTES = 64 << 10
 """Minimum bytes of the part that each rank sends of a cell that several ranks have. If parts were smaller, they take turns."""
-_MOST_MERGED = 256
+_MAX_MERGED = 256
 """Boxes that are compared with one another. More are the pieces of an interleaved layout, which fill no box."""
 _Index = tuple[int, ...]
+_Boxes = Sequence[tuple[Sequence[int], Sequence[Box]]]
+"""Numbers of ranks or nodes, with the boxes that each of them has."""
 
 
 class Slot(NamedTuple):
     """A box of a tensor that moves as a whole."""
 
-    start: Shape
-    size: Shape
+    box: Box
     owners: tuple[int, ...]
     """Ranks that have it, of which one sends it: they take turns from tensor to tensor."""
     nodes: tuple[int, ...]
@@ -40,41 +41,37 @@ class Slot(NamedTuple):
 def make_slots(
     shape: Shape,
     itemsize: int,
-    of_senders: Iterable[tuple[Sequence[int], Sequence[Box]]],
-    of_nodes: Iterable[tuple[Sequence[int], Sequence[Box]]],
+    of_senders: _Boxes,
+    of_nodes: _Boxes,
     limit: int,
-    least: int = SPLIT_BYTES,
+    min_bytes: int,
 ) -> tuple[list[Slot], Box | None]:
-    """The slots of one tensor.
+    """Returns the slots of one tensor.
 
     Args:
         of_senders: ranks that send, with the boxes that each has.
         of_nodes: numbers of nodes, with the boxes that each wants; boxes of one node may overlap.
         limit: bytes of a slot, unless one element has more.
-        least: bytes of a part, where a cell is divided among ranks.
+        min_bytes: of a part, where a cell is divided among ranks.
 
     Returns:
         Slots in row-major order of their starts; a box that a node wants and no rank has, None if there is none.
     """
-    holders, wanters = _by_boxes(of_senders), _by_boxes(of_nodes)
-    grid = _Grid(shape, [*holders, *wanters])
-    nodes_of: dict[_Index, set[int]] = defaultdict(set)
-    for boxes, nodes in wanters.items():
-        for cell in grid.cells(boxes):
-            nodes_of[cell].update(nodes)
-    holders_of: dict[_Index, list[int]] = defaultdict(list)
-    for boxes, ranks in holders.items():
-        for cell in grid.cells(boxes):
-            if cell in nodes_of:
-                holders_of[cell] += ranks
+    cuts: list[Sequence[int]] = []
+    boxes = [box for _, own in (*of_senders, *of_nodes) for box in own]
+    for dim, length in enumerate(shape):
+        starts = {start[dim] for start, _ in boxes}
+        cuts.append(sorted({0, length, *starts, *(start[dim] + size[dim] for start, size in boxes)}))
+    senders_of, nodes_of = _by_cell(cuts, of_senders), _by_cell(cuts, of_nodes)
     slots = []
     for cell in sorted(nodes_of):
-        start, size = grid.box(cell)
-        owners, wanting = tuple(sorted(holders_of.get(cell, ()))), tuple(sorted(nodes_of[cell]))
-        if not owners:
+        start = tuple(of_dim[i] for of_dim, i in zip(cuts, cell, strict=True))
+        size = tuple(of_dim[i + 1] - of_dim[i] for of_dim, i in zip(cuts, cell, strict=True))
+        if cell not in senders_of:
             return [], (start, size)
-        for part, senders in _divide(start, size, itemsize, owners, least):
-            slots += [Slot(*box, senders, wanting) for box in _cut(*part, itemsize, limit)]
+        for part, owners in _divide(start, size, itemsize, tuple(sorted(senders_of[cell])), min_bytes):
+            nodes = tuple(sorted(nodes_of[cell]))
+            slots += [Slot(box, owners, nodes) for box in _cut(*part, itemsize, limit)]
     return slots, None
 
 
@@ -94,65 +91,43 @@ def expand_slots(slots: Sequence[Sequence[Slot]], kind_of: Tensor) -> tuple[Tens
 
 
 def merge_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The box that boxes without overlaps fill, if they fill one; else these boxes. Equal boxes count once."""
+    """Returns the box that boxes without overlaps fill, if they fill one; else these boxes. Equal boxes count once."""
     distinct = tuple(dict.fromkeys(boxes))
-    if not 2 <= len(distinct) <= _MOST_MERGED:
+    if not 2 <= len(distinct) <= _MAX_MERGED:
         return distinct
-    low = tuple(map(min, zip(*(start for start, _ in distinct), strict=True)))
-    ends = [tuple(map(int.__add__, start, size)) for start, size in distinct]
-    size = tuple(map(int.__sub__, map(max, zip(*ends, strict=True)), low))
-    disjoint = all(intersect(a, b) is None for i, a in enumerate(distinct) for b in distinct[:i])
-    full = disjoint and sum(prod(size) for _, size in distinct) == prod(size)
-    return ((low, size),) if full else distinct
+    start = tuple(map(min, *(start for start, _ in distinct)))
+    ends = (map(sum, zip(*box, strict=True)) for box in distinct)
+    size = tuple(high - low for low, high in zip(start, map(max, *ends), strict=True))
+    if sum(prod(size) for _, size in distinct) != prod(size):
+        return distinct
+    overlap = any(intersect(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+    return distinct if overlap else ((start, size),)
 
 
-def _by_boxes(of_each: Iterable[tuple[Sequence[int], Sequence[Box]]]) -> dict[tuple[Box, ...], list[int]]:
-    """Returns the numbers by their boxes; skips those without boxes."""
-    by_boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+def _by_cell(cuts: Sequence[Sequence[int]], of_each: _Boxes) -> dict[_Index, list[int]]:
+    """Returns the numbers by the cells that lie in one or more of their boxes."""
+    by_cell: dict[_Index, list[int]] = defaultdict(list)
     for numbers, boxes in of_each:
-        if boxes:
-            by_boxes[tuple(boxes)] += numbers
-    return by_boxes
-
-
-class _Grid:
-    """The cells into which the boundaries of some boxes divide a tensor, by their index in each dim."""
-
-    def __init__(self, shape: Shape, boxes: Iterable[Sequence[Box]]) -> None:
-        cuts: list[set[int]] = [{0, length} for length in shape]
-        for some in boxes:
-            for start, size in some:
-                for dim, (begin, length) in enumerate(zip(start, size, strict=True)):
-                    cuts[dim].update((begin, begin + length))
-        self._cuts = [sorted(of_dim) for of_dim in cuts]
-
-    def cells(self, boxes: Iterable[Box]) -> Iterator[_Index]:
-        """Yields each cell that lies in one or more of the boxes, once."""
-        seen: set[_Index] = set()
+        cells: set[_Index] = set()
         for start, size in boxes:
-            ranges = (
-                range(bisect_left(cuts, begin), bisect_left(cuts, begin + length))
-                for cuts, begin, length in zip(self._cuts, start, size, strict=True)
-            )
-            seen.update(product(*ranges))
-        yield from seen
-
-    def box(self, cell: _Index) -> Box:
-        start = tuple(cuts[i] for cuts, i in zip(self._cuts, cell, strict=True))
-        return start, tuple(cuts[i + 1] - cuts[i] for cuts, i in zip(self._cuts, cell, strict=True))
+            sides = zip(cuts, start, size, strict=True)
+            cells.update(product(*(range(bisect_left(c, at), bisect_left(c, at + n)) for c, at, n in sides)))
+        for cell in cells:
+            by_cell[cell] += numbers
+    return by_cell
 
 
 def _divide(
-    start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...], least: int
+    start: Shape, size: Shape, itemsize: int, owners: tuple[int, ...], min_bytes: int
 ) -> list[tuple[Box, tuple[int, ...]]]:
     """The parts that the ranks which have a cell send, along its longest dim; or the cell, if the parts would be small."""
     dim = max(range(len(size)), key=size.__getitem__, default=-1)
     count = len(owners)
-    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * least:
+    if count == 1 or dim < 0 or size[dim] < count or prod(size) * itemsize < count * min_bytes:
         return [((start, size), owners)]
     bounds = [size[dim] * i // count for i in range(count + 1)]
     return [
-        ((_set(start, dim, start[dim] + low), _set(size, dim, high - low)), (owner,))
+        ((with_dim(start, dim, start[dim] + low), with_dim(size, dim, high - low)), (owner,))
         for owner, low, high in zip(owners, bounds, bounds[1:], strict=False)
     ]
 
@@ -167,8 +142,4 @@ def _cut(start: Shape, size: Shape, itemsize: int, limit: int) -> Iterator[Box]:
     rows = max(1, limit // (nbytes // size[dim]))
     for begin in range(0, size[dim], rows):
         length = min(rows, size[dim] - begin)
-        yield from _cut(_set(start, dim, start[dim] + begin), _set(size, dim, length), itemsize, limit)
-
-
-def _set(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim + 1 :])
+        yield from _cut(with_dim(start, dim, start[dim] + begin), with_dim(size, dim, length), itemsize, limit)

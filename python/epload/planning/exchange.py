@@ -1,19 +1,17 @@
 """The plan of a sync: which rank of one job sends which boxes of its tensors to which nodes of others. Pure.
 
 Boxes that one rank sends to the same nodes are a stream, in the order of the tensors. A stream is cut into as many buckets as
-there are waves, one each. Every rank plans only the streams that it sends or its node receives, and all ranks cut these alike.
+there are waves, one each. Every rank plans only the streams that it sends or its node receives; all ranks cut a stream in the
+same way.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.columns import column, first_of_each
@@ -23,20 +21,20 @@ from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
-from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
-from epload.planning.pulls import Reach, divide, fitting_senders, lent_bytes, plan_pulls
+from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, copies_of_box, expand_copies, number_alike
+from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
 
-LEAST_BUCKET_BYTES = 4 << 20
-"""A stream is cut into no more buckets than leave them so many, or a ``MOST_IN_WAVE``-th of a wave."""
-MOST_IN_WAVE = 16
-MOST_PARTS_IN_WAVE = 1024
+MIN_BUCKET_BYTES = 4 << 20
+"""A stream is cut into no more buckets than leave them so many, or a ``MAX_BUCKETS_IN_WAVE``-th of a wave."""
+MAX_BUCKETS_IN_WAVE = 16
+MAX_PARTS_IN_WAVE = 1024
 """Maximum number of parts in a wave, of pieces that are divided among replicas of the sender."""
-MOST_WAVES = 2048
+MAX_WAVES = 2048
 """Unless waves would have more than ``MAX_WAVE_BYTES``. Each bucket costs every rank of a node some host time whatever its size,
 so that those of a model of a terabyte are larger; two waves are a thousandth of it."""
-LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 64 << 10, 4 << 20
+MIN_SLOT_BYTES, MAX_SLOT_BYTES = 64 << 10, 4 << 20
 """Limits of what a slot may have at most."""
 
 
@@ -57,7 +55,7 @@ def plan_exchange(
         summaries: of every rank's holdings.
         rank: this process's.
         holdings: this rank's.
-        wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MOST_WAVES``-th.
+        wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MAX_WAVES``-th.
         options: anything else on which ranks must agree.
         reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
         lenders: the holdings of the senders that this rank's node reaches, if the node keeps versions in host memory.
@@ -65,26 +63,27 @@ def plan_exchange(
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
     """
+    reach = reach or {}
     kinds = _Kinds(manifest, members, summaries)
-    limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MOST_WAVES, MAX_WAVE_BYTES)))
+    limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MAX_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
-    most_bytes = min(max(limit // len(members.senders), LEAST_SLOT_BYTES), MOST_SLOT_BYTES)
-    least_bytes = max(limit // MOST_PARTS_IN_WAVE, SPLIT_BYTES)
-    fitting = fitting_senders(members.senders, summaries, kinds.first, kinds.declared)
-    slots, pulled = divide(kinds.slots(most_bytes, least_bytes), reach or {}, fitting)
+    slot_bytes = min(max(limit // len(members.senders), MIN_SLOT_BYTES), MAX_SLOT_BYTES)
+    part_bytes = max(limit // MAX_PARTS_IN_WAVE, SPLIT_BYTES)
+    moved, pulled = divide(kinds.slots(slot_bytes, part_bytes), reach, kinds.exact_senders())
     node = next((number for number, ranks in enumerate(members.nodes) if rank in ranks), -1)
-    least_bucket = max(limit // MOST_IN_WAVE, LEAST_BUCKET_BYTES)
-    rows = _SlotRows(members, kinds, slots, rank, node, waves, least_bucket)
+    bucket_bytes = max(limit // MAX_BUCKETS_IN_WAVE, MIN_BUCKET_BYTES)
+    rows = _SlotRows(members, kinds, moved, rank, node, waves, bucket_bytes)
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
-    digest.update(repr((members, waves, most_bytes, least_bytes, options, sorted((reach or {}).items()))).encode())
+    digest.update(repr((members, waves, slot_bytes, part_bytes, options, sorted(reach.items()))).encode())
     for number in sorted(summaries):
         digest.update(summaries[number].digest.encode())
     about = (digest.digest(), manifest.source, manifest.names, kinds.total)
+    own = pulled.get(node, [])
     pulls = landing = None
-    if any(pulled.get(node, ())) and lenders is None:
-        pulls = plan_pulls(pulled[node], kinds.of, holdings)
-    elif any(pulled.get(node, ())) and lenders is not None:
-        landed = _SlotRows(members, kinds, pulled[node], rank, node, waves, least_bucket)
+    if any(own) and lenders is None:
+        pulls = plan_pulls(own, kinds.of, holdings)
+    elif any(own) and lenders is not None:
+        landed = _SlotRows(members, kinds, own, rank, node, waves, bucket_bytes)
         sources = {lender: landed.buckets(of_lender, packs=True) for lender, of_lender in lenders.items()}
         landing = ExchangePlan(landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources)
     return ExchangePlan(
@@ -99,81 +98,84 @@ def plan_exchange(
 
 
 class _Kinds:
-    """Tensors that every rank divides alike: of one shape and dtype, and in one class of each rank's holdings."""
+    """Tensors that every rank divides in the same way: of one shape and dtype, and in one class of each rank's holdings."""
 
     def __init__(self, manifest: Metadata, members: Members, summaries: Mapping[int, HoldingsSummary]) -> None:
-        self.manifest, self._members, self._summaries = manifest, members, summaries
+        self._manifest, self._members, self._summaries = manifest, members, summaries
         self.of = number_alike(manifest.kinds, summaries.values())
         """int64 [t], of each tensor."""
         first = first_of_each(self.of)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
-        classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
-        self.class_of = {rank: classes[id(summary)] for rank, summary in summaries.items()}
-        """Class of each kind, by rank."""
+        self._classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
+        """The class of each kind, by the summary that has it."""
         self.declared = [manifest.dtypes[i] for i in self.first]
-        """The senders' dtypes of each kind."""
-        self._receivers = list({id(summaries[rank]): rank for rank in members.receivers}.values())
-        """One of those with equal summaries each."""
-        self.dtypes = [self._dtype_on_the_way(kind) for kind in range(len(first))]
+        """The senders' dtype of each kind."""
+        self._receivers = {id(summaries[rank]): rank for rank in members.receivers}.values()
+        """One receiver for each distinct summary."""
+        self.dtypes = [self._dtype_of_buckets(kind) for kind in range(len(first))]
         """Dtype in which the tensors of each kind move."""
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of all tensors, as they move."""
         counts = torch.bincount(self.of, minlength=len(self.first)).tolist()
-        shapes = [self.manifest.shapes[i] for i in self.first]
-        return sum(
-            n * prod(shape) * dtype.itemsize for n, shape, dtype in zip(counts, shapes, self.dtypes, strict=True)
+        self.total = sum(
+            count * prod(manifest.shapes[i]) * dtype.itemsize
+            for i, count, dtype in zip(self.first, counts, self.dtypes, strict=True)
         )
+        """Bytes of all tensors, as they move."""
 
-    def slots(self, limit: int, least: int) -> list[list[Slot]]:
+    def slots(self, limit: int, min_bytes: int) -> list[list[Slot]]:
         """Returns the slots of a tensor of each kind; see :func:`make_slots`."""
-        senders = self._alike([(rank,) for rank in self._members.senders])
-        nodes = self._alike(self._members.nodes)
-        ranks = [tuple(self._members.senders[i] for i in some) for some in senders.values()]
+        senders = self._equal_nodes([(rank,) for rank in self._members.senders])
+        nodes = self._equal_nodes(self._members.nodes)
         of_kinds = []
         for kind, first in enumerate(self.first):
-            of_senders = [(some, self._boxes(rank, kind)) for (rank,), some in zip(senders, ranks, strict=True)]
-            of_nodes = [
-                (some, merge_boxes(chain.from_iterable(self._boxes(rank, kind) for rank in node)))
-                for node, some in nodes.items()
-            ]
-            slots, lacking = make_slots(
-                self.manifest.shapes[first], self.dtypes[kind].itemsize, of_senders, of_nodes, limit, least
-            )
-            if lacking is not None:
-                start, size = lacking
+            of_senders = [([self._members.senders[i] for i in some], self._boxes(node, kind)) for node, some in senders]
+            of_nodes = [(some, merge_boxes(self._boxes(node, kind))) for node, some in nodes]
+            itemsize = self.dtypes[kind].itemsize
+            slots, missing = make_slots(self._manifest.shapes[first], itemsize, of_senders, of_nodes, limit, min_bytes)
+            if missing is not None:
+                start, size = missing
                 raise ModelMismatch(
-                    f"no sender has {self.manifest.names[first]} of {self.manifest.source} from {list(start)} on, of size "
+                    f"no sender has {self._manifest.names[first]} of {self._manifest.source} from {list(start)} on, of size "
                     f"{list(size)}, which a receiver wants"
                 )
             of_kinds.append(slots)
         return of_kinds
 
-    def _alike(self, nodes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-        """The positions of nodes whose ranks have equal summaries, by the first of them."""
-        alike_nodes: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
+    def exact_senders(self) -> list[list[int]]:
+        """Returns the senders whose local tensors of each kind have its dtype: those of others are converted twice."""
+        exact: list[list[int]] = [[] for _ in self.first]
+        for rank in self._members.senders:
+            for kind, dtype in enumerate(self.declared):
+                summary, number = self._class_of(rank, kind)
+                if number != NO_PART and summary.dtypes[number] == dtype and not summary.mixed[number]:
+                    exact[kind].append(rank)
+        return exact
+
+    def _equal_nodes(self, nodes: Sequence[tuple[int, ...]]) -> Collection[tuple[tuple[int, ...], list[int]]]:
+        """Groups nodes whose ranks have equal summaries: the first of each group, and the positions of all of it."""
+        groups: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
         for i, node in enumerate(nodes):
-            alike_nodes.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
-        return dict(alike_nodes.values())
+            groups.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
+        return groups.values()
 
-    def _boxes(self, rank: int, kind: int) -> tuple[Box, ...]:
-        number = self.class_of[rank][kind]
-        return () if number == NO_PART else self._summaries[rank].boxes[number]
+    def _class_of(self, rank: int, kind: int) -> tuple[HoldingsSummary, int]:
+        summary = self._summaries[rank]
+        return summary, self._classes[id(summary)][kind]
 
-    def _dtype_on_the_way(self, kind: int) -> torch.dtype:
+    def _boxes(self, node: Sequence[int], kind: int) -> list[Box]:
+        """Returns the boxes that some ranks have."""
+        classes = (self._class_of(rank, kind) for rank in node)
+        return [box for summary, number in classes if number != NO_PART for box in summary.boxes[number]]
+
+    def _dtype_of_buckets(self, kind: int) -> torch.dtype:
         """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
-        source = self.manifest.dtypes[self.first[kind]]
-        of_receivers = set()
-        for rank in self._receivers:
-            if (number := self.class_of[rank][kind]) != NO_PART:
-                of_receivers.add(self._summaries[rank].dtypes[number])
+        source, name = self.declared[kind], self._manifest.names[self.first[kind]]
+        classes = (self._class_of(rank, kind) for rank in self._receivers)
+        of_receivers = {summary.dtypes[number] for summary, number in classes if number != NO_PART}
         for dtype in of_receivers:
             if not dtypes.converts(source, dtype):
-                name = self.manifest.names[self.first[kind]]
                 raise ModelMismatch(
-                    f"{name} is {dtypes.name(source)} in {self.manifest.source}, which a receiver's tensor of "
+                    f"{name} is {dtypes.name(source)} in {self._manifest.source}, which a receiver's tensor of "
                     f"{dtypes.name(dtype)} cannot take"
                 )
         only = of_receivers.pop() if len(of_receivers) == 1 else source
@@ -181,7 +183,9 @@ class _Kinds:
 
 
 class _SlotRows:
-    """The slots that one rank sends, or its node receives, one entry a slot in each column, ordered by stream."""
+    """The slots that one rank sends, or its node receives, one entry a slot in each column, in the order in which the rank sends
+    their buckets, or its node receives them: wave by wave first those that come from the sender itself, then those that have
+    come by one node, and so on. So nodes that pass buckets on to each other never wait for each other."""
 
     def __init__(
         self,
@@ -191,90 +195,70 @@ class _SlotRows:
         rank: int,
         node: int,
         waves: int,
-        least: int,
+        min_bytes: int,
     ) -> None:
         """
         Args:
             node: number of the rank's node; -1 for a rank that sends.
-            least: bytes of a bucket, unless its stream has fewer.
+            min_bytes: of a bucket, unless its stream has fewer.
         """
-        self._kinds, self._node, self._nodes = kinds, node, len(members.nodes)
-        node_sets = {nodes: i for i, nodes in enumerate(dict.fromkeys(slot.nodes for some in slots for slot in some))}
-        self.node_sets = list(node_sets)
+        self._kinds = kinds
+        self.node_sets = list(dict.fromkeys(slot.nodes for some in slots for slot in some))
         own = [[slot for slot in some if (rank in slot.owners if node < 0 else node in slot.nodes)] for some in slots]
-        self._slots = list(chain.from_iterable(own))
-        self._kind_of_slot = [kind for kind, some in enumerate(own) for _ in some]
+        self._slots = [(slot, kind) for kind, some in enumerate(own) for slot in some]
         slot, tensor, owner = expand_slots(own, kinds.of)
-        if node < 0:
-            sent = owner == rank
-            tensor, slot, owner = tensor[sent], slot[sent], owner[sent]
-        stream = owner * len(node_sets) + column([node_sets[slot.nodes] for slot in self._slots])[slot]
+        sets = {nodes: i for i, nodes in enumerate(self.node_sets)}
+        stream = owner * len(sets) + column([sets[slot.nodes] for slot, _ in self._slots])[slot]
         order = torch.argsort(stream, stable=True)
-        self._tensor, self._slot = tensor[order], slot[order]
-        self._place(stream[order], waves, least, len(members.senders))
+        if node < 0:
+            order = order[owner[order] == rank]
+        sizes = column([prod(slot.box[1]) * kinds.dtypes[kind].itemsize for slot, kind in self._slots])
+        nbytes = (-(-sizes // ALIGNMENT) * ALIGNMENT)[slot[order]]
 
-    def _place(self, stream: Tensor, waves: int, least: int, senders: int) -> None:
-        """Assigns each slot to a wave's bucket of its stream, and to an offset in it."""
-        slots = zip(self._slots, self._kind_of_slot, strict=True)
-        elements = column([prod(slot.size) * self._kinds.dtypes[kind].itemsize for slot, kind in slots])
-        nbytes = (-(-elements // ALIGNMENT) * ALIGNMENT)[self._slot]
+        numbers, of_stream, counts = torch.unique_consecutive(stream[order], return_inverse=True, return_counts=True)
+        streams = [Stream(i // len(sets), self.node_sets[i % len(sets)]) for i in numbers.tolist()]
         ends = nbytes.cumsum(0)
-        sets = len(self.node_sets)
-        streams, of_stream, per_stream = torch.unique_consecutive(stream, return_inverse=True, return_counts=True)
-        last = per_stream.cumsum(0) - 1
-        total = ends[last].diff(prepend=ends.new_zeros(1))
-        at = ends - nbytes - (ends[last] - total)[of_stream]
+        total = ends[counts.cumsum(0) - 1].diff(prepend=ends.new_zeros(1))
+        at = ends - nbytes - (total.cumsum(0) - total)[of_stream]
         # A stream has a bucket in each wave or, if they would be small, in some; other streams have theirs in others.
-        parts = (-(-total // least)).clamp(1, waves)[of_stream]
-        turn = (streams // sets * waves // senders)[of_stream]
+        parts = (-(-total // min_bytes)).clamp(1, waves)[of_stream]
+        turn = (numbers // len(sets) * waves // len(members.senders))[of_stream]
         wave = (at * parts // total[of_stream] * waves + turn) // parts
-        bucket, sizes = torch.unique_consecutive(of_stream * waves + wave, return_counts=True)
-        self._ends = sizes.cumsum(0)
-        """Rows of each bucket end before these; buckets are ordered by stream, then wave."""
-        self._begins = self._ends - sizes
-        self._offset = at - torch.repeat_interleave(at[self._begins], sizes) + HEADER_BYTES
+        hops = torch.zeros_like(wave)
+        if node >= 0:
+            paths = column([value for some in streams for value in (some.hops(node, 0), len(some.nodes))])
+            first_hops, length = paths.reshape(-1, 2)[of_stream].unbind(1)
+            hops = (first_hops - wave) % length
+
+        key = (wave * len(members.nodes) + hops) * len(streams) + of_stream
+        in_buckets = key.argsort(stable=True)
+        rows, at = order[in_buckets], at[in_buckets]
+        self._tensor, self._slot = tensor[rows], slot[rows]
+        _, self._bucket, counts = torch.unique_consecutive(key[in_buckets], return_inverse=True, return_counts=True)
+        last = counts.cumsum(0) - 1
+        first = last - counts + 1
+        self._offset = at - at[first][self._bucket] + HEADER_BYTES
         """Offset in the bucket, in bytes."""
-        self._bucket_nbytes = (self._offset + nbytes)[self._ends - 1]
-        self._bucket_wave, self._bucket_stream = bucket % waves, bucket // waves
-        self._streams = [Stream(number // sets, self.node_sets[number % sets]) for number in streams.tolist()]
+        bucket_nbytes = self._offset[last] + nbytes[in_buckets][last]
+        columns = of_stream[in_buckets][first], wave[in_buckets][first], self._tensor[first], self._tensor[last]
+        self._buckets = [
+            (size, streams[i], of_wave, (begin, end))
+            for size, i, of_wave, begin, end in torch.stack([bucket_nbytes, *columns], 1).tolist()
+        ]
 
     def buckets(self, holdings: Holdings, packs: bool) -> list[ExchangeBucket]:
-        """Returns the buckets in the order in which the rank sends them, or its node receives them: first those that come from
-        the sender itself, then those that have come by one node, and so on. So nodes that pass buckets on to each other never
-        wait for each other.
+        """Returns the buckets.
 
         Args:
             holdings: of the rank whose copies they have.
             packs: whether that rank packs the buckets.
         """
-        copies, row_of = self._copies(holdings, packs)
-        wave, stream = self._bucket_wave, self._bucket_stream
-        hops = torch.zeros_like(wave)
-        if self._node >= 0:
-            hops = column([stream_of.hops(self._node, 0) for stream_of in self._streams])[stream]
-            hops = (hops - wave) % column([len(stream_of.nodes) for stream_of in self._streams])[stream]
-        order = ((wave * self._nodes + hops) * len(self._streams) + stream).argsort()
-        ends = torch.stack([self._begins, self._ends], 1)[order]
-        columns = (
-            self._bucket_nbytes[order].tolist(),
-            torch.searchsorted(row_of, ends).tolist(),
-            stream[order].tolist(),
-            wave[order].tolist(),
-            self._tensor[ends - torch.tensor([0, 1])].tolist(),
-        )
-        return [
-            ExchangeBucket(nbytes, copies.select(slice(*rows)), self._streams[number], of_wave, (first, last))
-            for nbytes, rows, number, of_wave, (first, last) in zip(*columns, strict=True)
+        class_of_kind, dtypes_of = holdings.class_of[column(self._kinds.first)].tolist(), self._kinds.dtypes
+        templates = [
+            copies_of_box(slot.box, holdings, class_of_kind[kind], dtypes_of[kind], packs) for slot, kind in self._slots
         ]
-
-    def _copies(self, holdings: Holdings, packs: bool) -> tuple[CopyTable, Tensor]:
-        """Returns a rank's copies of all rows, and the row of each copy."""
-        templates = CopyTemplates(holdings)
-        class_of_kind = holdings.class_of[column(self._kinds.first)].tolist()
-        for slot, kind in zip(self._slots, self._kind_of_slot, strict=True):
-            number = class_of_kind[kind]
-            box = slot.start, slot.size, holdings, number, self._kinds.dtypes[kind], packs
-            templates.add(copies_of_box(*box) if number != NO_PART else [])
-        copies, row_of = templates.expand(self._tensor, self._slot)
-        copies.offset.add_(self._offset[row_of])
-        return copies, row_of
+        copies, row = expand_copies(holdings, templates, self._tensor, self._slot)
+        copies.offset.add_(self._offset[row])
+        counts = torch.bincount(self._bucket[row], minlength=len(self._buckets)).tolist()
+        pairs = zip(self._buckets, torch.split(copies.rows, counts), strict=True)
+        return [ExchangeBucket(nbytes, CopyTable(rows), *about) for (nbytes, *about), rows in pairs]

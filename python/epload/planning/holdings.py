@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
-from epload.core.columns import column, expand, numbered, numbered_rows, padded
+from epload.core.columns import column, expand, numbered, numbered_rows
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Kinds
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
-from epload.core.views import Assembly, Shape, View
+from epload.core.views import Shape, View
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
@@ -30,8 +30,8 @@ LocalView = tuple[int, View]
 tensor's local tensors."""
 
 
-Copy = tuple[list[int], int]
-"""A row of a copy table, and the number of its target among the tensor's local tensors."""
+Copy = list[int]
+"""A row of a copy table whose target counts in the tensor's local tensors."""
 
 
 class Share(NamedTuple):
@@ -74,40 +74,29 @@ class Part(NamedTuple):
 
 def local_views(view: View, owned: Sequence[OwnedRegion], place: int = 0) -> list[LocalView]:
     """Returns what a rank has of a tensor if it owns some regions of the target of a view."""
-    views = []
-    for start, size, local in owned_parts((view.start, view.size), owned):
-        steps = sum((a - b) * stride for a, b, stride in zip(start, view.start, view.strides, strict=True))
-        views.append((place, View(local, size, view.offset + steps, view.strides)))
-    return views
+    parts = owned_parts((view.start, view.size), owned)
+    return [(place, view.crop(start, size)._replace(start=local)) for start, size, local in parts]
 
 
-def _boxes(view: View, shape: Shape, place: int) -> Iterator[Part]:
-    """The boxes of a row-major tensor that make up a strided region of it. A dim of the region that runs along no dim of the
-    tensor, or past the end of one, is divided."""
-    local, size, offset, strides = view
-    if 0 in size:
+def _parts(view: View, shape: Shape, place: int) -> Iterator[Part]:
+    """Yields the boxes of a row-major tensor that make up a strided region of it. A dim of the region that runs along no dim of
+    the tensor, or past the end of one, is divided."""
+    if 0 in view.size:
         return
     rows = row_major_strides(shape)
-    start = tuple(offset // row % length for row, length in zip(rows, shape, strict=True))
-    extent, dims = [1] * len(shape), [-1] * len(size)
-    for i, (count, stride) in enumerate(zip(size, strides, strict=True)):
+    start = tuple(view.offset // row % length for row, length in zip(rows, shape, strict=True))
+    extent, dims = [1] * len(shape), [-1] * len(view.size)
+    for i, (count, stride) in enumerate(zip(view.size, view.strides, strict=True)):
         if count == 1:
             continue
-        dim = next((d for d, row in enumerate(rows) if row == stride and shape[d] > 1), None)
-        room = 0 if dim is None else shape[dim] - start[dim]
-        if dim is None or room < count:
-            first = max(room, 1)
-            for begin, length in ((0, first), (first, count - first)):
-                some = View(
-                    (*local[:i], local[i] + begin, *local[i + 1 :]),
-                    (*size[:i], length, *size[i + 1 :]),
-                    offset + begin * stride,
-                    strides,
-                )
-                yield from _boxes(some, shape, place)
+        dim = next((d for d, row in enumerate(rows) if row == stride and shape[d] > 1), -1)
+        room = 1 if dim < 0 else shape[dim] - start[dim]
+        if room < count:
+            yield from _parts(view.narrow(i, 0, room), shape, place)
+            yield from _parts(view.narrow(i, room, count - room), shape, place)
             return
         extent[dim], dims[i] = count, dim
-    yield Part(start, tuple(extent), local, tuple(dims), place)
+    yield Part(start, tuple(extent), view.start, tuple(dims), place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +113,7 @@ class Holdings:
     def parts(self) -> tuple[tuple[Part, ...], ...]:
         """The boxes of each class."""
         return tuple(
-            tuple(part for place, view in share.views for part in _boxes(view, share.shape, place))
+            tuple(part for place, view in share.views for part in _parts(view, share.shape, place))
             for share in self.classes
         )
 
@@ -133,14 +122,18 @@ class Holdings:
         """The most dims of a local tensor, at least 1."""
         return max((len(view.size) for share in self.classes for _, view in share.views), default=1) or 1
 
+    def copy(
+        self, place: int, offset: int, dtype: torch.dtype, start: Shape, size: Shape, strides: Sequence[int]
+    ) -> Copy:
+        """Returns the copy between a bucket's elements from ``offset`` on, of this dtype, and a box of a local tensor."""
+        fill = [0] * (self.dims - len(size))
+        fixed = [place, offset * dtype.itemsize, dtype_names.code(dtype), len(size)]
+        return [*fixed, *start, *fill, *size, *fill, *strides, *fill]
+
     def summary(self) -> HoldingsSummary:
         boxes = tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.parts)
-        return HoldingsSummary(
-            self.class_of,
-            boxes,
-            tuple(share.dtype for share in self.classes),
-            tuple(share.mixed for share in self.classes),
-        )
+        dtypes, mixed = tuple(share.dtype for share in self.classes), tuple(share.mixed for share in self.classes)
+        return HoldingsSummary(self.class_of, boxes, dtypes, mixed)
 
     def encode_parts(self) -> bytes:
         """Returns, compressed, what the summary lacks and ranks that copy out of the local tensors need."""
@@ -151,15 +144,11 @@ class Holdings:
     def decode(cls, summary: HoldingsSummary, parts: bytes) -> Holdings:
         """The inverse of :meth:`summary` and :meth:`encode_parts`."""
         shares, targets = json.loads(zlib.decompress(parts))
-        classes = tuple(
-            Share(tuple(shape), tuple((place, _view(*fields)) for place, fields in views), dtype, mixed)
-            for (shape, views), dtype, mixed in zip(shares, summary.dtypes, summary.mixed, strict=True)
-        )
-        return cls(summary.class_of, classes, [tuple(some) for some in targets])
-
-
-def _view(start: Sequence[int], size: Sequence[int], offset: int, strides: Sequence[int]) -> View:
-    return View(tuple(start), tuple(size), offset, tuple(strides))
+        classes = []
+        for (shape, fields), dtype, mixed in zip(shares, summary.dtypes, summary.mixed, strict=True):
+            views = [(place, View(tuple(a), tuple(b), at, tuple(c))) for place, (a, b, at, c) in fields]
+            classes.append(Share(tuple(shape), tuple(views), dtype, mixed))
+        return cls(summary.class_of, tuple(classes), [tuple(some) for some in targets])
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,120 +204,108 @@ def holdings_of_targets(
         targets: of the model, as they are on this rank.
         placed: the places of each tensor, as from :func:`epload.mapping.place.place`.
     """
-    owned = [owned_regions(layout, at) for layout, at in zip(targets.layouts, targets.coordinates, strict=True)]
+    owned = list(map(owned_regions, targets.layouts, targets.coordinates))
     index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
-    classes: dict[object, tuple[int, Share]] = {}
-    class_of, local = [NO_PART] * len(shapes), [tuple[int, ...]()] * len(shapes)
-    for i, places in enumerate(placed):
-        numbers = tuple([index[name] for name, _ in places])
+    numbers: dict[object, int] = {}
+    classes: list[Share] = []
+    class_of, local = [], []
+    for shape, dtype, places in zip(shapes, dtypes, placed, strict=True):
+        own = tuple([index[name] for name, _ in places])
+        local.append(own)
         # Equal views of different tensors are mostly one object.
-        key = (
-            shapes[i],
-            dtypes[i],
-            *[(id(view), layout_of[index[name]], dtype_of[index[name]]) for name, view in places],
-        )
-        if key not in classes:
-            distinct = {dtype_of[number] for number in numbers}
-            dtype = distinct.pop() if len(distinct) == 1 else dtypes[i]
-            views = (local_views(view, owned[layout_of[index[name]]], at) for at, (name, view) in enumerate(places))
-            share = Share(shapes[i], tuple(chain.from_iterable(views)), dtype, len(distinct) > 0)
-            classes[key] = (len(classes), share) if share.views else (NO_PART, share)
-        class_of[i], local[i] = classes[key][0], numbers
-    return Holdings(column(class_of), tuple(share for _, share in classes.values()), local)
+        key = shape, dtype, *[(id(place[1]), layout_of[i], dtype_of[i]) for i, place in zip(own, places, strict=True)]
+        if (number := numbers.get(key)) is None:
+            distinct = {dtype_of[i] for i in own}
+            views = [
+                view
+                for position, (i, (_, whole)) in enumerate(zip(own, places, strict=True))
+                for view in local_views(whole, owned[layout_of[i]], position)
+            ]
+            number = numbers[key] = len(classes) if views else NO_PART
+            if views:
+                mixed = len(distinct) > 1
+                classes.append(Share(shape, tuple(views), dtype if mixed else distinct.pop(), mixed))
+        class_of.append(number)
+    return Holdings(column(class_of), tuple(classes), local)
 
 
 def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Holdings:
     """Returns the holdings of a rank that wants all tensors in full; local tensor i is tensor i."""
-    kinds = dict.fromkeys(zip(shapes, dtypes, strict=True))
-    numbers = {(shape, dtype): i if 0 not in shape else NO_PART for i, (shape, dtype) in enumerate(kinds)}
-    shares = [Share(shape, ((0, Assembly.of(0, shape).parts[0][1]),), dtype) for shape, dtype in kinds]
-    class_of = [numbers[kind] for kind in zip(shapes, dtypes, strict=True)]
-    return Holdings(column(class_of), tuple(shares), [(i,) for i in range(len(shapes))])
+    kinds = list(zip(shapes, dtypes, strict=True))
+    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+    shares = tuple(Share(shape, ((0, View.whole(shape)),), dtype) for shape, dtype in numbers)
+    class_of = [NO_PART if 0 in kind[0] else numbers[kind] for kind in kinds]
+    return Holdings(column(class_of), shares, [(i,) for i in range(len(kinds))])
 
 
 def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: int, nbytes: int) -> list[Copy]:
-    """Copy-table rows between some bytes of a tensor, which lie at offset 0 of a bucket, and what a rank has of them, each with
-    the number of the local tensor.
+    """Returns the copies between some bytes of a tensor, which lie at offset 0 of a bucket, and what a rank has of them.
 
     Args:
         number: of the tensor's class in the holdings.
         dtype: of the tensor.
         begin: where the bytes start in the tensor.
     """
-    first, last = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
-    copies: list[Copy] = []
-    if number == NO_PART:
-        return copies
-    for place, whole in holdings.classes[number].views:
-        for view in whole.within(first, last):
-            fill = [0] * (holdings.dims - len(view.size))
-            row = [0, (view.offset - first) * dtype.itemsize, dtype_names.code(dtype), len(view.size)]
-            copies.append(([*row, *view.start, *fill, *view.size, *fill, *view.strides, *fill], place))
-    return copies
+    first, end = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
+    views = holdings.classes[number].views if number != NO_PART else ()
+    return [
+        holdings.copy(place, view.offset - first, dtype, view.start, view.size, view.strides)
+        for place, whole in views
+        for view in whole.within(first, end)
+    ]
 
 
 def copies_of_box(
-    start: Shape,
-    size: Shape,
+    box: Box,
     holdings: Holdings,
     number: int,
     dtype: torch.dtype,
     once: bool,
     whole: Shape | None = None,
     strides: Shape | None = None,
+    offset: int = 0,
 ) -> list[Copy]:
-    """Copy-table rows between a box of a tensor and a rank's parts of the tensor, each with the part's place. The box is packed,
-    at offset 0 of a bucket, or lies in the whole tensor, which does.
+    """Returns the copies between a box of a tensor and what a rank has of the tensor. The box is packed, at offset 0 of a bucket,
+    or lies in the whole tensor, which does.
 
     Args:
-        start, size: of the box.
+        box: start and size.
         number: of the tensor's class in the holdings.
         dtype: of the bucket's elements.
-        once: whether one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
+        once: True if one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
         whole: the tensor's shape, if it is the tensor that lies in the bucket.
         strides: of the box in the bucket, in elements, if it is not packed.
+        offset: of the box, or of the whole tensor, in the bucket, in elements.
     """
-    strides = strides if strides is not None else row_major_strides(size if whole is None else whole)
+    start, size = box
+    strides = strides or row_major_strides(whole or size)
     first = start if whole is None else (0,) * len(whole)
     copies = []
-    for part in holdings.parts[number]:
-        if (shared := intersect((start, size), part.box)) is None:
+    for part in holdings.parts[number] if number != NO_PART else ():
+        if (shared := intersect(box, part.box)) is None:
             continue
-        local, extent = part.within(*shared)
         steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
-        fill = [0] * (holdings.dims - len(local))
-        row = [0, steps * dtype.itemsize, dtype_names.code(dtype), len(local), *local, *fill, *extent, *fill]
-        copies.append((row + [0 if dim < 0 else strides[dim] for dim in part.dims] + fill, part.place))
-        if once and shared == (start, size):
+        local_strides = [0 if dim < 0 else strides[dim] for dim in part.dims]
+        copies.append(holdings.copy(part.place, offset + steps, dtype, *part.within(*shared), local_strides))
+        if once and shared == box:
             return copies[-1:]
     return copies
 
 
-class CopyTemplates:
-    """Copies that are equal for thousands of tensors but for their targets and offsets, each listed once."""
+def expand_copies(
+    holdings: Holdings, templates: Sequence[Sequence[Copy]], tensor: Tensor, template: Tensor
+) -> tuple[CopyTable, Tensor]:
+    """Returns the copies of rows, whose targets are the holdings' local tensors, and the row of each copy. Copies that are equal
+    for thousands of tensors, but for their targets and offsets, are listed once.
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._table: list[list[int]] = []
-        self._places: list[int] = []
-        self._counts: list[int] = []
-
-    def add(self, copies: Sequence[Copy]) -> int:
-        """Adds a template, the result of :func:`copies_of_box`, and returns its number."""
-        self._table += [row for row, _ in copies]
-        self._places += [place for _, place in copies]
-        self._counts.append(len(copies))
-        return len(self._counts) - 1
-
-    def expand(self, tensor: Tensor, template: Tensor) -> tuple[CopyTable, Tensor]:
-        """Returns the copies of rows, whose targets are the holdings' local tensors, and the row of each copy.
-
-        Args:
-            tensor: int64 [n], the tensor of each row.
-            template: int64 [n], the template of each row.
-        """
-        which, row = expand(column(self._counts), template)
-        width = CopyTable.columns(self._holdings.dims)
-        copies = CopyTable(column(list(chain.from_iterable(self._table))).reshape(-1, width)[which])
-        copies.target[:] = padded(self._holdings.targets)[tensor[row], column(self._places)[which]]
-        return copies, row
+    Args:
+        templates: lists of copies, as from :func:`copies_of_box`.
+        tensor: int64 [n], the tensor of each row.
+        template: int64 [n], the template of each row.
+    """
+    entry, row = expand(column(list(map(len, templates))), template)
+    table = column([value for copies in templates for copy in copies for value in copy])
+    copies = CopyTable(table.reshape(-1, CopyTable.columns(holdings.dims))[entry])
+    first = column([0, *map(len, holdings.targets)]).cumsum(0)[tensor[row]]
+    copies.target[:] = column(list(chain.from_iterable(holdings.targets)))[first + copies.target]
+    return copies, row

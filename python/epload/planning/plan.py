@@ -6,30 +6,21 @@ import hashlib
 from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.core.columns import column, to_raw
+from epload.core.columns import column, first_of_each, from_raw, numbered_rows, to_raw
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
 from epload.mapping.place import ShapeMismatch, place
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
-from epload.planning.buckets import HEADER_BYTES, Bucket, Slots, fill_buckets, make_buckets
-from epload.planning.holdings import holdings_of_targets
-from epload.planning.selection import Twin, check_dtypes, select
-
-
-class Taken(NamedTuple):
-    """The data that this rank copies out of some buckets; see :class:`Bucket`."""
-
-    targets: tuple[int, ...]
-    copies: CopyTable
-    origins: Tensor
+from epload.native.extension import _C
+from epload.planning.buckets import HEADER_BYTES, Bucket
+from epload.planning.holdings import NO_PART, Holdings, copies_of_range, expand_copies, holdings_of_targets
+from epload.planning.selection import TiedPair, select
 
 
 @dataclass(frozen=True)
@@ -37,9 +28,14 @@ class LoadPlan:
     """The buckets of a load, the order in which they move, and where they go on this rank."""
 
     buckets: tuple[Bucket, ...]
-    slots: Slots
+    copies: CopyTable
+    """This rank's copies out of all buckets."""
+    tensor_count: int
+    """Number of checkpoint tensors in the buckets."""
+    payload: int
+    """Bytes of these tensors."""
     fingerprint: bytes
-    """32 bytes over everything that ranks must share: tensors, targets, layouts, slots, options."""
+    """32 bytes over everything that ranks must share: tensors, targets, layouts, pieces, options."""
     missing: tuple[str, ...]
     """Names of the model that nothing fills; of tied names the first."""
     unexpected: tuple[str, ...]
@@ -47,38 +43,22 @@ class LoadPlan:
     mismatched: dict[str, str]
     """Names of the model that the checkpoint has in another shape, and what to say of each; nothing fills them."""
     tied: tuple[str, ...]
-    """Names of the checkpoint left out because another name of the same parameter is in it."""
-    twins: tuple[Twin, ...]
-    """Tied tensors that are left out, with what is loaded in their place: the load is right only if the values are equal."""
+    """Names of the checkpoint that are skipped because another name of the same parameter is in it."""
+    tied_pairs: tuple[TiedPair, ...]
+    """Tied tensors that are skipped, with what is loaded in their place: the load is right only if the values are equal."""
     casts: int
-    """Checkpoint tensors whose dtype is converted."""
+    """Number of checkpoint tensors whose dtype is converted."""
     targets: Targets
-    """Without tensors: the model's, then the side tensors for scales."""
+    """Without tensors: the model's, then the extra tensors for scales."""
     scalings: tuple[Scaling, ...]
     """Targets that are multiplied by scales once all data is there."""
-    owned_by_bucket: tuple[int, ...]
-    """Number of bytes of each bucket that this rank copies into its shards."""
 
-    def pieces(self, bucket: Bucket) -> Pieces:
-        """Returns the pieces that a reader has to fill a bucket with."""
-        return self.slots.pieces[bucket.slots.start : bucket.slots.stop]
-
-    def taken(self, numbers: range) -> Taken:
-        """Returns the data of several buckets as if they were one: ``copies`` counts in the targets of all."""
+    def taken(self, numbers: range) -> tuple[list[int], CopyTable, Tensor]:
+        """Returns what this rank copies out of several buckets as if they were one: targets, the copies, which count in these,
+        and their origins; see :class:`Bucket`."""
         buckets = self.buckets[numbers.start : numbers.stop]
-        if len(buckets) == 1:
-            return Taken(buckets[0].targets, buckets[0].copies, buckets[0].origins)
-        tables, before = [], 0
-        for bucket in buckets:
-            table = bucket.copies.clone()
-            table.target.add_(before)
-            before += len(bucket.targets)
-            tables.append(table)
-        return Taken(
-            tuple(chain.from_iterable(bucket.targets for bucket in buckets)),
-            CopyTable.concatenate(tables),
-            torch.cat([bucket.origins for bucket in buckets]),
-        )
+        table = CopyTable.concatenate([bucket.rows for bucket in buckets])
+        return table.renumber_targets(), table, torch.cat([bucket.origins for bucket in buckets])
 
     def identity(self, number: int) -> tuple[int, bytes]:
         """Returns what identifies a bucket's header on all ranks: its number, and 16 bytes."""
@@ -86,31 +66,39 @@ class LoadPlan:
 
     def describe(self, manifest: Metadata, numbers: Sequence[int]) -> str:
         """The tensors in some consecutive buckets, and where they are from; for messages."""
-        of = self.slots.tensor
-        first, last = (self.buckets[number].slots for number in (numbers[0], numbers[-1]))
-        ends = dict.fromkeys(manifest.names[int(of[slot])] for slot in (first[0], last[-1]))
-        return f"{' to '.join(ends)} of {manifest.source}"
+        first, last = self.buckets[numbers[0]].pieces[0], self.buckets[numbers[-1]].pieces[-1]
+        names = dict.fromkeys(manifest.names[piece.tensor] for piece in (first, last))
+        return f"{' to '.join(names)} of {manifest.source}"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each bucket, headers included."""
+        return [bucket.nbytes for bucket in self.buckets]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire towards one rank, headers included."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(self.sizes)
+
+    @cached_property
+    def owned_by_bucket(self) -> list[int]:
+        """Bytes of each bucket that this rank copies into its shards."""
+        parts = torch.split(self.copies.nbytes(), [len(bucket.rows) for bucket in self.buckets])
+        return [int(part.sum()) for part in parts]
 
     @property
     def owned(self) -> int:
         """Bytes of the checkpoint that this rank copies into its shards."""
         return sum(self.owned_by_bucket)
 
-    @cached_property
+    @property
     def spanned(self) -> int:
-        """Bytes from the first to the last of each region that this rank copies: what it reads where gaps are read along."""
-        return (
-            int(CopyTable.concatenate([bucket.copies for bucket in self.buckets]).spans().sum()) if self.buckets else 0
-        )
+        """Bytes from the first to the last of each region that this rank copies: what it reads where gaps are read, too."""
+        return int(self.copies.spans().sum())
 
     @property
     def largest(self) -> int:
-        return max((bucket.nbytes for bucket in self.buckets), default=0)
+        return max(self.sizes, default=0)
 
 
 def make_plan(
@@ -119,14 +107,14 @@ def make_plan(
     mapping: Mapping,
     bucket_bytes: int,
     options: str = "",
-    wanted: Set[int] = frozenset(),
+    required: Set[int] = frozenset(),
 ) -> LoadPlan:
     """Plans a load.
 
     Args:
         bucket_bytes: size of a bucket, header included.
         options: anything else on which ranks must agree.
-        wanted: checkpoint tensors, by number, that are sent even if they have no place here, since some rank wants them.
+        required: checkpoint tensors, by number, that are sent even if they have no place here, since some rank needs them.
 
     Raises:
         ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
@@ -138,34 +126,68 @@ def make_plan(
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
     mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
-    tensors, placed, filled, tied, twins, unplaced = select(manifest, targets, placed, wanted)
-    casts = check_dtypes(manifest, targets, placed, {scaling.target for scaling in scalings})
-    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
-    slots, bucket, bucket_nbytes = fill_buckets(manifest, column(tensors), bucket_bytes)
-    buckets = make_buckets(manifest, holdings, slots, bucket, bucket_nbytes)
-    columns = [slots.tensor, slots.tensor_offset, bucket, slots.bucket_offset, slots.nbytes]
-    explained = wanted | {source for mismatch in mismatches for source in mismatch.sources}
+    explained = required | {source for mismatch in mismatches for source in mismatch.sources}
+    unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
+    selection = select(manifest, targets, placed, required, {scaling.target for scaling in scalings})
+    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, selection.placed)
+    pieces, bucket, sizes = _fill_buckets(manifest, column(selection.tensors), bucket_bytes)
+    copies, origins, piece = _copies(manifest, holdings, pieces)
+    piece_counts = torch.bincount(bucket, minlength=len(sizes)).tolist()
+    copy_counts = torch.bincount(bucket[piece], minlength=len(sizes)).tolist()
+    columns = (
+        torch.split(values, counts)
+        for values, counts in ((copies.rows, copy_counts), (pieces, piece_counts), (origins, copy_counts))
+    )
+    parts = zip(sizes, *columns, strict=True)
     return LoadPlan(
-        buckets=tuple(buckets),
-        slots=slots,
-        fingerprint=_fingerprint(manifest, targets, columns, repr((bucket_bytes, options))),
-        missing=_missing(targets, mapping, filled, mismatched),
-        unexpected=tuple(manifest.names[i] for i in unplaced if i not in explained),
+        buckets=tuple(Bucket(nbytes, CopyTable(rows), Pieces(own), of_rows) for nbytes, rows, own, of_rows in parts),
+        copies=copies,
+        tensor_count=len(torch.unique(pieces[:, 0])),
+        payload=int(pieces[:, 3].sum()),
+        fingerprint=_fingerprint(manifest, targets, [pieces, bucket], repr((bucket_bytes, options))),
+        missing=_missing(targets, mapping, selection.filled, mismatched),
+        unexpected=tuple(unexpected),
         mismatched=mismatched,
-        tied=tied,
-        twins=twins,
-        casts=casts,
+        tied=selection.tied,
+        tied_pairs=selection.pairs,
+        casts=selection.casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
-        owned_by_bucket=_owned(buckets),
     )
 
 
-def _owned(buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    if not buckets:
-        return ()
-    nbytes = CopyTable.concatenate([bucket.copies for bucket in buckets]).nbytes()  # at once, as each call costs
-    return tuple(int(part.sum()) for part in torch.split(nbytes, [len(bucket.copies) for bucket in buckets]))
+def _fill_buckets(manifest: Metadata, tensors: Tensor, bucket_bytes: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Cuts tensors into pieces that fill buckets.
+
+    Args:
+        tensors: int64 [t], those that are loaded, as indices into the manifest.
+
+    Returns:
+        The pieces in the order of the buckets, see :class:`Pieces` (int64 [n, 4]); the bucket of each, ascending (int64 [n]);
+        and the bytes of each bucket.
+    """
+    kinds, kind_of = manifest.kinds.combine()
+    extents = [_C.extent_of(shape, dtype.itemsize, bucket_bytes - HEADER_BYTES) for shape, dtype in kinds]
+    raw = to_raw(kind_of[tensors])
+    columns, sizes = _C.plan_buckets(extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, raw)
+    number, tensor_offset, bucket, bucket_offset, nbytes = map(from_raw, columns)
+    return torch.stack([tensors[number], tensor_offset, bucket_offset, nbytes], 1), bucket, sizes
+
+
+def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[CopyTable, Tensor, Tensor]:
+    """Returns this rank's copies of pieces, in their order; the origin of each (see :class:`Bucket`); and its piece."""
+    tensor, begin, bucket_offset, nbytes = pieces.T.contiguous()
+    class_of = holdings.class_of[tensor]
+    # Everything that the copies of a piece depend on but for where the piece lies in the bucket.
+    template_of = numbered_rows([class_of - NO_PART, begin, nbytes])
+    templates = []
+    for i in first_of_each(template_of).tolist():
+        number, first, _, size = pieces[i].tolist()
+        templates.append(copies_of_range(holdings, int(class_of[i]), manifest.dtypes[number], first, size))
+    copies, piece = expand_copies(holdings, templates, tensor, template_of)
+    origins = torch.stack([tensor[piece], begin[piece] + copies.offset], 1)
+    copies.offset.add_(bucket_offset[piece])
+    return copies, origins, piece
 
 
 def _missing(targets: Targets, mapping: Mapping, filled: Set[int], mismatched: Container[str]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 from epload.errors import LoadError
 from epload.planning.cells import Slot, expand_slots
-from epload.planning.holdings import NO_PART, Copy, CopyTemplates, Holdings, HoldingsSummary, Part, copies_of_box
+from epload.planning.holdings import NO_PART, Copy, Holdings, Part, copies_of_box, expand_copies
 
 Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""
@@ -68,22 +69,26 @@ class Pulls:
             LoadError: a tensor of the sender is smaller than its holdings say.
         """
         pulled = (self.owner == owner).nonzero().flatten()
-        tensor, box = self.tensor[pulled], self.box[pulled]
-        part_of: dict[tuple[int, int], Part] = {}
-        local, template, numbers = [], [], dict[tuple[int, int, int, int], int]()
-        templates = CopyTemplates(self.holdings)
-        for t, at, number in zip(tensor.tolist(), box.tolist(), sender.class_of[tensor].tolist(), strict=True):
-            part = part_of.get((number, at))
-            if part is None:
-                part = part_of[number, at] = next(
-                    part for part in sender.parts[number] if intersect(self.boxes[at], part.box) == self.boxes[at]
-                )
+        tensor, layout_of = self.tensor[pulled], layout.tolist()
+        templates: list[list[Copy]] = []
+
+        @cache
+        def part_of(number: int, box: Box) -> Part:
+            return next(part for part in sender.parts[number] if intersect(box, part.box) == box)
+
+        @cache
+        def template_of(number: int, box: Box, part: Part, layout: int) -> int:
+            templates.append(self._copies_of_box(number, box, part, layouts[layout]))
+            return len(templates) - 1
+
+        classes = self.holdings.class_of[tensor].tolist(), sender.class_of[tensor].tolist()
+        local, template = [], []
+        for t, at, own, of_sender in zip(tensor.tolist(), self.box[pulled].tolist(), *classes, strict=True):
+            box = self.boxes[at]
+            part = part_of(of_sender, box)
             local.append(sender.targets[t][part.place])
-            key = int(self.holdings.class_of[t]), number, at, int(layout[local[-1]])
-            if key not in numbers:
-                numbers[key] = templates.add(self._copies_of_box(key[0], self.boxes[at], part, layouts[key[3]]))
-            template.append(numbers[key])
-        copies, row = templates.expand(tensor, column(template))
+            template.append(template_of(own, box, part, layout_of[local[-1]]))
+        copies, row = expand_copies(self.holdings, templates, tensor, column(template))
         return copies, column(local)[row]
 
     def _copies_of_box(self, number: int, box: Box, part: Part, layout: Strided) -> list[Copy]:
@@ -93,13 +98,10 @@ class Pulls:
             raise LoadError(
                 f"a sender's local tensor has shape {list(layout.shape)}, but its DTensor {list(extent)} from {list(local)} on"
             )
-        strides = [0] * len(box[0])
-        for dim, stride in zip(part.dims, layout.strides, strict=True):
-            if dim >= 0:
-                strides[dim] = stride
-        begin = sum(map(int.__mul__, local, layout.strides)) * layout.dtype.itemsize
-        rows = copies_of_box(*box, self.holdings, number, layout.dtype, once=False, strides=tuple(strides))
-        return [([row[0], row[1] + begin, *row[2:]], place) for row, place in rows]
+        stride_of = dict(zip(part.dims, layout.strides, strict=True))
+        strides = tuple(stride_of.get(dim, 0) for dim in range(len(box[0])))
+        first = sum(map(int.__mul__, local, layout.strides))
+        return copies_of_box(box, self.holdings, number, layout.dtype, once=False, strides=strides, offset=first)
 
 
 def divide(
@@ -115,20 +117,19 @@ def divide(
     Returns:
         The slots that move, of each kind; those that each node pulls, of each kind, with the owners within its reach.
     """
-    moved: list[list[Slot]] = []
+    moved: list[list[Slot]] = [[] for _ in slots]
     pulled: dict[int, list[list[Slot]]] = {node: [[] for _ in slots] for node in reach}
-    for kind, some in enumerate(slots):
-        moved.append([])
-        for slot in some:
-            local = {
-                node: tuple(owner for owner in slot.owners if owner in reach.get(node, ()) and owner in fits[kind])
-                for node in slot.nodes
-            }
-            for node, owners in local.items():
+    for kind, of_kind in enumerate(slots):
+        for slot in of_kind:
+            rest = []
+            for node in slot.nodes:
+                owners = [rank for rank in slot.owners if rank in reach.get(node, ()) and rank in fits[kind]]
                 if owners:
-                    pulled[node][kind].append(slot._replace(owners=owners, nodes=(node,)))
-            if rest := tuple(node for node in slot.nodes if not local[node]):
-                moved[-1].append(slot._replace(nodes=rest))
+                    pulled[node][kind].append(Slot(slot.box, tuple(owners), (node,)))
+                else:
+                    rest.append(node)
+            if rest:
+                moved[kind].append(slot._replace(nodes=tuple(rest)))
     return moved, pulled
 
 
@@ -142,7 +143,7 @@ def plan_pulls(pulled: Sequence[Sequence[Slot]], kind_of: Tensor, holdings: Hold
     """
     box, tensor, owner = expand_slots(pulled, kind_of)
     needed = holdings.class_of[tensor] != NO_PART
-    boxes = [(slot.start, slot.size) for slot in chain.from_iterable(pulled)]
+    boxes = [slot.box for slot in chain.from_iterable(pulled)]
     return Pulls(boxes, owner[needed], tensor[needed], box[needed], holdings)
 
 
@@ -156,31 +157,8 @@ def lent_bytes(rank: int, pulled: Iterable[Sequence[Sequence[Slot]]], kind_of: T
     """
     total = 0
     for of_kinds in pulled:
-        own = [[slot for slot in some if rank in slot.owners] for some in of_kinds]
-        number, _, owner = expand_slots(own, kind_of)
-        nbytes = [prod(slot.size) * size for some, size in zip(own, itemsizes, strict=True) for slot in some]
-        total += int(column(nbytes)[number[owner == rank]].sum())
+        slot, _, owner = expand_slots(of_kinds, kind_of)
+        pairs = zip(of_kinds, itemsizes, strict=True)
+        nbytes = column([prod(slot.box[1]) * itemsize for of_kind, itemsize in pairs for slot in of_kind])
+        total += int(nbytes[slot[owner == rank]].sum())
     return total
-
-
-def fitting_senders(
-    senders: Sequence[int],
-    summaries: Mapping[int, HoldingsSummary],
-    firsts: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-) -> list[list[int]]:
-    """Returns the senders whose local tensors of each kind have its dtype: those of others are converted twice.
-
-    Args:
-        firsts: the first tensor of each kind.
-        dtypes: of each kind.
-    """
-
-    def fits(holdings: HoldingsSummary, tensor: int, dtype: torch.dtype) -> bool:
-        number = int(holdings.class_of[tensor])
-        return number != NO_PART and holdings.dtypes[number] == dtype and not holdings.mixed[number]
-
-    return [
-        [rank for rank in senders if fits(summaries[rank], first, dtype)]
-        for first, dtype in zip(firsts, dtypes, strict=True)
-    ]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from epload.native.extension import _C
-from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, Algorithm
+from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, TwoLevel
 
 READERS = ("one", "per_node", "partitioned", "every")
 MIN_WAVES = 3
@@ -30,7 +30,7 @@ SYNC_WAVE_BYTES = 128 << 20
 few: as long as 8 MB over loopback."""
 MAX_WAVE_BYTES = 512 << 20
 """Maximum bytes of a wave that grows with the number of bytes of a sync."""
-MOST_READERS_OF_SOME_NODES = 16
+MAX_READERS_OF_SOME_NODES = 16
 """Readers that share a wave with no room for one of each node. Each delays the next wave's readers by a hop, and takes a part of
 the reading."""
 _MAX_FILL = 1 / 128
@@ -69,7 +69,7 @@ class Flow:
     """True if the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
 
     @property
-    def _algorithm(self) -> Algorithm:
+    def _algorithm(self) -> TwoLevel:
         return ALGORITHMS[self.algorithm]
 
     @cached_property
@@ -126,7 +126,7 @@ class Flow:
     @property
     def crosses(self) -> bool:
         """True if bytes move between nodes."""
-        return len(self.nodes) > 1 and self.readers not in ("per_node", "every")
+        return crosses(self.nodes, self.readers)
 
     @property
     def stripes_multiple(self) -> int:
@@ -163,13 +163,18 @@ class Flow:
         return max(low, min(high, int(total * _MAX_FILL / max(hops - 1, 1)) >> 16 << 16))
 
 
+def crosses(nodes: Sequence[Sequence[int]], readers: str) -> bool:
+    """Returns True if bytes move between nodes."""
+    return len(nodes) > 1 and readers not in ("per_node", "every")
+
+
 def buckets_per_wave(nodes: Sequence[Sequence[int]], readers: str, wave_bytes: int) -> int:
     """Returns the number of readers that share a wave: a whole number of ranks a node where that leaves each enough."""
     if readers != "partitioned":
         return 1
     ranks = sum(map(len, nodes))
     count = max(1, min(ranks, wave_bytes // MIN_PART_BYTES))
-    return count // len(nodes) * len(nodes) if count >= len(nodes) else min(count, MOST_READERS_OF_SOME_NODES)
+    return count // len(nodes) * len(nodes) if count >= len(nodes) else min(count, MAX_READERS_OF_SOME_NODES)
 
 
 def wave_limit(total: int, limit: int) -> int:

@@ -9,18 +9,17 @@ import torch
 
 from epload.core import dtypes
 from epload.core.pieces import Metadata
-from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
 
-class Twin(NamedTuple):
+class TiedPair(NamedTuple):
     """Two checkpoint tensors that would fill the same elements of one parameter, and of which one is loaded."""
 
     loaded: int
     """Index into the manifest."""
-    left_out: int
+    skipped: int
     dtype: torch.dtype
     """The parameter's."""
     names: tuple[str, str]
@@ -28,7 +27,7 @@ class Twin(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The tensors that are loaded, and those that are not and why."""
+    """The tensors that are loaded, and those that are skipped because others fill the same parameters."""
 
     tensors: list[int]
     """Checkpoint tensors that are loaded, by number, ascending."""
@@ -37,91 +36,77 @@ class Selection(NamedTuple):
     filled: Set[int]
     """Targets that the places fill."""
     tied: tuple[str, ...]
-    """Names of the checkpoint left out because another name of the same parameter is in it."""
-    twins: tuple[Twin, ...]
-    """Tied tensors that are left out, each with the checkpoint tensor that fills the same elements."""
-    unplaced: list[int]
-    """Checkpoint tensors that have no place, by number."""
+    """Names of the checkpoint that are skipped because another name of the same parameter is in it."""
+    pairs: tuple[TiedPair, ...]
+    """Tied tensors that are skipped, each with the checkpoint tensor that fills the same elements."""
+    casts: int
+    """Number of tensors whose dtype is converted."""
 
 
-def select(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], wanted: Set[int]) -> Selection:
-    """Leaves out what has no place and is not ``wanted``, and a tied name whose parameter another name already fills.
+def select(
+    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], required: Set[int], scaled: Set[int]
+) -> Selection:
+    """Skips what has no place and is not ``required``, and a tied name whose parameter another name already fills.
+
+    Args:
+        placed: the places of each tensor.
+        scaled: targets that are multiplied with scales after the load.
 
     Raises:
-        ModelMismatch: a tied name would fill other elements than those that the checkpoint has under another name.
+        ModelMismatch: a dtype cannot be converted, or a tied name would fill other elements than those that the checkpoint has
+            under another name.
     """
-    index = targets.index
+    index, dtype_of = targets.index, targets.dtypes
     filled: dict[int, str] = {}
-    left_out: list[tuple[int, int, str, View]] = []
-    tensors, remaining, tied, unplaced = [], list(placed), [], []
-    for i, places in enumerate(placed):
-        others = [place for place in places if filled.setdefault(index[place[0]], place[0]) != place[0]]
-        if others:
-            left_out += [(index[name], i, name, view) for name, view in others]
-            remaining[i] = tuple(place for place in places if place not in others)
-        if remaining[i] or i in wanted:
+    skipped: list[tuple[int, Place]] = []
+    tensors, remaining, tied, casts = [], [], [], 0
+    for i, (places, source) in enumerate(zip(placed, manifest.dtypes, strict=True)):
+        selected, converts = places, False
+        for place in places:
+            target = index[place[0]]
+            if filled.setdefault(target, place[0]) != place[0]:
+                skipped.append((i, place))
+                selected = tuple(other for other in selected if other is not place)
+            elif (dtype := dtype_of[target]) is not source:
+                converts = True
+                if target not in scaled and not dtypes.converts(source, dtype):
+                    raise ModelMismatch(
+                        f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
+                        f"{targets.names[target]} of {dtypes.name(dtype)} cannot take"
+                    )
+        casts += converts
+        remaining.append(selected)
+        if selected or i in required:
             tensors.append(i)
         elif places:
             tied.append(manifest.names[i])
-        if not places:
-            unplaced.append(i)
-    twins = _twins(manifest, targets, placed, filled, left_out)
-    return Selection(tensors, remaining, filled.keys(), tuple(tied), twins, unplaced)
+    pairs = _pair(manifest, targets, placed, filled, skipped) if skipped else ()
+    return Selection(tensors, remaining, filled.keys(), tuple(tied), pairs, casts)
 
 
-def _twins(
+def _pair(
     manifest: Metadata,
     targets: Targets,
     placed: Sequence[tuple[Place, ...]],
     filled: dict[int, str],
-    left_out: list[tuple[int, int, str, View]],
-) -> tuple[Twin, ...]:
-    """Returns what is left out with the checkpoint tensors that fill the same elements.
+    skipped: Sequence[tuple[int, Place]],
+) -> tuple[TiedPair, ...]:
+    """Pairs what is skipped with the checkpoint tensors that fill the same elements.
 
     Args:
-        filled: the name under which a target is filled.
-        left_out: places, each as target, checkpoint tensor, name and view.
+        filled: the name under which each target is filled.
+        skipped: checkpoint tensors, each with the place that is skipped.
     """
-    if not left_out:
-        return ()
-    names = {filled[target] for target, *_ in left_out}
-    tensor_of = {(name, view): i for i, places in enumerate(placed) for name, view in places if name in names}
-    twins = {}
-    for target, i, name, view in left_out:
-        source = tensor_of.get((filled[target], view))
-        if source is None:
+    tensor_of = {place: i for i, places in enumerate(placed) for place in places}
+    pairs = {}
+    for i, (name, view) in skipped:
+        target = targets.index[name]
+        loaded = tensor_of.get((filled[target], view))
+        if loaded is None:
             raise ModelMismatch(
                 f"the model ties {filled[target]} and {name}, and {manifest.source} holds both, divided in different ways "
                 f"(one by {manifest.names[i]}), so that they cannot be compared; leave one of them out of the checkpoint"
             )
-        if source != i:
-            twins[source, i, target] = Twin(source, i, targets.dtypes[target], (filled[target], name))
-    return tuple(twins.values())
-
-
-def check_dtypes(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], scaled: Set[int]) -> int:
-    """Returns the number of tensors whose dtype is converted. Raises ModelMismatch where it cannot be.
-
-    Args:
-        placed: the places of each tensor that is loaded.
-        scaled: targets that are multiplied with scales after the load.
-    """
-    index, dtype_of = targets.index, targets.dtypes
-    pairs = {
-        (dtype_of[index[name]], source)
-        for places, source in zip(placed, manifest.dtypes, strict=True)
-        for name, _ in places
-    }
-    if all(a is b for a, b in pairs):
-        return 0
-    casts = 0
-    for i, (places, source) in enumerate(zip(placed, manifest.dtypes, strict=True)):
-        others = [target for name, _ in places if dtype_of[target := index[name]] is not source]
-        casts += bool(others)
-        for target in others:
-            if target not in scaled and not dtypes.converts(source, dtype_of[target]):
-                raise ModelMismatch(
-                    f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
-                    f"{targets.names[target]} of {dtypes.name(dtype_of[target])} cannot take"
-                )
-    return casts
+        if loaded != i:
+            pairs[loaded, i, target] = TiedPair(loaded, i, targets.dtypes[target], (filled[target], name))
+    return tuple(pairs.values())

@@ -112,11 +112,11 @@ class ExchangePlan:
     @cached_property
     def waves(self) -> list[Wave]:
         """The buckets of each wave in which there are any."""
-        waves: list[Wave] = []
-        for _, numbers in groupby(range(len(self.buckets)), lambda number: self.buckets[number].wave):
-            chosen = list(numbers)
-            waves.append(Wave.of(len(waves), chosen, [self.buckets[number].nbytes for number in chosen]))
-        return waves
+        groups = [list(numbers) for _, numbers in groupby(range(len(self.buckets)), lambda i: self.buckets[i].wave)]
+        return [
+            Wave.of(index, numbers, [self.buckets[number].nbytes for number in numbers])
+            for index, numbers in enumerate(groups)
+        ]
 
     @property
     def landing_waves(self) -> list[Wave]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epload.planning.schedule import Flow
+from epload.planning.waves import make_waves
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,10 @@ def traffic(
     moved = Traffic([0] * len(nodes), [0] * len(nodes))
     flows = [Flow(tuple(map(tuple, nodes)), rank, src, readers, algorithm, True) for node in nodes for rank in node]
     relays = [flow for flow in flows if flow.crosses and flow.rank in flow.relays]
-    for first in range(0, len(buckets), per_wave) if relays else ():
-        wave, end = [], 0
-        for number in range(first, min(first + per_wave, len(buckets))):
-            wave.append((number, end, end + buckets[number]))
-            end += buckets[number]
+    for wave in make_waves(buckets, per_wave) if relays else ():
+        ranges = list(zip(wave.numbers, wave.begins, wave.ends, strict=True))
         for flow in relays:
-            for begin, stop, source, _, target, _ in flow.steps(wave):
+            for begin, stop, source, _, target, _ in flow.steps(ranges):
                 moved.received[flow.node] += (stop - begin) * (source >= 0)
                 moved.sent[flow.node] += (stop - begin) * (target >= 0)
     return moved

@@ -38,35 +38,32 @@ class Wave:
         return _aligned(self.ends[-1])
 
 
-def make_waves(plan: LoadPlan, per_wave: int = 1) -> list[Wave]:
-    """Divides a plan's buckets into waves of ``per_wave``; the last may have fewer."""
-    waves, count = [], len(plan.buckets)
-    for index, first in enumerate(range(0, count, per_wave)):
-        numbers = range(first, min(first + per_wave, count))
-        waves.append(Wave.of(index, numbers, [plan.buckets[number].nbytes for number in numbers]))
-    return waves
+def make_waves(sizes: Sequence[int], per_wave: int = 1) -> list[Wave]:
+    """Divides buckets of these sizes (bytes) into waves of ``per_wave``; the last may have fewer."""
+    numbers = range(len(sizes))
+    parts = [numbers[first : first + per_wave] for first in numbers[::per_wave]]
+    return [Wave.of(index, part, [sizes[number] for number in part]) for index, part in enumerate(parts)]
 
 
 def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
-    """Bytes of the largest wave."""
-    return max((wave.nbytes for wave in make_waves(plan, per_wave)), default=0)
+    """Returns the bytes of the largest wave."""
+    return max((wave.nbytes for wave in make_waves(plan.sizes, per_wave)), default=0)
 
 
-def group_buckets(numbers: range, nbytes: Sequence[int], limit: int) -> list[range]:
+def group_buckets(sizes: Sequence[int], limit: int) -> list[range]:
     """Divides consecutive buckets into groups of at most ``limit`` bytes, unless one bucket has more.
 
     Args:
-        nbytes: what counts of each bucket of the plan, which may be less than its size.
+        sizes: bytes of each bucket that count, which may be fewer than the bucket has.
     """
     groups: list[range] = []
-    total = 0
-    for number in numbers:
-        if not groups or total + nbytes[number] > limit:
-            groups.append(range(number, number))
-            total = 0
-        groups[-1] = range(groups[-1].start, number + 1)
-        total += nbytes[number]
-    return groups
+    first = total = 0
+    for number, nbytes in enumerate(sizes):
+        if number > first and total + nbytes > limit:
+            groups.append(range(first, number))
+            first, total = number, 0
+        total += nbytes
+    return [*groups, range(first, len(sizes))] if sizes else []
 
 
 def _aligned(nbytes: int) -> int:

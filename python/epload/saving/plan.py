@@ -13,11 +13,19 @@ from torch import Tensor
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
-from epload.core.columns import column, first_of_each
+from epload.core.columns import first_of_each
 from epload.core.copy_table import CopyTable
 from epload.errors import ModelMismatch
 from epload.planning.cells import Slot, expand_slots, make_slots
-from epload.planning.holdings import NO_PART, CopyTemplates, Holdings, HoldingsSummary, copies_of_box, number_alike
+from epload.planning.holdings import (
+    NO_PART,
+    Copy,
+    Holdings,
+    HoldingsSummary,
+    copies_of_box,
+    expand_copies,
+    number_alike,
+)
 from epload.saving.layout import FilesLayout
 
 SLOT_BYTES = 4 << 20
@@ -49,8 +57,8 @@ def plan_writes(
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
     kind_of = number_alike(manifest.kinds, summaries.values())
-    slots = []
-    templates, template_of = CopyTemplates(holdings), []
+    slots: list[list[Slot]] = []
+    templates: list[list[Copy]] = []
     for first in first_of_each(kind_of).tolist():
         slots.append(_slots_of(manifest, first, summaries))
         number, shape, dtype = int(holdings.class_of[first]), manifest.shapes[first], manifest.dtypes[first]
@@ -61,14 +69,14 @@ def plan_writes(
             )
         for slot in slots[-1]:
             own = rank in slot.owners
-            copies = copies_of_box(slot.start, slot.size, holdings, number, dtype, True, shape) if own else []
-            template_of.append(templates.add(copies))
+            copies = copies_of_box(slot.box, holdings, number, dtype, True, shape) if own else []
+            templates.append(copies)
     slot_of, tensor, owner = expand_slots(slots, kind_of)
     rows = (owner == rank).nonzero().flatten()
     position = layout.file * (int(layout.offset.max()) + 1) + layout.offset
     rows = rows[position[tensor[rows]].argsort(stable=True)]
     tensor = tensor[rows]
-    table, row = templates.expand(tensor, column(template_of)[slot_of[rows]])
+    table, row = expand_copies(holdings, templates, tensor, slot_of[rows])
     return WritePlan(table, torch.stack([layout.file[tensor[row]], layout.offset[tensor[row]] + table.offset], 1))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log
-from epload.core.attempt import Attempt, attempt
+from epload.core.attempt import Attempt
 from epload.mapping.mapping import Mapping as Rules
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
@@ -124,8 +124,8 @@ class SaveJob:
             check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
             return [names for _, (_, *names) in sorted(views.items())]
 
-        own, failure = attempt(message)
-        names = control.settle("planning the save", failure, own, decide)
+        own = Attempt(message)
+        names = control.settle("planning the save", own.failure, own.result, decide)
         return fetch_summaries(store, names, control.timeout)
 
     def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.attempt import Attempt, attempt
+from epload.core.attempt import Attempt
 from epload.core.columns import batches
 from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices
@@ -99,15 +99,17 @@ def write_checkpoint(
                     folder.add(name, content)
                 folder.commit()
 
-        name, failure = attempt(create)
-        name = control.settle("making the folder", failure, name, lambda views: views[control.ranks[0]])
+        created = Attempt(create)
+        name = control.settle(
+            "making the folder", created.failure, created.result, lambda views: views[control.ranks[0]]
+        )
         folder = NewFolder(path, path.with_name(name), overwrite, layout.value)
         failed.callback(folder.discard)
         is_seen = folder.temporary.is_dir()
         control.settle("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
-        control.settle("writing the checkpoint", attempt(write_part)[1])
+        control.settle("writing the checkpoint", Attempt(write_part).failure)
         control.doing = "completes the checkpoint"
-        failure = attempt(complete)[1] if is_first else None
+        failure = Attempt(complete).failure if is_first else None
         control.settle("completing the checkpoint", failure, last=True)
         failed.pop_all()
     report.files, report.tensors = len(folder.layout.names), len(folder.layout.file)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import garbage_collection
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
@@ -189,12 +189,12 @@ class Generation:
                 with self._load():
                     with report.timed("plan"):
                         moves = self.route is not None and tensors is not None
-                        shards, problem = attempt(lambda: self._shards(self.plan, tensors or []) if moves else None)
-                        self._get_ready(version, tensors, failure or problem)
+                        shards = Attempt(lambda: self._shards(self.plan, tensors or []) if moves else None)
+                        self._get_ready(version, tensors, failure or shards.failure)
                     begins()
                     with self._pulled(tensors or [], report):
                         if self.route is not None:
-                            self._move(version, self.route, shards, report, show_progress)
+                            self._move(version, self.route, shards.value, report, show_progress)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                     self.control.settle("committing the version", None, last=True)
             except LoadError:
@@ -214,14 +214,14 @@ class Generation:
         """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there."""
         digest = ""
         if self.plan.lent and tensors and failure is None:
-            published, failure = attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
-            digest = published or ""
+            published = Attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
+            digest, failure = published.result or "", published.failure
         digests = self.control.settle("getting ready", failure, [version, digest], _check_version)
         if self.plan.borrowers:
             problem = None
             if (puller := self.puller) is not None:
                 by_rank = {int(rank): digest for rank, digest in digests.items()}
-                _, problem = attempt(lambda: puller.plan(by_rank, self._store, self._timeout))
+                problem = Attempt(lambda: puller.plan(by_rank, self._store, self._timeout)).failure
             self.control.settle("planning copies between devices", problem)
 
     def _pulled(self, tensors: Sequence[Tensor], report: SyncReport) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.errors import LoadError
 from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings
@@ -125,10 +125,10 @@ def plan_together(
             reach, lenders if messages[control.rank].stages else None,
         )  # fmt: skip
 
-    planned, failure = attempt(plan)
-    control.settle("planning the exchange", failure, planned and planned.fingerprint.hex(), _check_equal)
-    assert planned is not None
-    return planned, lenders, not_pulled
+    planned = Attempt(plan)
+    fingerprint = planned.result and planned.result.fingerprint.hex()
+    control.settle("planning the exchange", planned.failure, fingerprint, _check_equal)
+    return planned.value, lenders, not_pulled
 
 
 def _check_equal(fingerprints: dict[int, str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import garbage_collection, log
-from epload.core.attempt import attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
@@ -198,7 +198,7 @@ class WeightReceiver(Endpoint):
         )
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
-        manifest, failure = attempt(lambda: self._read(participants.manifest))
+        manifest = Attempt(lambda: self._read(participants.manifest))
         stages = self._stage == "host"
         device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another generation.
@@ -208,7 +208,7 @@ class WeightReceiver(Endpoint):
         own = self._rendezvous.participant
         message = JoinMessage(self._node, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
-        self._join(start, participants, rank, message, manifest, self._holdings, failure)
+        self._join(start, participants, rank, message, manifest.result, self._holdings, manifest.failure)
 
     def _read(self, name: str) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
@@ -224,10 +224,11 @@ class WeightReceiver(Endpoint):
         """Receives the announced version into the node's memory, tensors of its own or the target."""
         generation, in_place = self._generation, self._stage == "none"
         assert generation is not None
-        tensors, failure = attempt(lambda: self._tensors_to_fill(version, report.version, generation.device))
+        tensors = Attempt(lambda: self._tensors_to_fill(version, report.version, generation.device))
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._mark_partially_updated if in_place else lambda: None
-        generation.sync(report.version, tensors, report, self._progress and self.engine.rank == 0, failure, begins)
+        show_progress = self._progress and self.engine.rank == 0
+        generation.sync(report.version, tensors.result, report, show_progress, tensors.failure, begins)
         if in_place:
             self._finish(report.version)
         else:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, threads
-from epload.core.attempt import Attempt, attempt
+from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import Mapping
@@ -112,14 +112,17 @@ class WeightSender(Endpoint):
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
-        served, failure = attempt(lambda: serve((host, port)) if self._first else None)
+        served = Attempt(lambda: serve((host, port)) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
             ports = control.settle(
-                "serving the sync", failure, served and served.port, lambda views: list(views.values())
+                "serving the sync",
+                served.failure,
+                served.result and served.result.port,
+                lambda views: list(views.values()),
             )
             port = next(filter(None, ports))
-            store = Attempt(lambda: served or connect((host, port), self._timeout))
+            store = Attempt(lambda: served.value or connect((host, port), self._timeout))
             control.settle("connecting to the sync's store", store.failure)
         control.end()
         return store.value
@@ -155,7 +158,7 @@ class WeightSender(Endpoint):
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused():
-            _, failure = attempt(self._model.read)
+            failure = Attempt(self._model.read).failure
         if wait:
             return self._send(report, began, failure)
         outcomes: list[Attempt[SyncReport]] = []
@@ -210,9 +213,9 @@ class WeightSender(Endpoint):
         message = [version, model.manifest.digest.hex(), self._basis != model.basis] if failure is None else None
         if control.settle("reading the model", failure, message, _check_same_model):
             self._drop_generation()
-        start, failure = attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
+        start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
         decision = control.settle(
-            "waiting for receivers", failure, start, lambda views: views[control.ranks[0]], patience=2
+            "waiting for receivers", start.failure, start.result, lambda views: views[control.ranks[0]], patience=2
         )
         return Start(*decision)
 

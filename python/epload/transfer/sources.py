@@ -27,7 +27,7 @@ def checkpoint_source(plan: LoadPlan, checkpoint: Checkpoint, pipe: ops.Pipe | N
         return torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
 
     def fill(number: int, buffer: Tensor) -> None:
-        pieces = plan.pieces(plan.buckets[number])
+        pieces = plan.buckets[number].pieces
         if buffer.is_cpu:
             checkpoint.fill(buffer, pieces)
             return

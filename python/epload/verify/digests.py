@@ -78,9 +78,9 @@ def verify_digests(
     wrong: dict[str, set[int]] = defaultdict(set)
     for number in sorted(by_bucket):
         bucket = plan.buckets[number]
-        tensor, _, begin, _ = plan.pieces(bucket).columns.T.contiguous()
+        tensor, _, begin, _ = bucket.pieces.columns.T.contiguous()
         content = scratch[: bucket.nbytes]
-        checkpoint.fill(content, plan.pieces(bucket))
+        checkpoint.fill(content, bucket.pieces)
         expected: dict[bytes, Tensor] = {}  # ranks that hold the same regions have equal tables
         for holder, table, digests in by_bucket[number]:
             if (key := to_raw(table)) not in expected:
