@@ -32,11 +32,11 @@ class ModelState(NamedTuple):
     """The tensors of a model."""
 
     entries: list[NamedTensor]
-    """Those of its state dict."""
+    """The tensors of its state dict."""
     unsaved_buffers: set[str]
     """Names of its non-persistent buffers that have storage."""
     unsaved_meta: dict[str, Tensor]
-    """Its meta tensors that are not in the state dict."""
+    """The meta tensors that are not in the state dict."""
     plain: bool
     """True if no module has custom loading or customizes its state dict."""
 
