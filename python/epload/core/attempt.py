@@ -27,5 +27,5 @@ class Attempt(Generic[T]):
 
     @property
     def result(self) -> T | None:
-        """What the step returned; None if it failed."""
+        """Value that the step returned; None if it failed."""
         return None if self.failure is not None else self._value
