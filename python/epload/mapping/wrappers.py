@@ -58,7 +58,8 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
         # Prompt tuning changes no layer, and moves the model one module deeper.
         aliases += [Rename(r"^base_model\.", "")] if inner.base_model is base else PEFT_ALIASES
         inner, adapted = base, True
-    if not adapted and any(".base_layer." in name or ".modules_to_save." in name for name in names):
+    text = "\n".join(names)  # searched at once
+    if not adapted and (".base_layer." in text or ".modules_to_save." in text):
         # Added by transformers, or a PEFT model without its outer modules.
         adapted = any(is_adapter(module) or is_from_package(module, "peft") for module in inner.modules())
         aliases += [TOKEN_LAYER, BASE_LAYER] if adapted else []
@@ -77,7 +78,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
 def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
     """Returns aliases for torch.compile and data parallelism, around the model or around modules of it."""
     aliases = [*_compile_aliases(names)]
-    for path, module in model.named_modules() if any("module." in name for name in names) else ():
+    for path, module in model.named_modules() if "module." in "\n".join(names) else ():
         if isinstance(module, _DATA_PARALLEL):
             prefix = strip_wrappers(f"{path}." if path else "", aliases)
             aliases.append(Rename(f"^{re.escape(prefix)}module\\.", prefix))
@@ -86,7 +87,7 @@ def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, .
 
 def _compile_aliases(names: Collection[str]) -> tuple[Rename, ...]:
     # A rename removes one occurrence, and compiled modules may be nested.
-    depth = max((name.count("_orig_mod.") for name in names), default=0)
+    depth = max(name.count("_orig_mod.") for name in names) if "_orig_mod." in "\n".join(names) else 0
     return (Rename(r"(^|\.)_orig_mod\.", r"\1"),) * depth
 
 

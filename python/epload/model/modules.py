@@ -26,15 +26,16 @@ class Modules:
         """Each module under every name it has, parents before children: the order of ``state_dict()``."""
         pending: list[NamedModule] = [("", model)]
         while pending:
-            prefix, module = pending.pop()
+            prefix, module = entry = pending.pop()
+            self.named.append(entry)
+            if not module._modules:
+                continue
             if len(prefix) > _MAX_PATH:
                 raise ValueError(
                     f"expected modules that do not contain themselves, got one at the path {prefix[:200]}..."
                 )
-            self.named.append((prefix, module))
-            if module._modules:
-                children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-                pending += reversed(children)
+            children = reversed(module._modules.items())
+            pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 
     @cached_property
     def unique(self) -> list[nn.Module]:
@@ -50,7 +51,8 @@ class Modules:
     def fsdp(self) -> list[FSDPModule]:
         """The modules that FSDP2 shards."""
         sharded = {cls for cls in self.classes if issubclass(cls, FSDPModule)}
-        return [module for module in self.unique if type(module) in sharded]  # type: ignore[misc]
+        modules: dict[int, Any] = {id(module): module for _, module in self.named if type(module) in sharded}
+        return list(modules.values())
 
     @cached_property
     def fsdp_groups(self) -> list[Any]:

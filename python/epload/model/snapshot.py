@@ -6,11 +6,12 @@ import weakref
 from dataclasses import replace
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from epload.model import dtensor
 from epload.model.devices import Devices
 from epload.model.modules import Modules
-from epload.model.state_dict import ModelState, read_state
+from epload.model.state_dict import NamedTensor, custom_modules, own_tensors
 from epload.model.targets import Targets
 
 
@@ -33,15 +34,16 @@ class Snapshot:
         # Aliases depend on addresses of storages, and modules that customize their state dict may return anything.
         if targets.has_aliases or not targets.plain or any(tensor.is_meta for tensor in targets.tensors):
             return
-        state = read_state(model, modules, filled=False)
-        if state.unsaved_meta or not state.plain:
+        saved, unsaved = own_tensors(modules)
+        if any(tensor.is_meta for _, tensor in unsaved):
             return
         self._is_usable = True
-        self._tensors = _identity(state)
-        position = {id(tensor): i for i, (_, tensor) in enumerate(state.entries)}
+        self._next_hook_id, self._classes = RemovableHandle.next_id, set(modules.classes)
+        self._tensors = _identity(saved, unsaved)
+        position = {id(tensor): i for i, (_, tensor) in enumerate(saved)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
         # Buffers that were on meta have storage now.
-        self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=state.unsaved_buffers)
+        self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers={name for name, _ in unsaved})
         self._devices = devices._replace(has_meta=False)
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
@@ -54,12 +56,18 @@ class Snapshot:
             return None
         modules = Modules(model)
         modules.reshard()
-        state = read_state(model, modules, filled=False)
-        if not state.plain or _identity(state) != self._tensors:
+        # Looking at all hooks takes as long as all else; a training step registers some.
+        if self._next_hook_id != RemovableHandle.next_id or self._classes != set(modules.classes):
+            if any(custom_modules(modules)):
+                return None
+            self._next_hook_id, self._classes = RemovableHandle.next_id, set(modules.classes)
+        saved, unsaved = own_tensors(modules)
+        if _identity(saved, unsaved) != self._tensors:
             return None
-        return replace(self._targets, tensors=[state.entries[i][1] for i in self._positions]), self._devices
+        return replace(self._targets, tensors=[saved[i][1] for i in self._positions]), self._devices
 
 
-def _identity(state: ModelState) -> tuple[object, ...]:
-    names, tensors = zip(*state.entries, strict=True) if state.entries else ((), ())
-    return names, [*map(id, tensors)], dtensor.metadata(tensors), state.unsaved_buffers, set(state.unsaved_meta)
+def _identity(saved: list[NamedTensor], unsaved: list[NamedTensor]) -> tuple[object, ...]:
+    tensors = [tensor for _, tensor in saved]
+    names = [name for name, _ in saved]
+    return names, [*map(id, tensors)], dtensor.metadata(tensors), {name: tensor.is_meta for name, tensor in unsaved}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -49,20 +49,8 @@ def read_state(model: nn.Module, modules: Modules, filled: bool) -> ModelState:
     """
     for cls, prefix in modules.classes.items():
         _check_supported(prefix[:-1] or "the model", cls)
-    own_state = {cls for cls in modules.classes if _has_own_state(cls)}
-    customized: list[NamedModule] = []
-    custom_loading: list[NamedModule] = []
-    entries: list[NamedTensor] = []
-    unsaved: list[NamedTensor] = []
-    for prefix, module in modules.named:
-        if module._state_dict_hooks or type(module) in own_state:
-            customized.append((prefix, module))
-        if _custom_loading(module):
-            custom_loading.append((prefix, module))
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                is_saved = name not in module._non_persistent_buffers_set
-                (entries if is_saved else unsaved).append((prefix + name, tensor))
+    customized, custom_loading = custom_modules(modules)
+    entries, unsaved = own_tensors(modules)
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
@@ -75,6 +63,29 @@ def read_state(model: nn.Module, modules: Modules, filled: bool) -> ModelState:
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
     return ModelState(entries, unsaved_buffers, unsaved_meta, plain)
+
+
+def custom_modules(modules: Modules) -> tuple[list[NamedModule], list[NamedModule]]:
+    """Returns the modules that customize their state dict, and those that customize how it is loaded."""
+    own_state = {cls for cls in modules.classes if _has_own_state(cls)}
+    customized = [named for named in modules.named if named[1]._state_dict_hooks or type(named[1]) in own_state]
+    return customized, [named for named in modules.named if _custom_loading(named[1])]
+
+
+def own_tensors(modules: Modules) -> tuple[list[NamedTensor], list[NamedTensor]]:
+    """Returns the parameters and persistent buffers of all modules, and their other buffers."""
+    saved: list[NamedTensor] = []
+    unsaved: list[NamedTensor] = []
+    for prefix, module in modules.named:
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                saved.append((prefix + name, tensor))
+        if module._buffers:
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    is_saved = name not in module._non_persistent_buffers_set
+                    (saved if is_saved else unsaved).append((prefix + name, tensor))
+    return saved, unsaved
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
@@ -129,11 +140,12 @@ def describe_custom_loading(path: str, module: nn.Module) -> str:
 def _custom_loading(module: nn.Module) -> str:
     if custom := _custom_load_method(type(module)):  # type: ignore[arg-type]  # a class is hashable
         return custom
-    for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
-        function = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
-        function = getattr(function, "func", function)
-        if not _is_harmless(getattr(function, "__module__", None)):
-            return f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
+    for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for hook in hooks.values():
+            function: Any = getattr(hook, "hook", hook)  # torch wraps the hooks that take the module
+            function = getattr(function, "func", function)
+            if not _is_harmless(getattr(function, "__module__", None)):
+                return f"a load_state_dict hook ({getattr(function, '__qualname__', type(function).__qualname__)})"
     return ""
 
 
@@ -146,6 +158,7 @@ def _custom_load_method(cls: type) -> str:
     return ""
 
 
+@cache
 def _is_harmless(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _HARMLESS_PACKAGES
 
