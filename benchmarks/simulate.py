@@ -147,12 +147,12 @@ def _compare(run: Row, row: Row, bed: Cluster) -> Row:
     readers, _, algorithm = mode.partition("/")
     nodes = [range(first, first + bed.ranks) for first in range(0, bed.world, bed.ranks)]
     buckets, per_wave = run["buckets"]["partitioned" if readers == "partitioned" else "one"]
-    moved = traffic(buckets, per_wave, nodes, readers, algorithm)
+    received, sent = traffic(buckets, per_wave, nodes, readers, algorithm)
     seconds = predict(mode, run["nbytes"], run["tensors"], bed)
     return {
         "shape": run["shape"], "nodes": run["nodes"], "mode": row["title"], "measured": row["median"],
         "predicted": seconds, "error": seconds / row["median"] - 1, "links": row["links"],
-        "moved": [list(pair) for pair in zip(moved.received, moved.sent, strict=True)],
+        "moved": [list(pair) for pair in zip(received, sent, strict=True)],
     }  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import costs
 from costs import INFINITE, Rates, StoreRates
 from epload.planning.schedule import WAVE_BYTES, Flow, buckets_per_wave, wave_limit
 from epload.planning.streams import ExchangePlan, Members
-from epload.planning.traffic import Traffic
 
 Nodes = Sequence[Sequence[int]]
 """The global ranks of each node."""
@@ -177,6 +177,13 @@ def predict_sync(load: SyncLoad, cluster: Cluster, stage: str, buffers: int = 2)
     moving = costs.sync(load.received, load.sent, rate, rate, load.chain, load.waves, kept, load.chunk, rates)
     last = 0.0 if stage == "host" else load.received / load.waves / cluster.ranks / cluster.unpack
     return cluster.fixed + agreeing + moving + last
+
+
+class Traffic(NamedTuple):
+    """Bytes that each node receives from and sends to other nodes."""
+
+    received: list[int]
+    sent: list[int]
 
 
 def sync_traffic(plans: Iterable[ExchangePlan], members: Members) -> tuple[Traffic, Traffic]:

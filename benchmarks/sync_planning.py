@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clusters import MODELS, Model
 from epload.core.pieces import Kinds
-from epload.core.placement import Layout, Replicated, Sharded, owned_regions, row_major_strides
+from epload.core.placement import Layout, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, Share, local_views
@@ -82,9 +82,9 @@ def served(weight: Weight, nodes: int, rank: int, experts: int) -> Layout | None
     shape = weight.shape
     if nodes > 1 and weight.expert is not None:
         mine = weight.expert * nodes * NODE // experts == rank
-        return Layout(shape, (NODE,), (Replicated(),)) if mine else None
+        return Layout(shape, (NODE,), (None,)) if mine else None
     if len(shape) == 1:
-        return Layout(shape, (NODE,), (Replicated(),))
+        return Layout(shape, (NODE,), (None,))
     return Layout(shape, (NODE,), (Sharded(0 if shape[0] >= shape[1] else 1),))
 
 

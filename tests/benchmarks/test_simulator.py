@@ -103,13 +103,11 @@ def test_simulated_bytes_match_the_link_counters(tmp_path: Path) -> None:
         readers, _, algorithm = sample["entry"].removeprefix("epload_modes:").partition("/")
         readers, algorithm = readers.replace("auto", "every"), algorithm.replace("auto", "two_level")
         buckets, per_wave = plan_buckets(Path(folders[0]), size, nodes, readers)
-        simulated = traffic(buckets, per_wave, nodes, readers, algorithm)
+        received, sent = traffic(buckets, per_wave, nodes, readers, algorithm)
         for node, counted in enumerate(sample["links"]):
-            for direction, got, want in zip(
-                ("received", "sent"), counted, (simulated.received[node], simulated.sent[node]), strict=True
-            ):
+            for direction, got, want in zip(("received", "sent"), counted, (received[node], sent[node]), strict=True):
                 # A node that only sends also receives acknowledgements.
-                allowed = 0.06 * (want or max(*simulated.received, *simulated.sent, sum(buckets)))
+                allowed = 0.06 * (want or max(*received, *sent, sum(buckets)))
                 assert abs(got - want) <= allowed, (
                     f"{sample['entry']}, node {node} {direction}: {got} counted, {want} simulated"
                 )

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_regions
+from epload.core.placement import Layout, Placement, Sharded, owned_regions
 from support.shards import Coordinate, Cut, box_slices, indices, torch_shards
 
 
 def check_layout(layout: Layout, cuts: Sequence[Cut]) -> None:
     """Regions put together equal the oracle's shard on each coordinate, and each replica group owns all of it once."""
     whole = indices(layout.shape)
-    replicating = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicated)]
+    replicating = [axis for axis, p in enumerate(layout.placements) if p is None]
     owners: dict[Coordinate, Tensor] = {}
     for coordinate, expected in torch_shards(whole, layout.mesh_shape, cuts).items():
         where = f"{layout} at {coordinate}"
@@ -48,7 +48,7 @@ def meshes(axes: int, sizes: Sequence[int] = (1, 2, 3, 4)) -> Iterator[tuple[int
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_every_shard_replicate_combination_of_one_dim(axes: int) -> None:
     lengths = range(10) if axes < 3 else (1, 5, 9)
-    choices: tuple[Placement, ...] = (Replicated(), Sharded(0))
+    choices: tuple[Placement, ...] = (None, Sharded(0))
     for mesh_shape, length in product(meshes(axes), lengths):
         for placements in product(choices, repeat=axes):
             check_layout(Layout((length,), mesh_shape, placements), left_to_right(placements))
@@ -57,7 +57,7 @@ def test_every_shard_replicate_combination_of_one_dim(axes: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 2), (5, 7), (9, 1), (2, 3, 5), (4, 0, 3)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), (4, 2), (2, 1, 3), (2, 3, 2)], ids=str)
 def test_every_shard_replicate_combination_of_several_dims(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
-    choices: tuple[Placement, ...] = (Replicated(), *(Sharded(dim) for dim in range(len(shape))))
+    choices: tuple[Placement, ...] = (None, *(Sharded(dim) for dim in range(len(shape))))
     for placements in product(choices, repeat=len(mesh_shape)):
         check_layout(Layout(shape, mesh_shape, placements), left_to_right(placements))
 
@@ -87,7 +87,7 @@ def strided_layouts() -> Iterator[tuple[Layout, list[Cut]]]:
         yield Layout((2, length), mesh, (Sharded(1, mesh[1]), Sharded(1))), [(1, 1, 1), (0, 1, 1)]
     for length, mesh in product(range(10), meshes(3, (1, 2, 3))):
         strided = Sharded(0, mesh[2])
-        yield Layout((length, 3), mesh, (Replicated(), strided, Sharded(0))), [(2, 0, 1), (1, 0, 1)]
+        yield Layout((length, 3), mesh, (None, strided, Sharded(0))), [(2, 0, 1), (1, 0, 1)]
         yield Layout((length, 4), mesh, (strided, Sharded(1), Sharded(0))), [(2, 0, 1), (0, 0, 1), (1, 1, 1)]
 
 

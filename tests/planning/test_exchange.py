@@ -15,7 +15,6 @@ from torch import Tensor
 from epload.core.pieces import Kinds
 from epload.core.placement import (
     Layout,
-    Replicated,
     Sharded,
     box_slices,
     owned_intervals,
@@ -73,7 +72,7 @@ def random_layouts(chance: random.Random, shapes: tuple[Shape, ...], mesh: Shape
             tuple(
                 Sharded(chance.randrange(len(shape)), chance.choice((1, 1, 1, 2)))
                 if shape and chance.random() < 0.7
-                else Replicated()
+                else None
                 for _ in mesh
             ),
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epload import Manifest, Mapping
-from epload.core.placement import Layout, Placement, Replicated, Sharded
+from epload.core.placement import Layout, Placement, Sharded
 from epload.model.targets import Targets
 from epload.planning.plan import make_plan
 from support.shards import Coordinate
@@ -43,7 +43,7 @@ def targets_of(
         targets.dtypes.append(dtype)
         targets.layout.append(number)
         targets.index[name] = number
-        default = tuple(Replicated() for _ in mesh_shape)
+        default = tuple(None for _ in mesh_shape)
         targets.layouts.append(Layout(shape, mesh_shape, (placements or {}).get(name, default)))
         targets.coordinates.append(coordinate)
     return targets

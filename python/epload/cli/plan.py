@@ -90,7 +90,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
     modes = []
     for readers in READERS:
         of_mode = make_plan(manifest, targets, mapping, wave // per_wave[readers])
-        moved = traffic(of_mode.sizes, per_wave[readers], nodes, readers)
+        received, sent = traffic(of_mode.sizes, per_wave[readers], nodes, readers)
         modes.append(
             {
                 "readers": readers,
@@ -98,8 +98,8 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
                 "bucket_bytes": of_mode.largest,
                 "staging": 0 if readers == "every" else 2 * wave_bytes(of_mode, per_wave[readers]),  # of a node
                 "read": read.get(readers, payload),  # by all ranks together
-                "received": moved.received,  # by each node from other nodes
-                "sent": moved.sent,
+                "received": received,  # by each node from other nodes
+                "sent": sent,
             }
         )
     all_read = manifest.locations is not None or last == 0

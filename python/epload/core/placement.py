@@ -19,11 +19,6 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """Every rank of the mesh axis has the whole tensor."""
-
-
-@dataclass(frozen=True)
 class Sharded:
     """The mesh axis shards ``dim`` as torch.chunk does.
 
@@ -36,7 +31,8 @@ class Sharded:
     split_factor: int = 1
 
 
-Placement = Replicated | Sharded
+Placement = Sharded | None
+"""None: every rank of the mesh axis has the whole tensor."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
-from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
@@ -33,7 +32,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     topology, router, device = resources.topology, resources.router, load.inputs.device
     control, shared = topology.control, False
     if router.stages_on_host(device, load.readers):
-        memory = resources.reserve_memory(wave_bytes(load.plan, load.per_wave))
+        memory = resources.reserve_memory(load.wave_bytes)
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
     route = router.resolve(device, load.readers, shared)

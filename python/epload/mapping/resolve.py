@@ -68,7 +68,7 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
     """
     if manifest.quantization is not None or set(FP8).isdisjoint(manifest.kinds.dtypes):
         return manifest
-    config = getattr(unwrap(model, ()).model, "config", None)
+    config = getattr(unwrap(model, ())[0], "config", None)
     declared: Any = getattr(config, "quantization_config", None)
     if hasattr(declared, "to_dict"):
         declared = declared.to_dict()

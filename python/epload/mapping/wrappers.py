@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +34,12 @@ NamePairs = tuple[tuple[str, str], ...]
 _DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 
 
-class Unwrapped(NamedTuple):
-    """The model inside all wrappers."""
+def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[Rename, ...], NamePairs]:
+    """Returns the model inside all wrappers, the renames from the wrapped model's names to its own, and the tensors of it of
+    which a wrapper has made copies, each with its copy, by their names without wrappers.
 
-    model: nn.Module
-    aliases: tuple[Rename, ...]
-    """Renames from the wrapped model's names to the inner model's."""
-    ties: NamePairs
-    """Tensors of the inner model and the copies that a wrapper has made of them, as pairs of names without wrappers."""
-
-
-def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
-    """Looks through all wrappers. ``names`` are those of the model's tensors."""
+    ``names``: of the wrapped model's tensors.
+    """
     inner: Any = model
     aliases, adapted = [*wrapper_aliases(model, names)], False
     while (
@@ -72,7 +66,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> Unwrapped:
         pairs = [pair for pair in zip(TRAINED_COPY.apply(copies), copies, strict=True) if pair[0] in originals]
         ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs]
         aliases.append(original_module)
-    return Unwrapped(inner, tuple(aliases), tuple(ties))
+    return inner, tuple(aliases), tuple(ties)
 
 
 def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:

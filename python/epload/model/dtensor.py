@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
-from epload.core.placement import Layout, Placement, Replicated, Sharded, owned_shape
+from epload.core.placement import Layout, Placement, Sharded, owned_shape
 from epload.errors import ModelMismatch
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -152,8 +152,8 @@ def _order_problem(name: str, mesh: DeviceMesh, axis: int) -> str:
 def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh) -> Placement:
     """Returns the placement along FSDP's axis: it shards each shard that the axes to its right make of the same dim."""
     placement = placements[axis]
-    if isinstance(placement, Replicated):
-        return placement
+    if placement is None:
+        return None
     axes = range(axis + 1, len(placements))
     return Sharded(
         placement.dim, prod(mesh.size(a) for a in axes if getattr(placements[a], "dim", None) == placement.dim)
@@ -162,7 +162,7 @@ def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh)
 
 def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placement:
     if isinstance(placement, Replicate):
-        return Replicated()
+        return None
     # Some torch versions derive _StridedShard from Shard and some do not. Both have dim; only _StridedShard has split_factor.
     split_factor = getattr(placement, "split_factor", None)
     if isinstance(placement, Shard) or split_factor is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -28,21 +28,11 @@ _MAX_LISTED = 5
 """Names in an error message."""
 
 
-class ModelState(NamedTuple):
-    """The tensors of a model."""
-
-    entries: list[NamedTensor]
-    """The tensors of its state dict."""
-    unsaved_buffers: set[str]
-    """Names of its non-persistent buffers that have storage."""
-    unsaved_meta: dict[str, Tensor]
-    """The meta tensors that are not in the state dict."""
-    plain: bool
-    """True if no module has custom loading or customizes its state dict."""
-
-
-def read_state(model: nn.Module, modules: Modules, filled: bool) -> ModelState:
-    """Reads a model's tensors.
+def read_state(
+    model: nn.Module, modules: Modules, filled: bool
+) -> tuple[list[NamedTensor], set[str], dict[str, Tensor], bool]:
+    """Returns the tensors of a model's state dict, the names of its non-persistent buffers that have storage, the meta tensors
+    that are not in the state dict, and True if no module has custom loading or customizes its state dict.
 
     If no module customizes its state dict, takes the tensors from the modules directly, a fifth of the time of
     ``state_dict()``. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
@@ -62,7 +52,7 @@ def read_state(model: nn.Module, modules: Modules, filled: bool) -> ModelState:
     saved = {id(tensor) for _, tensor in entries} if unsaved else set()  # perhaps under another name
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
-    return ModelState(entries, unsaved_buffers, unsaved_meta, plain)
+    return entries, unsaved_buffers, unsaved_meta, plain
 
 
 def custom_modules(modules: Modules) -> tuple[list[NamedModule], list[NamedModule]]:
@@ -77,14 +67,13 @@ def own_tensors(modules: Modules) -> tuple[list[NamedTensor], list[NamedTensor]]
     saved: list[NamedTensor] = []
     unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                saved.append((prefix + name, tensor))
-        if module._buffers:
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    is_saved = name not in module._non_persistent_buffers_set
-                    (saved if is_saved else unsaved).append((prefix + name, tensor))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                saved.append((prefix + name, parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                is_saved = name not in module._non_persistent_buffers_set
+                (saved if is_saved else unsaved).append((prefix + name, buffer))
     return saved, unsaved
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from epload.core import dtypes
-from epload.core.placement import Layout, Placement, Replicated
+from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh
@@ -132,7 +132,7 @@ class Targets:
 
 
 def _describe_placement(placement: Placement) -> str:
-    if isinstance(placement, Replicated):
+    if placement is None:
         return "Replicate"
     dim, split_factor = placement.dim, placement.split_factor
     return f"Shard({dim})" if split_factor == 1 else f"_StridedShard({dim}, sf={split_factor})"
@@ -156,15 +156,15 @@ def collect(
     """
     modules = modules or Modules(model)
     modules.reshard()
-    state = read_state(model, modules, filled)
+    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
     spec = expert_parallel or ExpertParallelSpec()
-    targets = Targets(plain=state.plain, unsaved_buffers=state.unsaved_buffers, unsaved_meta=state.unsaved_meta)
+    targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
     by_storage: dict[memory.StorageKey, int] = {}
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
-    for name, tensor in state.entries:
+    for name, tensor in entries:
         number = len(targets.names)
         owner = by_id.setdefault(id(tensor), number)
         if owner == number and not isinstance(tensor, DTensor):

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from epload.planning.schedule import Flow
 from epload.planning.waves import make_waves
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that each node receives from and sends to other nodes."""
-
-    received: list[int]
-    sent: list[int]
-
-
 def traffic(
     buckets: Sequence[int], per_wave: int, nodes: Sequence[Sequence[int]], readers: str, algorithm: str = "two_level",
     src: int = 0,
-) -> Traffic:  # fmt: skip
-    """Returns the bytes over each node's link in a load whose nodes share staging buffers.
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Returns the bytes that each node receives from other nodes, and those that it sends to them, in a load whose nodes share
+    staging buffers.
 
     Args:
         buckets: bytes of each bucket, in order.
@@ -31,13 +23,13 @@ def traffic(
         algorithm: ``"two_level"`` or ``"striped"``.
         src: global rank of the source.
     """
-    moved = Traffic([0] * len(nodes), [0] * len(nodes))
+    received, sent = [0] * len(nodes), [0] * len(nodes)
     flows = [Flow(tuple(map(tuple, nodes)), rank, src, readers, algorithm, True) for node in nodes for rank in node]
     relays = [flow for flow in flows if flow.crosses and flow.rank in flow.relays]
     for wave in make_waves(buckets, per_wave) if relays else ():
         ranges = list(zip(wave.numbers, wave.begins, wave.ends, strict=True))
         for flow in relays:
             for begin, stop, source, _, target, _ in flow.steps(ranges):
-                moved.received[flow.node] += (stop - begin) * (source >= 0)
-                moved.sent[flow.node] += (stop - begin) * (target >= 0)
-    return moved
+                received[flow.node] += (stop - begin) * (source >= 0)
+                sent[flow.node] += (stop - begin) * (target >= 0)
+    return received, sent

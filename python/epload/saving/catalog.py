@@ -62,7 +62,7 @@ def catalog(
                     "the path of a checkpoint that has them, or mapping='auto'"
                 )
             kinds = [(dtypes[name], shapes[name]) for name in own]
-            names, sizes = checkpoint_form(unwrap(model, targets.index).model, dict(zip(names, kinds, strict=True)))
+            names, sizes = checkpoint_form(unwrap(model, targets.index)[0], dict(zip(names, kinds, strict=True)))
     placed = place(rules, names, sizes, shapes)
     regions = _distinct_regions(placed, targets)
     _check_covered(regions, targets)

@@ -86,7 +86,7 @@ def _config_files(
     model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None
 ) -> dict[str, bytes]:
     """Returns ``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
-    inner: Any = unwrap(model, targets.index).model
+    inner: Any = unwrap(model, targets.index)[0]
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
         return {}
     config = copy.deepcopy(inner.config)

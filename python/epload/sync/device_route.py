@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -28,11 +27,8 @@ MAX_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
 
 
-class Hop(NamedTuple):
-    """A broadcast."""
-
-    root: int
-    ranks: tuple[int, ...]
+Hop = tuple[int, tuple[int, ...]]
+"""A broadcast: its root and its ranks."""
 
 
 class DeviceRoute:
@@ -62,7 +58,7 @@ class DeviceRoute:
             for nodes, owner in product(plan.node_sets, members.senders)
         }
         """The hops of each stream's buckets: from the sender to a rank, and from there to all that need them."""
-        groups = [hops[i].ranks for i in (0, 1) for hops in self._hops.values() if len(hops[i].ranks) > 1]
+        groups = [ranks for i in (0, 1) for hops in self._hops.values() if len(ranks := hops[i][1]) > 1]
         self._disjoint_groups: list[list[tuple[int, ...]]] = []
         """The groups of all hops, in sets of which no two groups share a rank."""
         for group in dict.fromkeys(groups):
@@ -83,7 +79,7 @@ class DeviceRoute:
         ranks: list[int] = []
         for node in map(members.nodes.__getitem__, nodes):
             ranks += [node[rail]] if node in self._staging_nodes else node
-        return Hop(owner, (owner, entry)), Hop(entry, tuple(sorted(ranks)))
+        return (owner, (owner, entry)), (entry, tuple(sorted(ranks)))
 
     def _make_waves(self) -> list[Wave]:
         """All ranks take the buckets of a wave in the same order: each waits for those before only."""
