@@ -87,25 +87,26 @@ def pinning(device: torch.device) -> list[Row]:
     return rows
 
 
-def chunks(file: Path) -> list[Tensor]:
-    """The file in ranges for ``ops.read_ranges``, each a buffer's."""
+def chunks(file: Path) -> list[tuple[int, int]]:
+    """Offsets and sizes in bytes of parts of the file, each a buffer's."""
     nbytes = file.stat().st_size
-    return [torch.tensor([[0, at, 0, min(BUFFER, nbytes - at)]]) for at in range(0, nbytes, BUFFER)]
+    return [(at, min(BUFFER, nbytes - at)) for at in range(0, nbytes, BUFFER)]
 
 
 def upload_rate(file: Path, pinned: list[Tensor], threads: int, device: torch.device) -> float:
     """Bytes/s of reading the file into large buffers, each copied to the device while the next is read; the best of three."""
     there = [torch.empty_like(buffer, device=device) for buffer in pinned]
-    seconds = []
+    seconds, zero = [], torch.zeros(1, dtype=torch.int64)
     with open(file, "rb") as opened, affinity.near(device):
         for _ in range(3):
             copied = [torch.Event(device) for _ in pinned]
             began = time.perf_counter()
-            for i, part in enumerate(chunks(file)):
+            for i, (begin, nbytes) in enumerate(chunks(file)):
                 turn = i % len(pinned)
                 if i >= len(pinned):
                     copied[turn].synchronize()
-                ops.read_ranges([opened.fileno()], part, pinned[turn], threads, False)
+                origins, rows = torch.tensor([[0, begin]]), CopyTable.of_bytes(zero, zero + nbytes).rows
+                ops.read_regions([opened.fileno()], zero, zero, origins, [pinned[turn]], rows, threads, False)
                 there[turn].copy_(pinned[turn], non_blocking=True)
                 copied[turn].record()
             torch.accelerator.synchronize(device)

@@ -20,7 +20,7 @@ from epload.planning.waves import Wave
 from epload.ranks.groups import Group
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import DeviceAccess, link_obstacle
-from epload.transfer.framing import Framing
+from epload.transfer.context import TransferContext
 from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL, move_to_cpu, send_versions
@@ -86,16 +86,16 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
 
 
 def receive_flipped(rank: int, meeting: Meeting) -> str:
-    verify = Framing.verify
+    verify = TransferContext.verify
 
-    def flips(self: Framing, number: int, reader: int, bucket: torch.Tensor) -> None:
+    def flips(self: TransferContext, number: int, bucket: torch.Tensor) -> None:
         bucket[200] ^= 0x40
-        verify(self, number, reader, bucket)
+        verify(self, number, bucket)
 
     model = build("plain", 1, where=DEVICE)
     with (
         many_waves(),
-        mock.patch.object(Framing, "verify", flips),
+        mock.patch.object(TransferContext, "verify", flips),
         epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
     ):
         try:

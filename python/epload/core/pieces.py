@@ -29,11 +29,13 @@ class Kinds(NamedTuple):
         """``shapes``, ``dtypes``: one entry per tensor in each."""
         return cls(*distinct_values(shapes), *distinct_values(dtypes))
 
-    def combine(self) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
-        """Returns the distinct pairs of a shape and a dtype, in any order, and int64 [t]: which of them each tensor has."""
-        kind_of = numbered_rows([self.shape_of, self.dtype_of])
+    def combine(self, tensors: Tensor) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
+        """Returns the distinct pairs of a shape and a dtype of tensors (int64 [n], their numbers), in any order, and int64 [n]:
+        which of them each has."""
+        shape_of, dtype_of = self.shape_of[tensors], self.dtype_of[tensors]
+        kind_of = numbered_rows([shape_of, dtype_of])
         first = first_of_each(kind_of)
-        numbers = zip(self.shape_of[first].tolist(), self.dtype_of[first].tolist(), strict=True)
+        numbers = zip(shape_of[first].tolist(), dtype_of[first].tolist(), strict=True)
         return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in numbers], kind_of
 
 

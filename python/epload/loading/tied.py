@@ -63,7 +63,8 @@ def _compare(checkpoint: Checkpoint, manifest: Manifest, pair: TiedPair) -> Iter
     """Compares a pair of tensors; yields the bytes that are compared at a time."""
     numbers = pair.loaded, pair.skipped
     first_key, second_key = (manifest.names[number] for number in numbers)
-    tie = f"the model ties {' and '.join(pair.names)}, but in {manifest.source} {first_key} and {second_key} have"
+    first_name, second_name = pair.names
+    tie = f"the model ties {first_name} and {second_name}, but in {manifest.source} {first_key} and {second_key} have"
     fix = "Set tie_word_embeddings=False in the model's config before building it, or remove one of them from the checkpoint"
     if manifest.shapes[numbers[0]] != manifest.shapes[numbers[1]]:
         raise ModelMismatch(f"{tie} different shapes. {fix}")

@@ -166,9 +166,9 @@ def _fill_buckets(manifest: Metadata, tensors: Tensor, bucket_bytes: int) -> tup
         The pieces in the order of the buckets, see :class:`Pieces` (int64 [n, 4]); the bucket of each, ascending (int64 [n]);
         and the bytes of each bucket.
     """
-    kinds, kind_of = manifest.kinds.combine()
+    kinds, kind_of = manifest.kinds.combine(tensors)
     extents = [_C.extent_of(shape, dtype.itemsize, bucket_bytes - HEADER_BYTES) for shape, dtype in kinds]
-    raw = to_raw(kind_of[tensors])
+    raw = to_raw(kind_of)
     columns, sizes = _C.plan_buckets(extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, raw)
     number, tensor_offset, bucket, bucket_offset, nbytes = map(from_raw, columns)
     return torch.stack([tensors[number], tensor_offset, bucket_offset, nbytes], 1), bucket, sizes
