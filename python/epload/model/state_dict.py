@@ -39,8 +39,23 @@ def read_state(
     """
     for cls, prefix in modules.classes.items():
         _check_supported(prefix[:-1] or "the model", cls)
-    customized, custom_loading = custom_modules(modules)
-    entries, unsaved = own_tensors(modules)
+    own_state = {cls for cls in modules.classes if _has_own_state(cls)}
+    customized: list[NamedModule] = []
+    custom_loading: list[NamedModule] = []
+    entries: list[NamedTensor] = []
+    unsaved: list[NamedTensor] = []
+    for prefix, module in modules.named:
+        if module._state_dict_hooks or type(module) in own_state:
+            customized.append((prefix, module))
+        if _custom_loading(module):
+            custom_loading.append((prefix, module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                entries.append((prefix + name, parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                is_saved = name not in module._non_persistent_buffers_set
+                (entries if is_saved else unsaved).append((prefix + name, buffer))
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
@@ -53,28 +68,6 @@ def read_state(
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
     return entries, unsaved_buffers, unsaved_meta, plain
-
-
-def custom_modules(modules: Modules) -> tuple[list[NamedModule], list[NamedModule]]:
-    """Returns the modules that customize their state dict, and those that customize how it is loaded."""
-    own_state = {cls for cls in modules.classes if _has_own_state(cls)}
-    customized = [named for named in modules.named if named[1]._state_dict_hooks or type(named[1]) in own_state]
-    return customized, [named for named in modules.named if _custom_loading(named[1])]
-
-
-def own_tensors(modules: Modules) -> tuple[list[NamedTensor], list[NamedTensor]]:
-    """Returns the parameters and persistent buffers of all modules, and their other buffers."""
-    saved: list[NamedTensor] = []
-    unsaved: list[NamedTensor] = []
-    for prefix, module in modules.named:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                saved.append((prefix + name, parameter))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                is_saved = name not in module._non_persistent_buffers_set
-                (saved if is_saved else unsaved).append((prefix + name, buffer))
-    return saved, unsaved
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
