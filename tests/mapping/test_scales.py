@@ -13,12 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import epload
 from epload import CheckpointError, ModelMismatch
-from support.checks import as_bytes
+from support import ranks
+from support.checks import all_fine, as_bytes, local_of
 from support.fp8 import BF16, FP8, Tree
+from support.models import mesh
 
 GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 MX: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +99,16 @@ def test_every_exponent(tmp_path: Path) -> None:
     for stored, config in ((scale, MX["mxfp8"][1]), (scale.view(torch.float8_e8m0fnu), declare(1, 32))):
         got = load(write(tmp_path, {"w": value, "w_scale_inv": stored}, config), 8, 1024)
         assert torch.equal(as_bytes(got), as_bytes(full))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("kind", [FP8, torch.float8_e5m2])
+def test_float_scales_are_factors_in_an_mx_checkpoint_too(
+    dtype: torch.dtype, kind: torch.dtype, tmp_path: Path
+) -> None:
+    value, scale = fp8(6, 128, dtype=kind), (torch.rand(6, 4) + 0.1).to(dtype)
+    got = load(write(tmp_path, {"w": value, "w_scale_inv": scale}, MX["ue8m0"][1]), 6, 128)
+    assert torch.equal(got, (value.float() * expand(scale.float(), (1, 32), (6, 128))).to(BF16))
 
 
 @pytest.mark.parametrize("config", [None, declare(1, 32), {"quantization_config": {"quant_method": "fp8"}}, {}])
@@ -309,3 +323,56 @@ def test_a_malformed_configuration(case: str, tmp_path: Path) -> None:
         load(write(tmp_path, {"w": VALUE, "w_scale_inv": SCALE}, MALFORMED[case]), 192, 64)
     for other in ({}, {"mask": torch.ones(3, dtype=torch.uint8)}):
         assert torch.equal(load(write(tmp_path, {"w": RIGHT, **other}, MALFORMED[case]), 192, 64, strict=False), RIGHT)
+
+
+def _load_on_ranks(rank: int, folder: Path) -> list[str]:
+    problems = []
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    cases = {
+        "mx": (MX["mxfp8"][1], (1, 32), torch.arange(110, 110 + 200 * 5).remainder(150).byte().reshape(200, 5)),
+        "ragged": (declare(96, 64), (96, 64), torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) + 0.1),
+    }
+    value = fp8(200, 160)
+    for name, (config, block, scale) in cases.items():
+        factors = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
+        right = (value.float() * expand(factors, block, (200, 160))).to(BF16)
+        if rank == 0:
+            write(folder, {"w": value, "w_scale_inv": scale}, config)
+        torch.distributed.barrier()
+        for readers in ("one", "every", "partitioned"):
+            loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=8192, progress=False)
+            fsdp, tensor_parallel = (Tree({"w": right}) for _ in range(2))
+            fully_shard(fsdp, mesh=mesh(("all", 4)))
+            tensor_parallel.w = nn.Parameter(distribute_tensor(tensor_parallel.w, mesh(("tp", 4)), [Shard(1)]))
+            for model in (fsdp, tensor_parallel):
+                loader.load(model, folder)
+                got = model.state_dict()["w"]
+                wanted = local_of(distribute_tensor(right, got.device_mesh, got.placements))
+                if not torch.equal(as_bytes(local_of(got)), as_bytes(wanted)):
+                    problems.append(f"{name}, readers={readers}, {got.placements}")
+        torch.distributed.barrier()
+    return problems
+
+
+def test_ranks_take_the_declaration_of_the_one_that_reads(tmp_path: Path) -> None:
+    all_fine(ranks.run(4, _load_on_ranks, tmp_path))
+
+
+def _reload(rank: int, folder: Path) -> list[str]:
+    """The same tensors under another configuration, with the same loader."""
+    problems = []
+    loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), progress=False)
+    model = Tree({"w": torch.empty(192, 64, dtype=BF16)})
+    for block in ((96, 64), (128, 64), (96, 64), (96, 128)):
+        if rank == 0:
+            write(folder, {"w": VALUE, "w_scale_inv": SCALE}, declare(*block))
+        torch.distributed.barrier()
+        loader.load(model, folder)
+        if not torch.equal(model.w, (VALUE.float() * expand(SCALE, block, (192, 64))).to(BF16)):
+            problems.append(str(block))
+        torch.distributed.barrier()
+    return problems
+
+
+def test_another_declaration_of_the_same_tensors(tmp_path: Path) -> None:
+    all_fine(ranks.run(2, _reload, tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -15,7 +16,7 @@ import epload
 from epload import LocalModules, Mapping, OuterShard
 from epload.mapping import Concatenate, Convert, Rename, Stack
 from support import ranks
-from support.checks import all_fine, as_bytes, local_of
+from support.checks import all_fine, as_bytes, full_values, local_of
 from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
 from support.models import mesh, on_meta
 
@@ -197,3 +198,40 @@ def _mistakes(rank: int, folder: Path) -> list[str]:
 def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
     store(tmp_path)
     all_fine(ranks.run(4, _mistakes, tmp_path))
+
+
+# ---- pipeline stages ----
+
+
+class Stages(nn.Module):
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 5) for i in layers})
+        if 0 in layers:
+            self.embed = nn.Embedding(7, 3)
+
+
+def _pipeline(rank: int, folder: Path) -> list[str]:
+    """Two stages of two ranks each; FSDP inside a stage."""
+    stages = [range(3), range(3, 5)]
+    on = mesh(("pp", 2), ("fsdp", 2))["fsdp"]
+    whole = full_values(on_meta(lambda: Stages(range(5))))
+    problems = []
+    for readers in ("one", "every"):
+        model = on_meta(lambda: Stages(stages[rank // 2]))
+        fully_shard(model, mesh=on)
+        nodes = epload.Topology.from_nodes([[0, 1], [2, 3]])
+        stage = epload.HierarchicalLoader(nodes, readers=readers, bucket_bytes=700, progress=False)
+        report = stage.load(model, folder / "all.safetensors", local_modules=[LocalModules("")])
+        for name, tensor in model.state_dict().items():
+            part = whole[name].chunk(2)[rank % 2]
+            if not torch.equal(as_bytes(local_of(tensor)), as_bytes(part)):
+                problems.append(f"{readers}: {name} differs")
+        if report.missing_keys or report.unexpected_keys:
+            problems.append(str(report))
+    return problems
+
+
+def test_pipeline_stages(tmp_path: Path) -> None:
+    save_file(full_values(on_meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
+    all_fine(ranks.run(4, _pipeline, tmp_path))

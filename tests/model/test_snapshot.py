@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
 from epload.model.devices import Devices, devices_of
+from epload.model.materialize import materialize
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
@@ -36,7 +37,9 @@ class Small(nn.Module):
         self.head.weight = self.embed.weight
         self.relu = nn.ReLU()
         self.inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+        self.absent = None
         self.register_buffer("saved", torch.zeros(2))
+        self.register_buffer("other", torch.zeros(3))
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
 
 
@@ -44,15 +47,19 @@ def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
     return (
         read is not None
         and read[0].matches(collected)
+        and read[0].unsaved_meta == collected.unsaved_meta
         and [id(t) for t in read[0].tensors] == [id(t) for t in collected.tensors]
         and read[1] == devices_of(collected, set(), [])
     )
 
 
-def snapshot_of(model: nn.Module) -> Snapshot:
+def snapshot_of(model: nn.Module, load: Callable[[Targets], object] = lambda _: None) -> Snapshot:
+    """The snapshot that a load takes, which changes the model in between."""
     modules = Modules(model)
     targets = collect(model, modules=modules)
-    return Snapshot(model, modules, targets, devices_of(targets, set(), []), None)
+    devices = devices_of(targets, set(), [])
+    load(targets)
+    return Snapshot(model, modules, targets, devices, None)
 
 
 def test_an_unchanged_model_is_read_as_collected() -> None:
@@ -64,33 +71,54 @@ def test_an_unchanged_model_is_read_as_collected() -> None:
             tensor.add_(1)
     model.eval().requires_grad_(False)
     assert same(snapshot.read(model, None), collect(model)), "values, modes and gradients are no concern"
-    assert snapshot.read(Small(), None) is None
-    assert snapshot.read(model, torch.bfloat16) is None
+
+
+def retie(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))
+
+
+def tie(model: Any) -> None:
+    model.inner[1].bias = model.inner[1].weight
 
 
 def rename(model: Any) -> None:
     model.inner[1]._parameters["scale"] = model.inner[1]._parameters.pop("weight")
 
 
+def other_size(model: Any) -> None:
+    model.inner[0].weight.data = torch.zeros(4, 3)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "parameter replaced": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.zeros(3, 3))),
     "parameter removed": lambda m: setattr(m.head, "bias", None),
     "parameter renamed": rename,
-    "untied": lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(5, 3))),
-    "tied": lambda m: setattr(m.inner[1], "bias", m.inner[1].weight),
+    "untied": retie,
+    "tied": tie,
     "dtype": lambda m: m.bfloat16(),
+    "dtype of one": lambda m: m.inner[0].to(torch.float64),
     "dtype of a buffer": lambda m: setattr(m, "saved", m.saved.double()),
     "device": lambda m: m.inner[0].to("meta"),
-    "size, in place": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(4, 3)),
+    "size, in place": other_size,
+    "buffer replaced": lambda m: setattr(m, "saved", torch.zeros(2)),
     "buffer that is not saved replaced": lambda m: setattr(m, "unsaved", torch.zeros(3, device="meta")),
-    "buffer added": lambda m: m.relu.register_buffer("more", torch.zeros(1)),
+    "buffer removed": lambda m: delattr(m, "saved"),
+    "buffer added": lambda m: m.register_buffer("more", torch.zeros(1)),
+    "buffer on a module that had none": lambda m: m.relu.register_buffer("more", torch.zeros(1)),
+    "parameter on a leaf without any": lambda m: m.relu.register_parameter("more", nn.Parameter(torch.zeros(1))),
     "buffer no longer saved": lambda m: m.register_buffer("saved", m.saved, persistent=False),
     "buffer saved now": lambda m: m.register_buffer("unsaved", m.unsaved, persistent=True),
-    "child added": lambda m: m.relu.add_module("more", nn.Linear(1, 1)),
+    "child added to a leaf": lambda m: m.relu.add_module("more", nn.Linear(1, 1)),
+    "child added": lambda m: m.inner.append(nn.Linear(1, 1)),
+    "child replaced by its like": lambda m: m.inner.__setitem__(0, nn.Linear(3, 3, bias=False)),
     "child removed": lambda m: m.inner.pop(1),
+    "child emptied": lambda m: setattr(m, "relu", None),
+    "child with parameters emptied": lambda m: setattr(m, "head", None),
     "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
-    "hook": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
-    "load hook": lambda m: m.relu.register_load_state_dict_pre_hook(lambda *_: None),
+    "hook on a leaf": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
+    "hook on the root": lambda m: m.register_state_dict_post_hook(lambda *_: None),
+    "load hook on a leaf": lambda m: m.relu.register_load_state_dict_pre_hook(lambda *_: None),
+    "load hook on the root": lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
 }
 
 
@@ -104,16 +132,44 @@ def test_changes_are_noticed(change: str) -> None:
     assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
 
 
+def test_other_models_and_other_dtypes_are_not_taken_for_it() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    assert snapshot.read(Small(), None) is None
+    assert snapshot.read(model.inner, None) is None
+    assert snapshot.read(model, torch.bfloat16) is None
+    assert same(snapshot.read(model, None), collect(model))
+
+
+class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}mine"] = self.weight
+
+
 class Extra(nn.Linear):
     def get_extra_state(self) -> Any:
         return torch.zeros(1)
 
 
-def test_models_that_must_be_collected_each_time() -> None:
+@pytest.mark.parametrize("kind", [OwnState, Extra])
+def test_modules_with_a_say_in_their_state_are_always_asked(kind: type[nn.Linear]) -> None:
+    model = nn.Sequential(kind(2, 2))
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_buffers_that_nothing_fills_are_always_looked_for() -> None:
     with torch.device("meta"):
-        on_meta = Small()
-    for model in (nn.Sequential(Extra(2, 2)), on_meta):
-        assert snapshot_of(model).read(model, None) is None
+        model = Small()
+    assert collect(model).unsaved_meta.keys() == {"unsaved"}
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_what_a_load_puts_in_place_is_remembered() -> None:
+    with torch.device("meta"):
+        model = Small()
+    snapshot = snapshot_of(model, lambda targets: materialize(model, targets, torch.device("cpu")))
+    assert same(snapshot.read(model, None), collect(model))
+    assert collect(model).unsaved_buffers == {"unsaved"}
 
 
 def test_a_model_is_not_kept_alive() -> None:
@@ -126,6 +182,22 @@ def test_a_model_is_not_kept_alive() -> None:
     gc.collect()
     assert alive() is None
     assert weights() is None
+
+
+def test_scripted_modules_are_read_anew() -> None:
+    """Their containers are no dicts."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))
+    assert snapshot_of(model).read(model, None) is None
+
+
+def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
+    model = Small()
+    snapshot = snapshot_of(model)
+    places = model._modules
+    for _ in range(50):  # sooner or later at the address of the one before
+        places["relu"] = None
+        places["relu"] = nn.ReLU()
+        assert snapshot.read(model, None) is None
 
 
 # ---- on ranks ----
@@ -153,6 +225,9 @@ def reparallelized(rank: int) -> list[str]:
     check("to dtype", net, lambda: net.to(torch.bfloat16))
     mlp = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     check("parallelize_module", mlp, lambda: parallelize_module(mlp, mesh, {"0": ColwiseParallel()}))
+
+    weight = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])
+    check("another placement", mlp, lambda: setattr(mlp[0], "weight", nn.Parameter(weight)))
 
     kept: list[object] = []  # so that a change is seen for itself, and not by what it lets go of
 
@@ -186,7 +261,7 @@ def after_loads(rank: int) -> list[str]:
         expected = state_for(number, dtype)  # Module.to casts buffers too
         problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
 
-    for what in ("meta", "a load"):
+    for what in ("meta", "a load", "two loads", "three"):
         load(what)
     if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, None)) is None:
         problems.append("no snapshot is in use")
@@ -195,14 +270,18 @@ def after_loads(rank: int) -> list[str]:
     weight = model.embed.weight
     model.to(torch.bfloat16)
     load("to bfloat16", torch.bfloat16)
+    load("to bfloat16, again", torch.bfloat16)
     model.to(torch.float32)
     load("to float32")
+    load("to float32, again")
     model.to_empty(device="cpu")
     load("to_empty")
     load("to_empty, again")
     fresh = nn.Parameter(torch.zeros_like(weight))
     torch.utils.swap_tensors(model.embed.weight, fresh)
     load("swap_tensors")
+    model.table = torch.zeros(5, 3)
+    load("a new buffer")
     alive = weakref.ref(model)
     model = meta_net()
     gc.collect()
