@@ -274,7 +274,6 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
         (lambda: Mapping(renames=("a", "b")), r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$"),
         (lambda: Convert("a$", ("b",)), "sources of a Convert to be a tuple of str"),
         (lambda: Convert(("a$",), ("b",), Concatenate(0)), "operations of a Convert"),
-        (lambda: Rename("a", "b", scopes="model."), "scopes of a Rename"),
     ],
 )
 def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str) -> None:
@@ -289,7 +288,6 @@ def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str)
     "make",
     [
         lambda: Rename("(a", "b"),
-        lambda: Rename("a", "b", when="*"),
         lambda: Rename("(a)", r"\2"),
         lambda: Rename("(a)", r"\g<layer>"),
         lambda: Convert(("a", "b["), ("c",)),

@@ -16,34 +16,22 @@ class Rename:
 
     source: str
     target: str
-    scopes: tuple[str, ...] = ()
-    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
-    when: str = ""
-    """Regular expression. Unless empty, the rule applies only if it matches some key of the checkpoint (within ``scopes``)."""
     shift: int = 0
     """Added to the integer that the first group of ``source`` matches."""
     divide: int = 1
     """Divides that integer, after the shift, rounding down."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a pattern is not a regular expression, ``target`` refers to a group that it lacks, or
-        ``divide`` is less than 1, and TypeError if ``scopes`` is not a tuple of strings."""
-        check_tuples(self, scopes=str)
+        """Raises ValueError if ``source`` is not a regular expression, ``target`` refers to a group that it lacks, or
+        ``divide`` is less than 1."""
         if self.divide < 1:
             raise ValueError(f"expected divide to be at least 1, got {self}")
         _check(self, (self.source,), (self.target,))
-        _check(self, (self.when,), ())
 
     def apply(self, names: Sequence[str]) -> list[str]:
         """Returns all names; those that match are renamed."""
-        parts = [split_scope(name, self.scopes) for name in names]
-        if self.when and not any(prefix is not None and re.search(self.when, rest) for prefix, rest in parts):
-            return list(names)
         search = re.compile(self.source).search
-        return [
-            prefix + self._replace(rest, match) if prefix is not None and (match := search(rest)) else name
-            for name, (prefix, rest) in zip(names, parts, strict=True)
-        ]
+        return [self._replace(name, match) if (match := search(name)) else name for name in names]
 
     def _replace(self, name: str, match: re.Match[str]) -> str:
         target = self.target

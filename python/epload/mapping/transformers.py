@@ -104,8 +104,9 @@ class LibraryRename(Rename):
 
     @classmethod
     def of(cls, transform: Any) -> LibraryRename:
-        identity = type(transform).__name__, transform.target_patterns, getattr(transform, "offset", 0)
-        return cls(transform.compiled_sources.pattern, repr(identity), _scopes(transform), transform=transform)
+        offset = getattr(transform, "offset", 0)
+        identity = type(transform).__name__, transform.target_patterns, offset, _scopes(transform)
+        return cls(transform.compiled_sources.pattern, repr(identity), transform=transform)
 
     def __post_init__(self) -> None:
         """Checks nothing, since the patterns are the library's."""
