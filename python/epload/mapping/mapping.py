@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epload.core.views import View
 from epload.mapping.operations import Operation
@@ -97,6 +97,9 @@ class Mapping:
     only: tuple[tuple[str, str], ...] = ()
     """Pairs of checkpoint key and model name. Unless empty, tensors of the model that are not listed are not expected in the
     checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
+    places: tuple[tuple[tuple[str, View], ...], ...] | None = field(default=None, compare=False, repr=False)
+    """Places of each checkpoint tensor in one rank's model, as :func:`epload.mapping.place.place` returns them, where they are
+    known; the rules then do not count."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a pattern of keys to ignore is not a regular expression, and TypeError if a field is not a tuple
@@ -108,14 +111,6 @@ class Mapping:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"expected regular expressions of keys to ignore, got {pattern!r}: {error}") from error
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Placed(Mapping):
-    """A mapping whose result is known for one checkpoint and one rank's model."""
-
-    places: tuple[tuple[tuple[str, View], ...], ...] = ()
-    """Places of each checkpoint tensor, as :func:`epload.mapping.place.place` returns them."""
 
 
 def ignored_keys(
@@ -170,12 +165,12 @@ def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:
 
 def check_tuples(rule: object, **kinds: type) -> None:
     """Raises TypeError if a field of a rule is not a tuple (or a list) of a type. A string would be taken for many."""
-    for field, kind in kinds.items():
-        value = getattr(rule, field)
+    for name, kind in kinds.items():
+        value = getattr(rule, name)
         if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
             hint = f"; write ({value!r},)" if isinstance(value, kind) else ""
             raise TypeError(
-                f"expected {field} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"
+                f"expected {name} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"
             )
 
 

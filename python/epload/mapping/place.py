@@ -11,7 +11,7 @@ from typing import NamedTuple
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import ConversionGroup, incompleteness, match_conversions
-from epload.mapping.mapping import Mapping, Placed, apply_renames, rename_keys
+from epload.mapping.mapping import Mapping, apply_renames, rename_keys
 from epload.mapping.operations import TensorLists
 
 Place = tuple[str, View]
@@ -45,7 +45,7 @@ def place(
 
     Raises ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
     rules that match nothing. Names the keys."""
-    if isinstance(mapping, Placed):
+    if mapping.places is not None:
         return list(mapping.places)
     placer = _Placer(mapping, names, shapes, targets)
     placer.run()
@@ -62,7 +62,7 @@ def place(
 
 def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[str, Shape]) -> dict[str, list[str]]:
     """Returns the names of the model that tensors of each of these names would fill, whatever their shapes."""
-    if isinstance(mapping, Placed):
+    if mapping.places is not None:
         return {name: [] for name in names}
     placer = _Placer(mapping, names, [()] * len(names), targets)
     groups, others, renamed = placer.match()

@@ -9,19 +9,14 @@ import select
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
 
-
-class _Process(NamedTuple):
-    rank: int
-    pid: int
-    start: str
-    """Time at which it started, which together with its id is unique in its namespace."""
+_Process = tuple[int, int, str]
+"""A rank, the id of its process, and the time at which that started, which together with the id is unique in its namespace."""
 
 
 class Processes:
@@ -65,7 +60,7 @@ class Processes:
                 self._seen = number
                 if key != self._own_key:
                     rank, pid, start = value.decode().split()
-                    self._unwatched.append(_Process(int(rank), int(pid), start))
+                    self._unwatched.append((int(rank), int(pid), start))
 
     def wait(self, others: Mapping[int, int], seconds: float) -> None:
         """Sleeps until a process ends, another file descriptor is ready, or ``seconds`` have passed. For one thread.
@@ -89,21 +84,22 @@ class Processes:
                 os.close(fd)
 
     def _end(self, process: _Process) -> None:
-        self.ended = {**self.ended, process.rank: process.pid}
+        self.ended = {**self.ended, process[0]: process[1]}
 
     def _watch(self, process: _Process) -> None:
         """Watches a process, unless the system does not allow that."""
         if not hasattr(os, "pidfd_open"):
             return
+        _, pid, start = process
         try:
-            fd = os.pidfd_open(process.pid)
+            fd = os.pidfd_open(pid)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
             if error.errno == errno.ESRCH:
                 self._end(process)
             return
-        if _start_time(process.pid) == process.start:
+        if _start_time(pid) == start:
             self._watched[fd] = process
         else:  # the process id has been reused
             os.close(fd)

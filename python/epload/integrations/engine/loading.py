@@ -11,7 +11,7 @@ from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.integrations.read_tensor import read_tensor
 from epload.loading.loader import HierarchicalLoader
-from epload.mapping.mapping import Placed
+from epload.mapping.mapping import Mapping
 from epload.ranks.control import Control
 from epload.ranks.membership import membership
 from epload.ranks.topology import Topology
@@ -58,7 +58,7 @@ def load_engine(
         if any(recording.regions):
             _, rank, _ = membership(None)
             alone = Topology([[rank]], None, rank, Control(None, (rank,), rank))
-            mapping = Placed(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
+            mapping = Mapping(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
             # Through the page cache, so that the disk reads once what several ranks of a machine read.
             with HierarchicalLoader(
                 alone, src=rank, readers="every", direct_io=False, verify=verify, progress=progress
