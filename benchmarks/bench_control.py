@@ -21,7 +21,7 @@ import torch
 
 from control_bed import FIRST_ROUNDS, RELOAD_ROUNDS, Bed, Cluster, Rank, Sample, preload
 from costs import StoreRates, agreement
-from epload.ranks.rounds import decide_on_reports, encode_report
+from epload.ranks.rounds import encode_report, reduce_reports
 from store_replay import replay
 from summary import facts
 from tables import DATA, Table, provenance, seconds, write
@@ -212,7 +212,7 @@ def coordinator_seconds(ranks: int) -> float:
     taken = []
     for _ in range(5):
         began = time.perf_counter()
-        decide_on_reports("the round", json.loads(text), lambda views: len({view["number"] for view in views.values()}))
+        reduce_reports("the round", json.loads(text), lambda views: len({view["number"] for view in views.values()}))
         taken.append(time.perf_counter() - began)
     return min(taken)
 

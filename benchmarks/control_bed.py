@@ -160,7 +160,7 @@ class Rank:
 
     def round(self, view: Any, last: bool) -> None:
         began = time.monotonic()
-        self.control.settle("the round", None, view, lambda views: len(views), last=last)
+        self.control.agree("the round", None, view, lambda views: len(views), last=last)
         self.rounds.append((began, time.monotonic()))
 
     def load(self, rounds: int, late: float = 0.0) -> None:

@@ -156,10 +156,10 @@ def _check_same_list(control: Control, tensors: list[Tensor], options: str, fail
         return [rank for rank, digest in digests.items() if digest != digests[first]]
 
     with control.guard():
-        differing = control.settle("coalesced_bcast", failure, digest, differing_ranks)
+        differing = control.agree("coalesced_bcast", failure, digest, differing_ranks)
         if differing:
             view = lines if control.rank in (first, differing[0]) else None
-            difference = control.settle("coalesced_bcast", None, view, _first_difference)
+            difference = control.agree("coalesced_bcast", None, view, _first_difference)
             raise ManifestMismatch(f"coalesced_bcast: expected the same arguments on every rank, but {difference}")
     control.agreed.add(digest)
 

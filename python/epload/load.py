@@ -203,11 +203,11 @@ def _agree_on_values(
 
     opened = Attempt(read)
     view = opened.value[2] if opened.failure is None else None
-    contents: dict[str, str] = control.settle("reading values", opened.failure, view, choose)
+    contents: dict[str, str] = control.agree("reading values", opened.failure, view, choose)
     flat, source, (names, _) = opened.value
     missing = [name for name in names if name not in contents]
     values = Attempt(load_values)
-    control.settle("reading values", values.failure, last=True)
+    control.agree("reading values", values.failure, last=True)
     return flat, source, values.value, missing
 
 

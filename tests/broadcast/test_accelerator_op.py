@@ -219,7 +219,7 @@ class Scene:
             tensors, 0, self.route.inter_group, self.route.intra_group, 1000, "two_level", self.given
         )
 
-    def settle(self, stream: torch.Stream, broken: bool) -> None:
+    def agree(self, stream: torch.Stream, broken: bool) -> None:
         """Lets a broken library do its harm. The right one is still waiting, as it should, after any time."""
         until = time.monotonic() + (20 if broken else 0.01)
         while not stream.query() and time.monotonic() < until:
@@ -238,7 +238,7 @@ class Scene:
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value, non_blocking=True)
                 self.call(tensors)
-                self.settle(self.given, broken)
+                self.agree(self.given, broken)
             return self.equal(tensors, salt + 1)
 
     def exit_wait(self, salt: int, broken: bool) -> bool:
@@ -250,7 +250,7 @@ class Scene:
                 read = [t.clone() for t in tensors]
                 for tensor in tensors:
                     tensor.fill_(7.0)
-                self.settle(self.caller, broken)
+                self.agree(self.caller, broken)
             return self.equal(read, salt)
 
     def allocation(self, salt: int, broken: bool) -> bool:
@@ -272,7 +272,7 @@ class Scene:
         for stream in streams:
             fakedev.hold(stream)
         self.call(tensors)
-        self.settle(self.given, broken)
+        self.agree(self.given, broken)
         for stream in streams:
             fakedev.release(stream)
         return self.equal(tensors, salt)

@@ -45,16 +45,16 @@ WAYS = (
 _READS = ("fill", "read_regions")
 _MOVES = ("relay", "coalesced_bcast")
 _WRITES = ("unpack", "read")
-_ALL = (*_READS, *_MOVES, "unpack", "settle")
+_ALL = (*_READS, *_MOVES, "unpack", "agree")
 _OWNERS: dict[str, Any] = {
     **dict.fromkeys(_READS, FileCheckpoint), **dict.fromkeys(_WRITES, Local), **dict.fromkeys(("make", "register"), Group),
-    "settle": Control, "join_nodes": Control, "close_registry": Processes, "start": Thread,
+    "agree": Control, "join_nodes": Control, "close_registry": Processes, "start": Thread,
 }  # fmt: skip
 """Owners of the calls, where they are not native ops."""
 _AT = {
     "unreadable": _READS, "truncated": _READS, "replaced": _READS, "slow reader": _READS,
     "slow link": _MOVES, "bit in bucket": _MOVES, "unpack": _WRITES, "out of memory": _WRITES, "bit in shard": _WRITES,
-    "kill discovering": ("settle", "close_registry", "join_nodes"), "kill making groups": ("make", "register"),
+    "kill discovering": ("agree", "close_registry", "join_nodes"), "kill making groups": ("make", "register"),
     "no threads": ("start",),
 }  # fmt: skip
 """Calls at which a kind of fault may happen; the others at any."""

@@ -33,7 +33,7 @@ IN_TIME = 4 * TIMEOUT + 20
 """Seconds that a save may take: waits of a timeout may follow one another, and this machine may be busy."""
 KINDS = ("kill", "stop", "raise", "full")
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "round": (Control, "settle", 7),
+    "round": (Control, "agree", 7),
     "write": (NewFolder, "write", 12),
     "sync": (os, "fsync", 4),
     "rename": (os, "rename", 1),

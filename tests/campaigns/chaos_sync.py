@@ -80,8 +80,8 @@ def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
     rendezvous = (SenderRendezvous, "announce") if is_trainer else (ReceiverRendezvous, "get_ready")
     places: dict[str, tuple[type, str, Callable[..., bool]]] = {
         "announce": (*rendezvous, lambda *args: True),
-        "ready": (Control, "settle", lambda control, what, *rest: what == "getting ready"),
-        "commit": (Control, "settle", lambda control, what, *rest: what == "committing the version"),
+        "ready": (Control, "agree", lambda control, what, *rest: what == "getting ready"),
+        "commit": (Control, "agree", lambda control, what, *rest: what == "committing the version"),
         # From device to device, a rank has only the waves that it takes part in.
         "data": (Engine, "_move", lambda engine, wave: wave.index == min(fault.wave, len(engine._waves) - 1)),
     }

@@ -16,9 +16,9 @@ from support.failures import raised
 
 def test_one_rank_needs_no_store() -> None:
     control = Control(None, (0,), 0)
-    assert control.settle("alone", None, [1], lambda views: views[0]) == [1]
+    assert control.agree("alone", None, [1], lambda views: views[0]) == [1]
     with pytest.raises(CheckpointError, match="broken"):
-        control.settle("alone", CheckpointError("broken"))
+        control.agree("alone", CheckpointError("broken"))
     with pytest.raises(ValueError, match="init_process_group"):
         Control(None, (0, 1), 0)
 
@@ -32,7 +32,7 @@ def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control
 
 def settle_errors(rank: int) -> list[tuple[str, str]]:
     control = make_control(rank, (0, 1, 2))
-    assert control.settle("first", None, rank, lambda views: sum(views.values())) == 3
+    assert control.agree("first", None, rank, lambda views: sum(views.values())) == 3
     cases: list[dict[int, Exception]] = [
         {1: CheckpointError("file x is short")},
         {0: ValueError("bad src")},
@@ -45,13 +45,13 @@ def settle_errors(rank: int) -> list[tuple[str, str]]:
         {0: LoadError("a"), 1: LoadError("b"), 2: LoadError("a")},
         {2: CheckpointError('text with "quotes", \n a line break and ünïcode')},
     ]
-    seen = [raised(lambda case=case: control.settle("check", case.get(rank))) for case in cases]  # type: ignore[misc]
+    seen = [raised(lambda case=case: control.agree("check", case.get(rank))) for case in cases]  # type: ignore[misc]
 
     def broken(views: dict[int, object]) -> object:
         raise ManifestMismatch(f"ranks {sorted(views)} differ")
 
-    seen.append(raised(lambda: control.settle("decide", None, rank, broken)))
-    assert control.settle("after", None, {"rank": rank}, lambda views: views[2]["rank"]) == 2
+    seen.append(raised(lambda: control.agree("reduce", None, rank, broken)))
+    assert control.agree("after", None, {"rank": rank}, lambda views: views[2]["rank"]) == 2
     return seen
 
 
@@ -90,12 +90,12 @@ def absent_rank(rank: int, absent: int) -> tuple[str, str]:
     assert dist.group.WORLD is not None
     control = make_control(rank, (0, 1, 2))
     control.timeout = timedelta(seconds=2)
-    control.settle("all here", None)
+    control.agree("all here", None)
     store = dist.group.WORLD.get_group_store()
     if rank == absent:
         store.wait([f"test/done/{other}" for other in range(3) if other != absent], timedelta(seconds=60))
-        return raised(lambda: control.settle("the manifest", None)) if absent != control.coordinator else ("", "")
-    result = raised(lambda: control.settle("the manifest", None))
+        return raised(lambda: control.agree("the manifest", None)) if absent != control.coordinator else ("", "")
+    result = raised(lambda: control.agree("the manifest", None))
     store.set(f"test/done/{rank}", "")
     return result
 
@@ -121,7 +121,7 @@ def late_to_refused_loads(rank: int) -> list[str]:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
     control = make_control(rank, (0, 1, 2), node=str(rank))
-    control.settle("all here", None)
+    control.agree("all here", None)
     refusing = (1, 0, 0)
     if rank == 2:
         store.wait(["test/others-failed"], timedelta(seconds=60))
@@ -131,11 +131,11 @@ def late_to_refused_loads(rank: int) -> list[str]:
             texts.append(control.refuse(control.next_load(), LoadError(f"refused {load}")).text)
         else:
             control.begin(timedelta(minutes=1))
-            texts.append(raised(lambda: control.settle("turn", None))[1])
+            texts.append(raised(lambda: control.agree("turn", None))[1])
     if rank == 1:
         store.set("test/others-failed", "")
     control.begin(timedelta(minutes=1))
-    control.settle("turn", None)
+    control.agree("turn", None)
     return texts
 
 

@@ -250,7 +250,7 @@ def late_interrupt(rank: int, culprit: int, place: str) -> tuple[Raised, list[st
             control, "_read", interrupted_after(control._read, lambda: control._key.endswith("outcome"))
         ),
         "heard": mock.patch.object(
-            control, "settle", interrupted_after(control.settle, lambda *_, last=False, **__: last)
+            control, "agree", interrupted_after(control.agree, lambda *_, last=False, **__: last)
         ),
     }
     with patches[place] if rank == culprit else nullcontext():

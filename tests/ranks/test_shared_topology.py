@@ -157,15 +157,15 @@ def failing_announcement(rank: int, round_: str) -> list[str]:
     """A round fails between a leader's announcement of memory and the end of it: another rank was interrupted in it."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
     before = len(memfds())
-    settle = Control.settle
+    agree = Control.agree
 
     def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
         if what == round_:
             raise MemoryError("no room for a round")
-        return settle(self, what, *args, **options)
+        return agree(self, what, *args, **options)
 
     model = meta_net()
-    with mock.patch.object(Control, "settle", interrupted) if rank == 3 else nullcontext():
+    with mock.patch.object(Control, "agree", interrupted) if rank == 3 else nullcontext():
         error = error_of(lambda: loader.load(model, only_readers(state_for(1), "one")))
     problems = [] if error.startswith("LoadError") and "no room for a round" in error else [error]
     if len(memfds()) != before:

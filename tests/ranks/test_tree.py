@@ -32,7 +32,7 @@ def run(nodes: list[list[int]], action: Callable[[Control], Any]) -> tuple[dict[
             control = Control(store, ranks, rank)
             control.timeout = timedelta(minutes=1)
             control.join_nodes(nodes, f"test-{server.port}")
-            control.settle("all are here", None)
+            control.agree("all are here", None)
             counts[rank].clear()
             results[rank] = action(control)
         except Exception as error:
@@ -57,7 +57,7 @@ def sum_of_ranks(control: Control) -> list[int]:
         with control.guard():
             for turn in range(2):
                 found.append(
-                    control.settle("turn", None, control.rank, lambda views: sum(views.values()), last=turn == 1)
+                    control.agree("turn", None, control.rank, lambda views: sum(views.values()), last=turn == 1)
                 )
         assert number < 3
     return found
@@ -86,7 +86,7 @@ def absent(control: Control, ranks: tuple[int, ...], ended: threading.Barrier) -
     result = "", 0.0
     if control.rank not in ranks:
         with pytest.raises(LoadError) as raised, control.guard():
-            control.settle("the step", None)
+            control.agree("the step", None)
         result = str(raised.value), time.monotonic() - began
     ended.wait(30)
     return result

@@ -140,18 +140,18 @@ def fork_a_child() -> None:
 @contextmanager
 def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
     """``action`` is called when this rank comes to a step of a load."""
-    settle = Control.settle
+    agree = Control.agree
 
     def settle_or_act(self: Control, what: str, *args: Any, **options: Any) -> Any:
         if what == step:
             action()
-        return settle(self, what, *args, **options)
+        return agree(self, what, *args, **options)
 
     with ExitStack() as stack:
         if step == "making groups":
             for place in (dist, dist.distributed_c10d):
                 stack.enter_context(mock.patch.object(place, "ProcessGroupGloo", action))
-        stack.enter_context(mock.patch.object(Control, "settle", settle_or_act))
+        stack.enter_context(mock.patch.object(Control, "agree", settle_or_act))
         yield
 
 

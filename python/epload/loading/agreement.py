@@ -99,7 +99,7 @@ class Agreement:
         opened = Attempt(open_own)
         message = opened.value[1] if opened.failure is None else None
         opening = Opening(
-            **self._control.settle("opening the checkpoint", opened.failure, message, self._decide_opening)
+            **self._control.agree("opening the checkpoint", opened.failure, message, self._reduce_openings)
         )
         self._topology.groups.agree(opening.groups)
         return opened.value[0], opening
@@ -124,7 +124,7 @@ class Agreement:
         content = b64encode(manifest.compact).decode() if len(self._topology.ranks) > 1 else ""
         return replace(message, identity=manifest.identity, provenance=manifest.provenance, content=content)
 
-    def _decide_opening(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _reduce_openings(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Runs on the coordinator."""
         messages = {rank: Opening(**view) for rank, view in views.items()}
         check_same_loader({rank: message.loader for rank, message in messages.items()})
@@ -177,7 +177,7 @@ class Agreement:
         reads, claims = inputs.checkpoint is not None, mesh_claims(inputs.targets, {*self._topology.ranks})
         message = asdict(PlanMessage(fingerprint, reads, nbytes, claims))
         decision = PlanDecision(
-            **self._control.settle("planning", drafted.failure, message, self._compare_plans, patience=2)
+            **self._control.agree("planning", drafted.failure, message, self._compare_plans, patience=2)
         )
         if not decision.same:
             self._raise_disagreement(inputs, drafted.value, planned.failure)
@@ -227,10 +227,10 @@ class Agreement:
     def _raise_disagreement(self, inputs: LocalInputs, draft: Draft, failure: Exception | None) -> None:
         """Raises on every rank, in rounds: some rank could not plan, or the plans differ."""
         # A file that was replaced between two ranks' opening it is why they differ.
-        self._control.settle("planning", Attempt(inputs.check_unchanged).failure)
+        self._control.agree("planning", Attempt(inputs.check_unchanged).failure)
         explain_difference(self._control, draft.manifest, inputs.targets, draft.options)
         try:
-            self._control.settle("planning", failure)
+            self._control.agree("planning", failure)
         except ModelMismatch as error:
             if isinstance(failure, ModelMismatch):
                 error.copy_keys(failure)
@@ -244,7 +244,7 @@ class Agreement:
         unexpected, names = {*planned.value.unexpected} if planned.failure is None else set(), draft.manifest.names
         # What has another shape here is sent too, as is what a tie skips: harmless, and it may fit elsewhere.
         view = hex(sum(1 << i for i, name in enumerate(names) if name not in unexpected))
-        bits = int(self._control.settle("planning", planned.failure, view, _bitwise_or, patience=2), 16)
+        bits = int(self._control.agree("planning", planned.failure, view, _bitwise_or, patience=2), 16)
         return frozenset(i for i in range(len(names)) if bits >> i & 1)
 
     def _make_plan(self, draft: Draft, targets: Targets, anywhere: frozenset[int]) -> LoadPlan:

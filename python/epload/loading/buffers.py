@@ -27,7 +27,7 @@ def find_holders(control: Control, model: nn.Module, targets: Targets) -> dict[s
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if name in unsaved and not isinstance(buffer, DTensor)
     }
-    holders: dict[str, int] = control.settle("comparing buffers", None, view, _lowest_holders)
+    holders: dict[str, int] = control.agree("comparing buffers", None, view, _lowest_holders)
     return holders
 
 

@@ -46,9 +46,9 @@ def explain_difference(control: Control, manifest: Manifest, targets: Targets, o
     """Raises ManifestMismatch on every rank, in rounds, if what the ranks want to load into what differs."""
     view = _describe(manifest, targets, options)
     digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
-    speakers = control.settle("planning", None, digest, _first_of_each)
+    speakers = control.agree("planning", None, digest, _first_of_each)
     if len(speakers) > 1:
-        control.settle("planning", None, view if control.rank in speakers else None, _raise_difference)
+        control.agree("planning", None, view if control.rank in speakers else None, _raise_difference)
 
 
 def _first_of_each(digests: dict[int, str]) -> list[int]:
@@ -123,4 +123,4 @@ def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str
             "Build every DeviceMesh from the same ranks in the same order on all ranks"
         )
 
-    control.settle("planning", None, described, explain)
+    control.agree("planning", None, described, explain)

@@ -49,7 +49,7 @@ def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> 
         return names
     shared = _shared_names(inputs)
     own = [[shared[name] for name in of_kind] for of_kind in names]
-    unfilled: list[list[str]] = control.settle("the report", None, own, _union)
+    unfilled: list[list[str]] = control.agree("the report", None, own, _union)
     return unfilled
 
 
@@ -96,7 +96,7 @@ def compute_missing(
         with_values = [name for name in unfilled if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(model, with_values)}
     if meta and anywhere:
-        (names,) = control.settle("comparing what is missing", None, [sorted(on_meta)], _union)
+        (names,) = control.agree("comparing what is missing", None, [sorted(on_meta)], _union)
         on_meta = set(names)
     tensors = {name: tensor for name, tensor in targets.unsaved_meta.items() if name not in holders}
     tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled if shared[name] in on_meta}
@@ -115,7 +115,7 @@ def compute_missing(
 
     initialized = Attempt(initialize)
     if meta:
-        control.settle("initializing what the checkpoint lacks", initialized.failure)
+        control.agree("initializing what the checkpoint lacks", initialized.failure)
     # Without meta, an initializer that fails leaves everything as it is.
     initialization = initialized.value if initialized.failure is None else Initialization()
     filled = initialization.values.keys()

@@ -37,9 +37,9 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         shared = memory.shared
     route = router.resolve(device, load.readers, shared)
     if load.meta:  # if a rank cannot make its groups, no model has left meta
-        control.settle("making groups", None)
+        control.agree("making groups", None)
     materialized = Attempt(lambda: _materialize(resources, request, load, report, shared))
-    control.settle("materializing the model", materialized.failure)
+    control.agree("materializing the model", materialized.failure)
     local = materialized.value
     if load.missing.holders:
         control.doing = "sharing buffers"
@@ -94,8 +94,8 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
 
     verified = Attempt(verify).failure if messages and inputs.checkpoint is not None else None
     # A file that has changed is why shards differ from it: all ranks hear of that first, whichever rank saw it.
-    control.settle("verification", Attempt(inputs.check_unchanged_after).failure, patience=2)
-    control.settle("verification", verified, patience=2)
+    control.agree("verification", Attempt(inputs.check_unchanged_after).failure, patience=2)
+    control.agree("verification", verified, patience=2)
 
 
 def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:
@@ -104,7 +104,7 @@ def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:
     # The last thing before all ranks agree that the load has ended well.
     failure = Attempt(load.inputs.check_unchanged_after).failure
     read = report.phases["read"]
-    slow = topology.control.settle(
+    slow = topology.control.agree(
         "the transfer", failure, pace(read.nbytes, read.seconds), describe_slow, patience=2, last=True
     )
     if slow and topology.rank == topology.ranks[0]:

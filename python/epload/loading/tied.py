@@ -38,7 +38,7 @@ def compare_tied(
     """
     if inputs.local_modules:
         own = [[*pair[:2], dtypes.name(pair.dtype), *pair.names] for pair in pairs]
-        union: list[list[Any]] = control.settle("comparing tied weights", None, own, _distinct)
+        union: list[list[Any]] = control.agree("comparing tied weights", None, own, _distinct)
         pairs = [TiedPair(a, b, dtypes.from_name(dtype), (x, y)) for a, b, dtype, x, y in union]
 
     def compare() -> None:
@@ -52,7 +52,7 @@ def compare_tied(
         failure = Attempt(compare).failure
         if failure is not None:  # a file that was replaced meanwhile is why values differ
             failure = Attempt(inputs.check_unchanged).failure or failure
-        control.settle("comparing tied weights", failure, patience=2)
+        control.agree("comparing tied weights", failure, patience=2)
 
 
 def _distinct(views: dict[int, list[list[Any]]]) -> list[list[Any]]:

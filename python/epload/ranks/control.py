@@ -23,7 +23,7 @@ from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, mes
 from epload.ranks.connection import DEFAULT_TIMEOUT, outcome_keys
 from epload.ranks.failure import Failure, describe
 from epload.ranks.messages import decode, put
-from epload.ranks.rounds import Rounds, Views, decide_on_reports, encode_report
+from epload.ranks.rounds import Rounds, Views, encode_report, reduce_reports
 from epload.ranks.watch import Watch
 
 _PUBLISH_SECONDS, _POLL_SECONDS = 5.0, 0.05
@@ -211,40 +211,40 @@ class Control(Rounds):
 
     # ---- rounds ----
 
-    def settle(
+    def agree(
         self, what: str, failure: BaseException | None, view: Any = None,
-        decide: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
+        reduce: Callable[[dict[int, Any]], Any] = lambda views: None, patience: float = 1.0, last: bool = False,
     ) -> Any:  # fmt: skip
-        """Runs a round: returns, on every rank, what the coordinator's ``decide`` made of all ranks' views. Any rank may report
+        """Runs a round: returns, on every rank, what the coordinator's ``reduce`` made of all ranks' views. Any rank may report
         that it failed: then every rank raises that error.
 
         Args:
             what: name of the round, for error messages.
             failure: this rank's. When several ranks failed, the text has each distinct message with the ranks that reported it.
             view: this rank's, a JSON value.
-            decide: called with the view of each rank; returns a JSON value.
+            reduce: called with the view of each rank; returns a JSON value.
             patience: multiplies the timeout, for a round that ranks come to after a timeout of their own.
             last: the load has succeeded when the round has.
 
         Raises:
-            LoadError: a rank did not come within the timeout, published a failure, or ``decide`` raised; with the same text
+            LoadError: a rank did not come within the timeout, published a failure, or ``reduce`` raised; with the same text
                 on every rank that is alive.
         """
         report = encode_report(what, failure, view)
 
-        def decide_all(views: Views) -> str:
-            return decide_on_reports(what, views, decide)
+        def reduce_all(views: Views) -> str:
+            return reduce_reports(what, views, reduce)
 
         if self.store is None:
             try:
-                return json.loads(decide_all({report: [self.rank]}))
+                return json.loads(reduce_all({report: [self.rank]}))
             except Exception as refusal:
                 self.failure = Failure.of(refusal, self.rank, clean=True)
                 raise
         with self.watch:
             self.doing = what
             try:
-                decision = self.run_round(what, patience * self.timeout.total_seconds(), last, report, decide_all)
+                decision = self.run_round(what, patience * self.timeout.total_seconds(), last, report, reduce_all)
             except (WaitTimeout, RankExited, RemoteFailure) as error:
                 shared = self._finish(error, hard=not isinstance(error, RemoteFailure)) or Failure.of(error, self.rank)
                 raise shared.error() from None
@@ -264,7 +264,7 @@ class Control(Rounds):
         prefix, sent = f"{self.prefix}message/{what}", list[str]()
         for receiver, message in messages.items():
             sent += put(store, f"{prefix}/{self.rank}/{receiver}", message)
-        self.settle(what, None)
+        self.agree(what, None)
         self.delete_later(sent)
         keys = {sender: f"{prefix}/{sender}/{self.rank}" for sender in self.ranks if self.rank in messages}
         return {sender: decode(store, key, store.get(key)) for sender, key in keys.items()}

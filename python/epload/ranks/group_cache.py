@@ -70,7 +70,7 @@ class GroupCache:
         with control.guard():
             alone = self._agreed != control.position[:2]
             if alone:  # a rank that failed to make its last ones may have a lower count
-                self.count = control.settle(what, None, self.count, lambda views: max(views.values()))
+                self.count = control.agree(what, None, self.count, lambda views: max(views.values()))
             existing = dict(self._groups)
             first, self.count = self.count, self.count + len(sets)
             try:
@@ -80,7 +80,7 @@ class GroupCache:
                         if self._rank in ranks and len(ranks) > 1 and (timeout, ranks) not in self._groups:
                             self._groups[timeout, ranks] = self._make_group(f"{what} {number}", ranks, self._backends)
                 if alone:  # all have made theirs, or all fail: a rank that lacks one would later wait for the others to make it
-                    control.settle(what, None)
+                    control.agree(what, None)
             except BaseException:
                 new_groups = [group for key, group in self._groups.items() if key not in existing]
                 self._groups = existing

@@ -35,7 +35,7 @@ def rendezvous(
     timeout: timedelta,
     failure: BaseException | None,
     view: Any,
-    decide: Callable[[dict[int, Any]], Any],
+    reduce: Callable[[dict[int, Any]], Any],
     within: str = "",
 ) -> tuple[Control, Any]:
     """Makes a control for ``ranks``, all of which call this.
@@ -45,7 +45,7 @@ def rendezvous(
         ranks: global ranks.
         rank: this process's.
         timeout: within which all ranks have to come.
-        failure, view, decide: those of :meth:`Control.settle`.
+        failure, view, reduce: those of :meth:`Control.agree`.
         within: ranks of one machine with different texts are in different nodes of the control.
 
     Returns:
@@ -56,7 +56,7 @@ def rendezvous(
     """
     if store is None:
         control = Control(None, ranks, rank)
-        return control, control.settle("topology", failure, view, decide)
+        return control, control.agree("topology", failure, view, reduce)
     lock = _locks[ranks, rank]
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
@@ -73,19 +73,19 @@ def rendezvous(
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
             nodes = group_equal({rank: node for rank, (node, _) in views.items()})
-            return decide({rank: view for rank, (_, view) in views.items()}), nodes, secrets.token_hex(16)
+            return reduce({rank: view for rank, (_, view) in views.items()}), nodes, secrets.token_hex(16)
 
         try:
             with control.guard():
                 control.doing = "topology"
                 control.processes.register(control.connection(), rank)
                 node = f"{local_network()} {within}"
-                decision, nodes, token = control.settle("topology", failure, [node, view], close_and_decide)
+                decision, nodes, token = control.agree("topology", failure, [node, view], close_and_decide)
                 control.delete_later(control.processes.close_registry())
                 # Another group of the same ranks has a store of its own, which gives out the same numbers.
                 control.name += f"/{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}"
                 control.join_nodes(nodes, token)
-                control.settle("topology", None)  # all have joined their nodes, or all fail
+                control.agree("topology", None)  # all have joined their nodes, or all fail
         except BaseException:
             _close(shared, number)
             raise

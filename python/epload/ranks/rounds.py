@@ -37,13 +37,13 @@ _SAMPLES, _MAX_SAMPLE = 8, 10.0
 T = TypeVar("T")
 Views = Mapping[str, list[int]]
 """Each distinct view of a round, with the ranks that have it."""
-Decide = Callable[[Views], str]
+Reduce = Callable[[Views], str]
 
 
 class Rounds(NodeConnection):
     """Runs one rank's part of rounds, one after the other."""
 
-    def run_round(self, what: str, limit: float, last: bool, view: str, decide: Decide) -> str:
+    def run_round(self, what: str, limit: float, last: bool, view: str, reduce: Reduce) -> str:
         """Returns the coordinator's decision, on every rank.
 
         Args:
@@ -54,7 +54,7 @@ class Rounds(NodeConnection):
         Raises:
             WaitTimeout: a rank did not come within the limit.
             RankExited: the process of a rank on this machine has ended.
-            RemoteFailure: a failure was published, also one of ``decide`` itself.
+            RemoteFailure: a failure was published, also one of ``reduce`` itself.
         """
         events = self.events
         self._what, self._limit = what, limit
@@ -66,7 +66,7 @@ class Rounds(NodeConnection):
             with events.round(what, self._number) if events is not None else nullcontext():
                 views = self._gather(view) if self.tree.leads else {}
                 if self.rank == self.coordinator:
-                    decision = self._decide(views, decide, last)
+                    decision = self._reduce(views, reduce, last)
                 else:
                     self._hand_on(view, views)
                     above = self.coordinator if self.tree.leads else self.tree.leader
@@ -146,14 +146,14 @@ class Rounds(NodeConnection):
             self.send(self.tree.leader, self._number, view.encode(errors="backslashreplace"))
         self.delete_released()
 
-    def _decide(self, views: Views, decide: Decide, last: bool) -> str:
+    def _reduce(self, views: Views, reduce: Reduce, last: bool) -> str:
         """Takes the part of the coordinator: makes and publishes the decision."""
         assert self.store is not None
         self.release()
         self.delete_released()
         keys: list[str] = []
         try:
-            decision = decide(views)
+            decision = reduce(views)
         except Exception as error:  # all ranks stop at the same step
             self.publish(self.prefix, Failure.of(error, self.rank, clean=True, hard=False))
             value = FAILURE
@@ -226,7 +226,7 @@ class Rounds(NodeConnection):
 
 
 def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
-    """Returns a rank's view for :func:`decide_on_reports`: the round that it is in, and its failure if it has one."""
+    """Returns a rank's view for :func:`reduce_reports`: the round that it is in, and its failure if it has one."""
     error = None
     if failure is not None:
         stack = "" if is_known(failure) else stack_of(failure)
@@ -234,7 +234,7 @@ def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
     return json.dumps({"at": what, "error": error, "view": view})
 
 
-def decide_on_reports(what: str, views: Views, decide: Callable[[dict[int, Any]], Any]) -> str:
+def reduce_reports(what: str, views: Views, reduce: Callable[[dict[int, Any]], Any]) -> str:
     """Returns the decision as JSON. Raises the error of the ranks that failed, or CallOrderError if one is in another round."""
     parsed = [(json.loads(text), ranks) for text, ranks in views.items()]
     reports = dict(sorted((rank, report) for report, ranks in parsed for rank in ranks))
@@ -247,7 +247,7 @@ def decide_on_reports(what: str, views: Views, decide: Callable[[dict[int, Any]]
         groups = group_equal({rank: text for rank, (_, text) in causes.items()})
         kind, _ = causes[groups[0][0]]
         raise make_error(kind, "\n".join(f"{causes[ranks[0]][1]} [{_name(ranks)}]" for ranks in groups))
-    return json.dumps(decide({rank: report["view"] for rank, report in reports.items()}))
+    return json.dumps(reduce({rank: report["view"] for rank, report in reports.items()}))
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -94,7 +94,7 @@ def convert(
         planned = Attempt(plan)
         digest = planned.value[-1] if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
-        topology.control.settle(
+        topology.control.agree(
             "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
         )
         checkpoint, new, layout, _ = planned.value

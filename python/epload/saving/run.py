@@ -119,13 +119,13 @@ class SaveJob:
             self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_summary(store, saved.holdings.summary())]
 
-        def decide(views: dict[int, list[str]]) -> list[list[str]]:
+        def reduce(views: dict[int, list[str]]) -> list[list[str]]:
             activity = "save different tensors, or pass a different path, max_shard_bytes or overwrite"
             check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
             return [names for _, (_, *names) in sorted(views.items())]
 
         own = Attempt(message)
-        names = control.settle("planning the save", own.failure, own.result, decide)
+        names = control.agree("planning the save", own.failure, own.result, reduce)
         return fetch_summaries(store, names, control.timeout)
 
     def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:

@@ -100,17 +100,17 @@ def write_checkpoint(
                 folder.commit()
 
         created = Attempt(create)
-        name = control.settle(
+        name = control.agree(
             "making the folder", created.failure, created.result, lambda views: views[control.ranks[0]]
         )
         folder = NewFolder(path, path.with_name(name), overwrite, layout.value)
         failed.callback(folder.discard)
         is_seen = folder.temporary.is_dir()
-        control.settle("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
-        control.settle("writing the checkpoint", Attempt(write_part).failure)
+        control.agree("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
+        control.agree("writing the checkpoint", Attempt(write_part).failure)
         control.doing = "completes the checkpoint"
         failure = Attempt(complete).failure if is_first else None
-        control.settle("completing the checkpoint", failure, last=True)
+        control.agree("completing the checkpoint", failure, last=True)
         failed.pop_all()
     report.files, report.tensors = len(folder.layout.names), len(folder.layout.file)
     report.nbytes = folder.layout.nbytes

@@ -112,7 +112,7 @@ class DeviceRoute:
         staging, failure = Attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=per_wave)), None
         if staging.failure is not None:
             failure = LoadError(f"{message_of(staging.failure)}; transport='host' needs less memory of {self.device}")
-        self._control.settle("making buffers on devices", failure)
+        self._control.agree("making buffers on devices", failure)
         self._staging = staging.value
         try:
             self.groups.make("connecting devices", *map(tuple, self._disjoint_groups))

@@ -129,7 +129,7 @@ def find_reach(control: Control, members: Members, ranks: Sequence[DeviceAccess]
         for sender in members.senders:
             if (ranks[sender].machine, ranks[sender].memory) == (own.machine, own.memory):
                 problems[sender] = _opening_problem(control.rank, sender, ranks)
-    views = control.settle("opening memory of devices", None, problems, lambda views: list(views.items()))
+    views = control.agree("opening memory of devices", None, problems, lambda views: list(views.items()))
     opened = {rank: {int(sender) for sender, problem in view.items() if not problem} for rank, view in views}
     reach = {}
     for number, node in enumerate(members.nodes):

@@ -196,7 +196,7 @@ class Generation:
                         if self.route is not None:
                             self._move(version, self.route, shards.value, report, show_progress)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
-                    self.control.settle("committing the version", None, last=True)
+                    self.control.agree("committing the version", None, last=True)
             except LoadError:
                 self._close_after_failure(version)
                 raise
@@ -216,13 +216,13 @@ class Generation:
         if self.plan.lent and tensors and failure is None:
             published = Attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
             digest, failure = published.result or "", published.failure
-        digests = self.control.settle("getting ready", failure, [version, digest], _check_version)
+        digests = self.control.agree("getting ready", failure, [version, digest], _check_version)
         if self.plan.borrowers:
             problem = None
             if (puller := self.puller) is not None:
                 by_rank = {int(rank): digest for rank, digest in digests.items()}
                 problem = Attempt(lambda: puller.plan(by_rank, self._store, self._timeout)).failure
-            self.control.settle("planning copies between devices", problem)
+            self.control.agree("planning copies between devices", problem)
 
     def _pulled(self, tensors: Sequence[Tensor], report: SyncReport) -> AbstractContextManager[None]:
         """Returns a context in which this rank copies its part out of the memory of senders, if it does."""

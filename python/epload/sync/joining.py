@@ -127,7 +127,7 @@ def plan_together(
 
     planned = Attempt(plan)
     fingerprint = planned.result and planned.result.fingerprint.hex()
-    control.settle("planning the exchange", planned.failure, fingerprint, _check_equal)
+    control.agree("planning the exchange", planned.failure, fingerprint, _check_equal)
     return planned.value, lenders, not_pulled
 
 

@@ -131,7 +131,7 @@ class WeightReceiver(Endpoint):
         control, ranks, machine = topology.control, topology.ranks, local_network()
         control.begin(self._timeout)
         with control.guard():
-            name, machines = control.settle(
+            name, machines = control.agree(
                 "joining a sync", None, [secrets.token_hex(4), machine],
                 lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],
             )  # fmt: skip

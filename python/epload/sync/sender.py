@@ -115,7 +115,7 @@ class WeightSender(Endpoint):
         served = Attempt(lambda: serve((host, port)) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
-            ports = control.settle(
+            ports = control.agree(
                 "serving the sync",
                 served.failure,
                 served.result and served.result.port,
@@ -123,7 +123,7 @@ class WeightSender(Endpoint):
             )
             port = next(filter(None, ports))
             store = Attempt(lambda: served.value or connect((host, port), self._timeout))
-            control.settle("connecting to the sync's store", store.failure)
+            control.agree("connecting to the sync's store", store.failure)
         control.end()
         return store.value
 
@@ -211,10 +211,10 @@ class WeightSender(Endpoint):
         """The sender's ranks agree on the model, and learn which receivers take part."""
         control, model = self.topology.control, self._model
         message = [version, model.manifest.digest.hex(), self._basis != model.basis] if failure is None else None
-        if control.settle("reading the model", failure, message, _check_same_model):
+        if control.agree("reading the model", failure, message, _check_same_model):
             self._drop_generation()
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
-        decision = control.settle(
+        decision = control.agree(
             "waiting for receivers", start.failure, start.result, lambda views: views[control.ranks[0]], patience=2
         )
         return Start(*decision)

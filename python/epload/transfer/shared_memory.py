@@ -71,12 +71,12 @@ class NodeMemory:
                         fd, memory, token = _make(total)
                         until_open.callback(os.close, fd)
                         announced = [os.getpid(), fd, token]
-                leaders: dict[str, Any] = control.settle("sharing memory", None, announced, _announced)
+                leaders: dict[str, Any] = control.agree("sharing memory", None, announced, _announced)
                 if memory is None and str(node[0]) in leaders:
                     pid, fd, token = leaders[str(node[0])]
                     memory = _open(pid, fd, token, total)
                 usable = len(node) == 1 or memory is not None
-                shared = control.settle("sharing memory", None, usable, lambda views: all(views.values()))
+                shared = control.agree("sharing memory", None, usable, lambda views: all(views.values()))
         finally:
             if memory is not None and not shared:
                 memory.close()
