@@ -102,7 +102,7 @@ def in_allocations(chance: random.Random, tensors: list[Tensor]) -> tuple[list[T
         placed = memory.reshape([tensor.shape[dim] for dim in order])
         placed = placed.permute([order.index(dim) for dim in range(tensor.ndim)])
         placed.copy_(tensor)
-        layout.append(layouts.setdefault(Strided(tensor.dtype, placed.shape, placed.stride()), len(layouts)))
+        layout.append(layouts.setdefault((tensor.dtype, placed.shape, placed.stride()), len(layouts)))
         places.append([number if tensor.numel() else -1, at[number]])
         at[number] += tensor.nbytes
     return allocations, torch.tensor(layout), list(layouts), torch.tensor(places)

@@ -11,6 +11,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.log import logger
 from epload.errors import CallOrderError, ManifestMismatch
+from epload.model.dtensor import describe_mesh
 from epload.model.targets import Targets
 from epload.ranks.control import Control
 
@@ -87,7 +88,7 @@ def _raise_difference(views: dict[int, list[str] | None]) -> None:
 
 def mesh_claims(targets: Targets, ranks: Set[int]) -> Claims:
     """Returns what this rank reports of its meshes. Its size does not depend on the number of ranks."""
-    return [[digest, len(ranks & set(mesh.ranks))] for digest, mesh in targets.mesh_digests()]
+    return [[digest, len(ranks & set(mesh[1]))] for digest, mesh in targets.mesh_digests()]
 
 
 def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
@@ -113,7 +114,7 @@ def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str
                 for i, (name, layout) in enumerate(zip(targets.names, targets.layout, strict=True))
                 if i not in targets.local_only and number in targets.layout_meshes[layout]
             )
-            described[digest] = f"ranks {mismatches[digest]} have mesh {mesh}, e.g. for {next(names)}"
+            described[digest] = f"ranks {mismatches[digest]} have mesh {describe_mesh(mesh)}, e.g. for {next(names)}"
 
     def explain(views: dict[int, dict[str, str]]) -> None:
         texts = {digest: text for view in views.values() for digest, text in view.items()}

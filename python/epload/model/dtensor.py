@@ -7,7 +7,6 @@ read instead. Both give equal results (tested).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -74,21 +73,18 @@ def _axis_of_group(parameter: DTensor, mesh_info: Any) -> int:
     return next(axis for axis in range(mesh.ndim) if get_process_group_ranks(mesh.get_group(axis)) == ranks)
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """The shape and the ranks of a device mesh."""
+Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape of a device mesh, and its global ranks in row-major order."""
 
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    """Global ranks in row-major order."""
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Mesh:
-        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+def mesh_of(mesh: DeviceMesh) -> Mesh:
+    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:_MAX_RANKS_SHOWN]))
-        return f"[{shown}{', ...' if len(self.ranks) > _MAX_RANKS_SHOWN else ''}] of shape {list(self.shape)}"
+
+def describe_mesh(mesh: Mesh) -> str:
+    shape, ranks = mesh
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    return f"[{shown}{', ...' if len(ranks) > _MAX_RANKS_SHOWN else ''}] of shape {list(shape)}"
 
 
 def layout_of(
@@ -143,9 +139,10 @@ def group_rank(mesh: DeviceMesh, axis: int) -> int:
 def _order_problem(name: str, mesh: DeviceMesh, axis: int) -> str:
     title = f" ({mesh.mesh_dim_names[axis]})" if mesh.mesh_dim_names else ""
     return (
-        f"{name} is sharded over axis {axis}{title} of the mesh {Mesh.of(mesh)}, where the process group orders the ranks "
-        "differently from the mesh. torch scatters and gathers shards in the group's order but computes offsets by the mesh's "
-        "coordinates, so that it is undefined which shard a rank has. List the ranks of a mesh in ascending order along each axis"
+        f"{name} is sharded over axis {axis}{title} of the mesh {describe_mesh(mesh_of(mesh))}, where the process group "
+        "orders the ranks differently from the mesh. torch scatters and gathers shards in the group's order but computes "
+        "offsets by the mesh's coordinates, so that it is undefined which shard a rank has. List the ranks of a mesh in "
+        "ascending order along each axis"
     )
 
 

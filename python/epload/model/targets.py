@@ -17,7 +17,7 @@ from epload.core import dtypes
 from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
-from epload.model.dtensor import Mesh
+from epload.model.dtensor import Mesh, mesh_of
 from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
 from epload.model.flat_state import FlatState
 from epload.model.modules import Modules
@@ -93,10 +93,10 @@ class Targets:
         self, name: str, tensor: Tensor, layout: Layout, coordinate: tuple[int, ...], outer: OuterShard | None
     ) -> None:
         """Adds a tensor's own layout, or that of the larger tensor of which it is a shard."""
-        meshes = [Mesh.of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
+        meshes = [mesh_of(tensor.device_mesh)] if isinstance(tensor, DTensor) else []
         if outer is not None:
             layout, coordinate = outer.enclosing_layout(name, layout, coordinate)
-            meshes.append(Mesh.of(outer.mesh))
+            meshes.append(mesh_of(outer.mesh))
         self.meshes += [mesh for mesh in dict.fromkeys(meshes) if mesh not in self.meshes]
         self.layouts.append(layout)
         self.coordinates.append(coordinate)

@@ -128,9 +128,10 @@ def make_plan(
     targets, scalings = with_scales(manifest, targets, placed)
     explained = required | {source for mismatch in mismatches for source in mismatch.sources}
     unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
-    selection = select(manifest, targets, placed, required, {scaling.target for scaling in scalings})
-    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, selection.placed)
-    pieces, bucket, sizes = _fill_buckets(manifest, column(selection.tensors), bucket_bytes)
+    scaled = {scaling.target for scaling in scalings}
+    tensors, placed, filled, tied, tied_pairs, casts = select(manifest, targets, placed, required, scaled)
+    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+    pieces, bucket, sizes = _fill_buckets(manifest, column(tensors), bucket_bytes)
     copies, origins, piece = _copies(manifest, holdings, pieces)
     piece_counts = torch.bincount(bucket, minlength=len(sizes)).tolist()
     copy_counts = torch.bincount(bucket[piece], minlength=len(sizes)).tolist()
@@ -145,12 +146,12 @@ def make_plan(
         tensor_count=len(torch.unique(pieces[:, 0])),
         payload=int(pieces[:, 3].sum()),
         fingerprint=_fingerprint(manifest, targets, [pieces, bucket], repr((bucket_bytes, options))),
-        missing=_missing(targets, mapping, selection.filled, mismatched),
+        missing=_missing(targets, mapping, filled, mismatched),
         unexpected=tuple(unexpected),
         mismatched=mismatched,
-        tied=selection.tied,
-        tied_pairs=selection.pairs,
-        casts=selection.casts,
+        tied=tied,
+        tied_pairs=tied_pairs,
+        casts=casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +23,8 @@ Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""
 
 
-class Strided(NamedTuple):
-    """The way in which a local tensor lies in memory."""
-
-    dtype: torch.dtype
-    shape: Shape
-    strides: Shape
-    """Elements."""
+Strided = tuple[torch.dtype, Shape, Shape]
+"""Dtype, shape and strides (elements) of a local tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +88,15 @@ class Pulls:
     def _copies_of_box(self, number: int, box: Box, part: Part, layout: Strided) -> list[Copy]:
         """``number``: the class of the tensor in this rank's holdings."""
         local, extent = part.within(*box)
-        if any(begin + n > length for begin, n, length in zip(local, extent, layout.shape, strict=True)):
+        dtype, shape, strides_of_local = layout
+        if any(begin + n > length for begin, n, length in zip(local, extent, shape, strict=True)):
             raise LoadError(
-                f"a sender's local tensor has shape {list(layout.shape)}, but its DTensor {list(extent)} from {list(local)} on"
+                f"a sender's local tensor has shape {list(shape)}, but its DTensor {list(extent)} from {list(local)} on"
             )
-        stride_of = dict(zip(part.dims, layout.strides, strict=True))
+        stride_of = dict(zip(part.dims, strides_of_local, strict=True))
         strides = tuple(stride_of.get(dim, 0) for dim in range(len(box[0])))
-        first = sum(map(int.__mul__, local, layout.strides))
-        return copies_of_box(box, self.holdings, number, layout.dtype, once=False, strides=strides, offset=first)
+        first = sum(map(int.__mul__, local, strides_of_local))
+        return copies_of_box(box, self.holdings, number, dtype, once=False, strides=strides, offset=first)
 
 
 def divide(

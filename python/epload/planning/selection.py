@@ -26,31 +26,19 @@ class TiedPair(NamedTuple):
     """The parameter's names that they are for."""
 
 
-class Selection(NamedTuple):
-    """The tensors that are loaded, and those that are skipped because others fill the same parameters."""
-
-    tensors: list[int]
-    """Checkpoint tensors that are loaded, by number, ascending."""
-    placed: list[tuple[Place, ...]]
-    """Places of each checkpoint tensor."""
-    filled: Set[int]
-    """Targets that the places fill."""
-    tied: tuple[str, ...]
-    """Names of the checkpoint that are skipped because another name of the same parameter is in it."""
-    pairs: tuple[TiedPair, ...]
-    """Tied tensors that are skipped, each with the checkpoint tensor that fills the same elements."""
-    casts: int
-    """Number of tensors whose dtype is converted."""
-
-
 def select(
     manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], required: Set[int], scaled: Set[int]
-) -> Selection:
+) -> tuple[list[int], list[tuple[Place, ...]], Set[int], tuple[str, ...], tuple[TiedPair, ...], int]:
     """Skips what has no place and is not ``required``, and a tied name whose parameter another name already fills.
 
     Args:
         placed: the places of each tensor.
         scaled: targets that are multiplied with scales after the load.
+
+    Returns:
+        The tensors that are loaded, by number, ascending; the places of each tensor; the targets that they fill; the names of the
+        checkpoint that are skipped because another name of the same parameter is in it; the pairs of those; and the number of
+        tensors whose dtype is converted.
 
     Raises:
         ModelMismatch: a dtype cannot be converted, or a tied name would fill other elements than those that the checkpoint has
@@ -81,7 +69,7 @@ def select(
         elif places:
             tied.append(manifest.names[i])
     pairs = _pair(manifest, targets, placed, filled, skipped) if skipped else ()
-    return Selection(tensors, remaining, filled.keys(), tuple(tied), pairs, casts)
+    return tensors, remaining, filled.keys(), tuple(tied), pairs, casts
 
 
 def _pair(

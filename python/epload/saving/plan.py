@@ -6,7 +6,6 @@ A tensor's elements are written once: ranks that have the same ones take parts o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +33,9 @@ MIN_BYTES = 16 << 10
 """Minimum bytes of the parts into which ranks with the same elements divide them."""
 
 
-class WritePlan(NamedTuple):
-    """The regions that one rank writes, in the order of the files."""
-
-    copies: CopyTable
-    """The regions as they lie in the tensors of the files. Targets are numbers of the rank's local tensors."""
-    origins: Tensor
-    """int64 [n, 2]: the file of each region, and where in it it starts (bytes)."""
+WritePlan = tuple[CopyTable, Tensor]
+"""The regions that one rank writes, in the order of the files, as they lie in the tensors of the files (targets are numbers of
+the rank's local tensors); and int64 [n, 2], the file of each, and where in it it starts (bytes)."""
 
 
 def plan_writes(
@@ -77,7 +72,7 @@ def plan_writes(
     rows = rows[position[tensor[rows]].argsort(stable=True)]
     tensor = tensor[rows]
     table, row = expand_copies(holdings, templates, tensor, slot_of[rows])
-    return WritePlan(table, torch.stack([layout.file[tensor[row]], layout.offset[tensor[row]] + table.offset], 1))
+    return table, torch.stack([layout.file[tensor[row]], layout.offset[tensor[row]] + table.offset], 1)
 
 
 def _slots_of(manifest: Manifest, tensor: int, summaries: Mapping[int, HoldingsSummary]) -> list[Slot]:

@@ -103,7 +103,7 @@ class SaveJob:
 
             config, layout = self._model.value.config, Attempt(lambda: planned.value[0])
             write_checkpoint(topology, self._path, self._overwrite, layout, write, config, self._files, report)
-        report.written = int(planned.value[1].copies.nbytes().sum())
+        report.written = int(planned.value[1][0].nbytes().sum())
         report.seconds = perf_counter() - self._began
         return report
 

@@ -125,10 +125,11 @@ def write_regions(
         tensors: on CPU, on one accelerator, or on both.
         ranks: of this node, which share its processors.
     """
-    on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[plan.copies.target]
-    for row, (file, offset) in zip(plan.copies.rows[on_cpu].tolist(), plan.origins[on_cpu].tolist(), strict=True):
+    copies, origins = plan
+    on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[copies.target]
+    for row, (file, offset) in zip(copies.rows[on_cpu].tolist(), origins[on_cpu].tolist(), strict=True):
         target, _, code, ndim = row[:4]
-        start, size, strides = (row[4 + i * plan.copies.dims :][:ndim] for i in range(3))
+        start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
         with report.timed("pack"):
             region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code))
             data, offsets = _runs(region, strides)
@@ -138,7 +139,7 @@ def write_regions(
                 folder.write(file, offset + begin, data[i * length : (i + 1) * length])
         wrote(block.nbytes)
     if not on_cpu.all():
-        rest = WritePlan(plan.copies.select(~on_cpu), plan.origins[~on_cpu])
+        rest = copies.select(~on_cpu), origins[~on_cpu]
         _write_from_device(rest, tensors, folder, ranks, report, wrote)
 
 
@@ -160,19 +161,20 @@ def _write_from_device(
     plan: WritePlan, tensors: Sequence[Tensor], folder: NewFolder, ranks: int, report: SaveReport, wrote: Wrote
 ) -> None:
     """Writes regions of tensors on a device straight to the files, through the device's pipe."""
-    device = tensors[int(plan.copies.target[0])].device
+    copies, origins = plan
+    device = tensors[int(copies.target[0])].device
     pipe, stream = DevicePipe.of(device, ranks), torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     report.peak_staging = pipe.footprint
     numbers = torch.arange(len(folder.layout.names))
-    used = set(plan.origins[:, 0].tolist())
+    used = set(origins[:, 0].tolist())
     descriptors = [folder.open(file) if file in used else -1 for file in numbers.tolist()]
-    for rows in batches(plan.copies.nbytes(), CALL_BYTES):
-        table = plan.copies.select(rows)
+    for rows in batches(copies.nbytes(), CALL_BYTES):
+        table = copies.select(rows)
         sources = [tensors[target] for target in table.renumber_targets()]
         with report.timed("write") as block, stream:
             block.nbytes, failed, _, error = ops.write_from_device(
-                descriptors, numbers, torch.zeros_like(numbers), plan.origins[rows], sources, table.rows, pipe.native
+                descriptors, numbers, torch.zeros_like(numbers), origins[rows], sources, table.rows, pipe.native
             )
         if failed >= 0:
             raise OSError(error, os.strerror(error), str(folder.path_of(failed)))

@@ -27,7 +27,6 @@ from epload.errors import LoadError, message_of
 from epload.native import ops
 from epload.planning.buckets import BucketCopies
 from epload.planning.holdings import Holdings, digest_of
-from epload.planning.pulls import Strided
 from epload.planning.streams import ExchangePlan
 from epload.ranks.contents import get
 from epload.ranks.control import Control
@@ -73,9 +72,7 @@ class SenderMemory:
         self._handles, self._sizes, layouts, layout, places = json.loads(zlib.decompress(content))
         self.owner = owner
         self.digest = digest
-        self.layouts = [
-            Strided(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in layouts
-        ]
+        self.layouts = [(dtypes.from_name(name), tuple(shape), tuple(strides)) for name, shape, strides in layouts]
         self.layout = column(layout)
         """int64 [m], of each local tensor, an index into ``layouts``."""
         self.places = column(places).reshape(-1, 2)
