@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +28,12 @@ from transformers.core_model_loading import (
 from transformers.core_model_loading import Transpose as LibraryTranspose
 
 from epload import Mapping, ModelMismatch
+from epload.core.views import Assembly
 from epload.mapping import Rename, from_model
 from epload.mapping.conversion import match_conversions
 from epload.mapping.place import place
 from epload.mapping.resolve import resolve_mapping
+from epload.mapping.tracking import ElementTracker, track
 from epload.mapping.transformers import LibraryRename, convert_of
 from support.mappings import Shapes, assemble, shapes_of
 
@@ -205,6 +207,33 @@ def test_an_unknown_operation_that_moves_elements_is_followed() -> None:
     with torch.inference_mode():
         got = assemble(Mapping(converts=(convert,)), {"old": torch.arange(6)}, {"new": (6,)})
     assert got["new"].tolist() == [3, 4, 5, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda t: t.permute(2, 0, 1), lambda t: t.permute(-1, 1, 0).flatten(1), lambda t: t[1], lambda t: t[:, -1],
+        lambda t: t.select(-1, 2).t(), lambda t: t.mT, lambda t: t.movedim(0, -1).reshape(-1), lambda t: t[..., 1:3],
+        lambda t: t.unsqueeze(0).squeeze(0), lambda t: torch.stack(t.unbind(-1)[::-1], 1), lambda t: t.narrow(1, 1, 2),
+    ],
+)  # fmt: skip
+def test_what_moves_elements_is_followed(move: Callable[[Tensor], Tensor]) -> None:
+    class Moved(ConversionOps):
+        def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {"new": [move(input_dict["old"][0])]}
+
+    tensor = torch.arange(3 * 4 * 5).reshape(3, 4, 5)
+    mapping = Mapping(converts=(convert_of(WeightConverter(["old"], ["new"], [Moved()]), CONFIG),))
+    got = assemble(mapping, {"old": tensor}, {"new": tuple(move(tensor).shape)})
+    assert torch.equal(got["new"], move(tensor))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.view(torch.int32), lambda t: t.half(), lambda t: t.flip(0), lambda t: t[torch.tensor([0])]]
+)
+def test_what_changes_them_is_not(change: Callable[[Tensor], Tensor]) -> None:
+    with ElementTracker(), pytest.raises(ValueError, match="computes values"):
+        change(track(Assembly.of(0, (2, 3))))
 
 
 def test_two_layers_of_a_checkpoint_for_one_of_the_model() -> None:

@@ -18,17 +18,21 @@ from epload.core.views import Assembly
 
 _aten = torch.ops.aten
 _KEEP_ORDER = {
-    _aten.alias, _aten.clone, _aten.detach, _aten.squeeze, _aten.unsqueeze, _aten.view, _aten._unsafe_view,
-    _aten._reshape_alias,
+    _aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.squeeze.default, _aten.squeeze.dim,
+    _aten.squeeze.dims, _aten.unsqueeze.default, _aten.view.default, _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
 }  # fmt: skip
 """Operations whose results have the same elements in the same order, perhaps in another shape."""
 _SYMBOLIC: dict[Any, Callable[..., Any]] = {
-    _aten.cat: views.concatenate,
-    _aten.stack: views.stack,
-    _aten.transpose: views.transpose,
-    _aten.unbind: views.unstack,
+    _aten.cat.default: views.concatenate,
+    _aten.stack.default: views.stack,
+    _aten.transpose.int: views.transpose,
+    _aten.t.default: lambda source, _: views.transpose(source, 0, -1),
+    _aten.permute.default: lambda source, dims: _permute(source, dims),
+    _aten.select.int: lambda source, dim, index: views.unstack(source, dim)[index],
+    _aten.unbind.int: views.unstack,
 }
-_SPLITS = {_aten.split, _aten.split_with_sizes}
+_SPLITS = {_aten.split.Tensor, _aten.split_with_sizes.default}
 
 
 def track(assembly: Assembly) -> Any:
@@ -45,21 +49,20 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = func.overloadpacket
-        if operation not in _KEEP_ORDER | _SYMBOLIC.keys() | _SPLITS | {_aten.slice}:
-            raise ValueError("it computes values, which a mapping cannot do")
+        if func not in _KEEP_ORDER | _SYMBOLIC.keys() | _SPLITS | {_aten.slice.Tensor}:
+            raise ValueError(f"it computes values ({func}), which a mapping cannot do")
         result: Any = func(*args, **(kwargs or {}))
         first, *options = args
         source: Any = [tensor.assembly for tensor in first] if isinstance(first, list) else first.assembly
-        if operation in _KEEP_ORDER:
+        if func in _KEEP_ORDER:
             result.assembly = views.reshape(source, result.shape)
-        elif operation is _aten.slice:
+        elif func is _aten.slice.Tensor:
             result.assembly = _slice(result, source, *options)
-        elif operation in _SPLITS:
+        elif func in _SPLITS:
             dim = options[1] if len(options) > 1 else 0
             _set_assemblies(result, views.split(source, dim, [part.shape[dim] for part in result]))
         else:
-            _set_assemblies(result, _SYMBOLIC[operation](source, *(options or [0])))
+            _set_assemblies(result, _SYMBOLIC[func](source, *(options or [0])))
         return result
 
 
@@ -67,6 +70,16 @@ def _set_assemblies(results: Any, assemblies: Any) -> None:
     pairs = [(results, assemblies)] if isinstance(assemblies, Assembly) else zip(results, assemblies, strict=True)
     for tensor, assembly in pairs:
         tensor.assembly = assembly
+
+
+def _permute(source: Assembly, dims: list[int]) -> Assembly:
+    order = list(range(len(dims)))
+    for i, dim in enumerate(dims):
+        other = order.index(dim % len(dims))
+        if other != i:
+            source = views.transpose(source, i, other)
+            order[i], order[other] = order[other], order[i]
+    return source
 
 
 def _slice(
