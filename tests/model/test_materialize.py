@@ -24,7 +24,7 @@ from epload.model.targets import Targets, collect
 from support import ranks
 from support.checks import all_fine
 from support.models import on_meta
-from support.small_model import BUCKET, NODES, only_readers, wrong
+from support.small_model import BUCKET, NODES, local_of, only_readers, wrong
 
 CPU = torch.device("cpu")
 
@@ -264,3 +264,35 @@ def test_a_parameter_that_a_graph_has_is_left_to_torch() -> None:
     assert model.norm.weight is weight
     assert not weight.is_meta
     assert node is not None
+
+
+def _training(rank: int) -> list[str]:
+    """After a load from meta the model trains as one that was never on meta."""
+    problems = []
+    tokens = torch.arange(13)
+    reference = Tied()
+    with torch.no_grad():
+        for i, tensor in enumerate(reference.parameters()):
+            tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 + i) / 10)
+    full = {name: value.detach().clone() for name, value in reference.state_dict().items()}
+    rate = torch.optim.SGD((p for p in reference.parameters() if p.requires_grad), lr=0.1)
+    reference(tokens).float().square().mean().backward()
+    rate.step()
+    for private in (True, False):
+        model = as_one()
+        materialize(model, collect(model), CPU, private=private)
+        HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
+            model, only_readers(full), init_missing=lambda module, path, names: None
+        )
+        rate = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        model(tokens).float().square().mean().backward()
+        rate.step()
+        for name, tensor in model.named_parameters():
+            expected = local_of(reference.get_parameter(name).detach(), tensor)
+            if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
+                problems.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
+    return problems
+
+
+def test_a_loaded_model_trains() -> None:
+    all_fine(ranks.run(4, _training))
