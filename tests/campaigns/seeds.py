@@ -1,4 +1,4 @@
-"""What campaigns of seeded faults share: how a process dies, stops or fails, and the judging of one seed after another."""
+"""Shared by campaigns of seeded faults: how a process dies, stops or fails, and the judging of one seed after another."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_any_world_size_into_any_other(world: int, saved: dict[int, Path]) -> No
 
 
 def test_whole_tensors_and_any_pieces(saved: dict[int, Path]) -> None:
-    """Of tensors in boxes that several ranks wrote; pieces begin and end inside elements."""
+    """Reads tensors in boxes that several ranks wrote; pieces begin and end inside elements."""
     generator = Random(1)
     for name, (make, _) in MODELS.items():
         full = full_values(make())
