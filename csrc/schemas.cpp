@@ -31,6 +31,9 @@ TORCH_LIBRARY(epload, m) {
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
+  m.def("encode_changes(Tensor base, Tensor changed, int unit, Tensor(a!) out) -> (int, int)");
+  m.def("check_changes(Tensor encoded, int nbytes) -> int");
+  m.def("apply_changes(Tensor encoded, Tensor(a!) base) -> int");
   m.def("dtypes() -> (str[], int[])");
   m.def("cuda_obstacle(Device device) -> str");
   m.def("board_post(Tensor(a!) board, int slot, int value) -> ()");

@@ -152,6 +152,14 @@ sys.stdin.read()
 GROUP = "0"
 """The name that torch gives the default group."""
 
+
+def encoded(base: Tensor) -> Tensor:
+    """Encoded changes of the first byte of a buffer."""
+    changed, out = base.clone(), torch.zeros(ops.encoded_limit(len(base)), dtype=torch.uint8)
+    changed[:1] ^= 1
+    return out[: ops.encode_changes(base, changed, 1, out)[0]]
+
+
 CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "two_level", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
@@ -172,6 +180,9 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "digest_tensors": lambda s: [s.tensors, s.copies],
     "dtypes": lambda s: [],
     "digest_bucket": lambda s: [s.bucket, torch.tensor([[FLOAT, *ROW[1:]]])],
+    "encode_changes": lambda s: [s.bucket, s.bucket.clone(), 1, torch.zeros(ops.encoded_limit(len(s.bucket)), dtype=torch.uint8)],
+    "check_changes": lambda s: [encoded(s.bucket), len(s.bucket)],
+    "apply_changes": lambda s: [encoded(s.bucket), s.bucket],
     "cuda_obstacle": lambda s: [torch.device("cuda", 0)],
     "board_post": lambda s: [s.board, 0, 1],
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],

@@ -248,6 +248,47 @@ def digest_bucket(bucket: Tensor, copies: Tensor) -> Tensor:
     return digests
 
 
+def encode_changes(base: Tensor, changed: Tensor, unit: int, out: Tensor) -> tuple[int, int]:
+    """Encodes the differences between two buffers, in the format that docs/sync.md describes.
+
+    Args:
+        base, changed: uint8 [n] on CPU, contiguous, at addresses that are multiples of ``unit``, as is n.
+        unit: size of the elements that are compared, as integers: 1, 2, 4 or 8 bytes.
+        out: uint8 on CPU, with room for :func:`encoded_limit` bytes.
+
+    Returns:
+        The bytes written to ``out``; the number of units that differ.
+
+    Raises:
+        ValueError: the buffers do not match.
+    """
+    nbytes, count = _ops.encode_changes.default(base, changed, unit, out)
+    return int(nbytes), int(count)
+
+
+def encoded_limit(nbytes: int) -> int:
+    """Returns the most bytes that :func:`encode_changes` writes for buffers of so many."""
+    return 16 + nbytes + -(-nbytes // (1 << 16))
+
+
+def check_changes(encoded: Tensor, nbytes: int) -> int:
+    """Returns the number of units that :func:`apply_changes` would change in a buffer of so many bytes; same errors."""
+    return int(_ops.check_changes.default(encoded, nbytes))
+
+
+def apply_changes(encoded: Tensor, base: Tensor) -> int:
+    """Makes a buffer what :func:`encode_changes` was called with; returns the number of units that change.
+
+    Args:
+        encoded: uint8 [m] on CPU. It may come from anywhere.
+        base: uint8 [n] on CPU.
+
+    Raises:
+        ValueError: the changes are damaged, of another format, or of a buffer of another size; nothing was changed.
+    """
+    return int(_ops.apply_changes.default(encoded, base))
+
+
 def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device, threads: int) -> list[Tensor]:
     """Returns uninitialized tensors with the shapes and strides of others. On CPU, all pages are touched at once.
 

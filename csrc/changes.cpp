@@ -1,0 +1,320 @@
+// What has changed between two buffers of equal size, encoded so that a copy of the first becomes the second. The format
+// is in docs/sync.md; an encoded buffer that came over a network is not trusted.
+#include "tensor_memory.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+namespace epload {
+namespace {
+
+constexpr std::array<char, 4> kMagic{'e', 'p', 'l', 'd'};
+constexpr uint8_t kFormat = 1;
+constexpr int64_t kHeaderBytes = 16;
+constexpr int64_t kChunkUnits = 1 << 16;
+constexpr uint8_t kLongGap = 255; // the gap follows in two bytes
+enum Kind : uint8_t { kUnchanged, kWhole, kBitmap, kGaps };
+
+// A range of bytes that is read or written from its start. Reading past its end throws; room is checked by the writer.
+struct Input {
+  const uint8_t* data;
+  int64_t left;
+
+  const uint8_t* take(int64_t nbytes) {
+    TORCH_CHECK_VALUE(
+        nbytes <= left, "the encoded changes end ", nbytes - left, " bytes too early; they are damaged");
+    const auto* const begin = data;
+    data += nbytes;
+    left -= nbytes;
+    return begin;
+  }
+
+  template <typename T>
+  T number() {
+    T value;
+    std::memcpy(&value, take(sizeof(T)), sizeof(T));
+    return value;
+  }
+};
+
+struct Output {
+  uint8_t* data;
+  int64_t nbytes = 0;
+
+  void put(const void* source, int64_t size) {
+    std::memcpy(data + nbytes, source, static_cast<size_t>(size));
+    nbytes += size;
+  }
+
+  template <typename T>
+  void number(T value) {
+    put(&value, sizeof(T));
+  }
+};
+
+// The units of a chunk that differ, ascending. Blocks that are equal, most of them, are passed over.
+template <typename Unit>
+int64_t find_changes(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions) {
+  constexpr int64_t kBlock = 64 / sizeof(Unit), kPart = 8 / sizeof(Unit);
+  int64_t count = 0, i = 0;
+  const auto note = [&](int64_t end) {
+    for (; i < end; ++i) { // without a branch, which could not be predicted
+      positions[count] = static_cast<uint16_t>(i);
+      count += base[i] != changed[i];
+    }
+  };
+  while (i + kBlock <= units) {
+    std::array<uint64_t, 8> a, b;
+    std::memcpy(a.data(), base + i, 64);
+    std::memcpy(b.data(), changed + i, 64);
+    uint64_t differs = 0;
+    for (size_t word = 0; word < a.size(); ++word) {
+      a[word] ^= b[word];
+      differs |= a[word];
+    }
+    if (differs == 0) {
+      i += kBlock;
+      continue;
+    }
+    for (const auto word : a) {
+      if (word == 0) {
+        i += kPart;
+      } else {
+        note(i + kPart);
+      }
+    }
+  }
+  note(units);
+  return count;
+}
+
+// Returns the units that differ.
+template <typename Unit>
+int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, Output& out) {
+  const auto count = find_changes(base, changed, units, positions);
+  if (count == 0) {
+    out.number<uint8_t>(kUnchanged);
+    return 0;
+  }
+  int64_t gap_bytes = 4 + count, next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    gap_bytes += positions[i] - next >= kLongGap ? 2 : 0;
+    next = positions[i] + 1;
+  }
+  const int64_t bitmap_bytes = (units + 7) / 8, size = sizeof(Unit), values = count * size;
+  if (std::min(gap_bytes, bitmap_bytes) + values >= units * size) {
+    out.number<uint8_t>(kWhole);
+    out.put(changed, units * size);
+    return count;
+  }
+  if (gap_bytes <= bitmap_bytes) {
+    out.number<uint8_t>(kGaps);
+    out.number(static_cast<uint32_t>(count));
+    next = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto gap = positions[i] - next;
+      out.number(static_cast<uint8_t>(std::min<int64_t>(gap, kLongGap)));
+      if (gap >= kLongGap) {
+        out.number(static_cast<uint16_t>(gap));
+      }
+      next = positions[i] + 1;
+    }
+  } else {
+    out.number<uint8_t>(kBitmap);
+    auto* const bits = out.data + out.nbytes;
+    std::memset(bits, 0, static_cast<size_t>(bitmap_bytes));
+    for (int64_t i = 0; i < count; ++i) {
+      bits[positions[i] / 8] |= static_cast<uint8_t>(1 << positions[i] % 8);
+    }
+    out.nbytes += bitmap_bytes;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    out.number(changed[positions[i]]);
+  }
+  return count;
+}
+
+template <typename Unit>
+int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, Output& out) {
+  const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
+  std::vector<uint16_t> positions(kChunkUnits);
+  int64_t count = 0;
+  for (int64_t first = 0; first < units; first += kChunkUnits) {
+    const auto offset = first * static_cast<int64_t>(sizeof(Unit));
+    count += encode_chunk(
+        reinterpret_cast<const Unit*>(base + offset), reinterpret_cast<const Unit*>(changed + offset),
+        std::min(kChunkUnits, units - first), positions.data(), out);
+  }
+  return count;
+}
+
+// Decodes a chunk; writes it unless `base` is null, which only checks it. Returns the units that it changes.
+template <typename Unit>
+int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
+  constexpr int64_t size = sizeof(Unit);
+  const auto kind = in.number<uint8_t>();
+  if (kind == kUnchanged) {
+    return 0;
+  }
+  if (kind == kWhole) {
+    const auto* const values = in.take(units * size);
+    if (base != nullptr) {
+      std::memcpy(base, values, static_cast<size_t>(units * size));
+    }
+    return units;
+  }
+  TORCH_CHECK_VALUE(
+      kind == kBitmap || kind == kGaps, "expected a kind of chunk from 0 to 3, got ", int{kind},
+      "; the encoded changes are damaged");
+  thread_local std::vector<uint16_t> positions(kChunkUnits);
+  int64_t count = 0, next = 0;
+  if (kind == kGaps) {
+    const auto total = in.number<uint32_t>();
+    TORCH_CHECK_VALUE(
+        total <= units,  total, " changes in a chunk of ", units, "; the encoded changes are damaged");
+    for (; count < total; ++count) {
+      int64_t gap = in.number<uint8_t>();
+      gap = gap == kLongGap ? in.number<uint16_t>() : gap;
+      TORCH_CHECK_VALUE(
+          next + gap < units, "a change behind the end of its chunk; the encoded changes are damaged");
+      positions[count] = static_cast<uint16_t>(next + gap);
+      next += gap + 1;
+    }
+  } else {
+    const auto* const bits = in.take((units + 7) / 8);
+    TORCH_CHECK_VALUE(
+        units % 8 == 0 || bits[units / 8] >> units % 8 == 0,
+        "a change behind the end of its chunk; the encoded changes are damaged");
+    for (int64_t byte = 0; byte < (units + 7) / 8; ++byte) {
+      for (unsigned left = bits[byte]; left != 0; left &= left - 1) {
+        positions[count++] = static_cast<uint16_t>(byte * 8 + __builtin_ctz(left));
+      }
+    }
+  }
+  const auto* const values = in.take(count * size);
+  for (int64_t i = 0; base != nullptr && i < count; ++i) {
+    std::memcpy(base + positions[i], values + i * size, size);
+  }
+  return count;
+}
+
+template <typename Unit>
+int64_t decode_all(Input in, int64_t nbytes, uint8_t* base) {
+  const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
+  int64_t changed = 0;
+  for (int64_t first = 0; first < units; first += kChunkUnits) {
+    auto* const chunk = base != nullptr ? reinterpret_cast<Unit*>(base) + first : nullptr;
+    changed += decode_chunk(in, std::min(kChunkUnits, units - first), chunk);
+  }
+  TORCH_CHECK_VALUE(
+      in.left == 0,  in.left, " bytes behind the last chunk; the encoded changes are damaged");
+  return changed;
+}
+
+// Calls a generic function with a value of the unsigned type of so many bytes.
+template <typename Function>
+int64_t with_unit(const char* op, int64_t unit, const Function& call) {
+  switch (unit) {
+    case 1:
+      return call(uint8_t{});
+    case 2:
+      return call(uint16_t{});
+    case 4:
+      return call(uint32_t{});
+    case 8:
+      return call(uint64_t{});
+    default:
+      TORCH_CHECK_VALUE(false, op, ": expected a unit of 1, 2, 4 or 8 bytes, got ", unit);
+  }
+}
+
+void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size_t index) {
+  TORCH_CHECK_VALUE(
+      bytes.is_cpu() && bytes.scalar_type() == at::kByte && bytes.dim() == 1, op, ": expected ", name,
+      " to be uint8 on cpu, of one dim");
+  check_memory(op, bytes, index);
+  TORCH_CHECK_VALUE(bytes.is_contiguous(), op, ": expected ", name, " to be contiguous");
+}
+
+void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t unit) {
+  TORCH_CHECK_VALUE(
+      nbytes % unit == 0 && reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0, op,
+      ": expected a buffer that starts and ends at a multiple of ", unit, " bytes");
+}
+
+std::tuple<int64_t, int64_t> encode_changes(
+    const at::Tensor& base, const at::Tensor& changed, int64_t unit, at::Tensor& out) {
+  constexpr auto op = "encode_changes";
+  check_bytes(op, "base", base, 0);
+  check_bytes(op, "changed", changed, 1);
+  check_bytes(op, "out", out, 2);
+  const auto nbytes = base.numel();
+  TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
+  const auto* const from = base.const_data_ptr<uint8_t>();
+  const auto* const to = changed.const_data_ptr<uint8_t>();
+  Output output{out.mutable_data_ptr<uint8_t>()};
+  const auto count = with_unit(op, unit, [&](auto type) {
+    check_unit(op, from, nbytes, unit);
+    check_unit(op, to, nbytes, unit);
+    const int64_t chunks = (nbytes / unit + kChunkUnits - 1) / kChunkUnits;
+    TORCH_CHECK_VALUE(
+        out.numel() >= kHeaderBytes + chunks + nbytes, op, ": expected room for ", kHeaderBytes + chunks + nbytes,
+        " bytes, got ", out.numel());
+    TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
+    output.put(kMagic.data(), kMagic.size());
+    output.number(kFormat);
+    output.number(static_cast<uint8_t>(unit));
+    output.number<uint16_t>(0);
+    output.number(nbytes);
+    return encode_all<decltype(type)>(from, to, nbytes, output);
+  });
+  mark_written({out});
+  return {output.nbytes, count};
+}
+
+// Checks all, and writes it unless `base` is null. Returns the units that change.
+int64_t decode(const char* op, const at::Tensor& encoded, int64_t nbytes, uint8_t* base) {
+  check_bytes(op, "the encoded changes", encoded, 0);
+  Input in{encoded.const_data_ptr<uint8_t>(), encoded.numel()};
+  TORCH_CHECK_VALUE(
+      std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
+  const auto format = in.number<uint8_t>();
+  TORCH_CHECK_VALUE(format == kFormat, op, ": expected changes of format ", int{kFormat}, ", got ", int{format});
+  const int64_t unit = in.number<uint8_t>();
+  in.number<uint16_t>();
+  const auto expected = in.number<int64_t>();
+  TORCH_CHECK_VALUE(expected == nbytes, op, ": expected changes of ", nbytes, " bytes, got those of ", expected);
+  return with_unit(op, unit, [&](auto type) {
+    check_unit(op, base, nbytes, unit);
+    const auto changed = decode_all<decltype(type)>(in, nbytes, nullptr);
+    if (base != nullptr) {
+      decode_all<decltype(type)>(in, nbytes, base);
+    }
+    return changed;
+  });
+}
+
+int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
+  return decode("check_changes", encoded, nbytes, nullptr);
+}
+
+int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
+  check_bytes("apply_changes", "base", base, 1);
+  const auto changed = decode("apply_changes", encoded, base.numel(), base.mutable_data_ptr<uint8_t>());
+  mark_written({base});
+  return changed;
+}
+
+} // namespace
+} // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("encode_changes", TORCH_FN(epload::encode_changes));
+  m.impl("check_changes", TORCH_FN(epload::check_changes));
+  m.impl("apply_changes", TORCH_FN(epload::apply_changes));
+}

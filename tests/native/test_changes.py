@@ -1,0 +1,122 @@
+"""Changes between two buffers: encoded, applied, and refused where they are damaged."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.native import ops
+
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 16
+
+
+def random_bytes(nbytes: int, seed: int) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def changed_bytes(base: Tensor, unit: int, positions: Tensor) -> Tensor:
+    """A copy in which the units at these positions differ, each in one of its bytes."""
+    copy = base.clone()
+    copy.view(-1, unit)[positions, positions % unit] ^= 1
+    return copy
+
+
+def encode(base: Tensor, changed: Tensor, unit: int) -> tuple[Tensor, int]:
+    out = torch.full((ops.encoded_limit(len(base)),), 0xA5, dtype=torch.uint8)
+    nbytes, count = ops.encode_changes(base, changed, unit, out)
+    return out[:nbytes].clone(), count
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("units", [0, 1, 7, 33, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
+def test_a_copy_of_the_base_becomes_what_has_changed(unit: int, units: int) -> None:
+    base = random_bytes(units * unit, 1)
+    for density in (0.0, 1e-4, 0.02, 0.2, 0.7, 0.999, 1.0):
+        generator = torch.Generator().manual_seed(units)
+        positions = torch.randperm(units, generator=generator)[: -int(-units * density // 1) if density else 0]
+        changed = changed_bytes(base, unit, positions)
+        encoded, count = encode(base, changed, unit)
+        assert count == len(positions)
+        assert len(encoded) <= ops.encoded_limit(len(base))
+        copy = base.clone()
+        assert ops.check_changes(encoded, len(base)) == ops.apply_changes(encoded, copy) >= count
+        assert torch.equal(copy, changed)
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    base = torch.tensor([0.0, float("nan"), 1.0, float("nan")]).bfloat16()
+    changed = base.clone()
+    changed.view(torch.int16)[0] = -(1 << 15)  # -0.0
+    changed.view(torch.int16)[1] += 1  # another NaN
+    assert changed[0] == base[0]
+    encoded, count = encode(base.view(torch.uint8), changed.view(torch.uint8), 2)
+    assert count == 2
+    ops.apply_changes(encoded, base.view(torch.uint8))
+    assert torch.equal(base.view(torch.int16), changed.view(torch.int16))
+
+
+def test_a_changed_bf16_value_takes_at_most_3_3_bytes_at_2_percent() -> None:
+    base = random_bytes(32 << 20, 2)
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.randperm(len(base) // 2, generator=generator)[: len(base) // 100]
+    encoded, count = encode(base, changed_bytes(base, 2, positions), 2)
+    assert count == len(positions)
+    assert len(encoded) <= 3.3 * count
+
+
+def test_the_format_is_the_documented_one() -> None:
+    """One change in the third of four units of two bytes, and one behind a gap of 300."""
+    base = torch.zeros(2 * 400, dtype=torch.uint8)
+    changed = base.clone()
+    changed.view(torch.int16)[2], changed.view(torch.int16)[303] = 0x1234, 0x5678
+    header = b"epld" + bytes([1, 2, 0, 0]) + (800).to_bytes(8, "little")
+    gaps = bytes([3]) + (2).to_bytes(4, "little") + bytes([2, 255]) + (300).to_bytes(2, "little")
+    assert bytes(encode(base, changed, 2)[0].tolist()) == header + gaps + b"\x34\x12\x78\x56"
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("density", [0.002, 0.3])
+def test_damaged_changes_are_refused_or_stay_inside_the_base(unit: int, density: float) -> None:
+    base, generator = random_bytes(unit * (CHUNK + 200), 4), random.Random(5)
+    positions = torch.tensor(sorted(generator.sample(range(CHUNK + 200), int(density * CHUNK))))
+    encoded, _ = encode(base, changed_bytes(base, unit, positions), unit)
+    refused = 0
+    for _ in range(400):
+        damaged = encoded[: generator.choice([len(encoded), generator.randrange(len(encoded))])].clone()
+        for _ in range(generator.randrange(3)):
+            if len(damaged):
+                at = generator.choice([generator.randrange(min(40, len(damaged))), generator.randrange(len(damaged))])
+                damaged[at] = generator.randrange(256)
+        guarded = torch.full((len(base) + 128,), 0x5A, dtype=torch.uint8)
+        copy = guarded[64:-64].copy_(base)
+        try:
+            ops.apply_changes(damaged, copy)
+        except ValueError:
+            refused += 1
+            assert torch.equal(copy, base)  # not by halves
+        assert (torch.cat([guarded[:64], guarded[-64:]]) == 0x5A).all()
+    assert refused > 100
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    base, changed = random_bytes(64, 6), random_bytes(64, 7)
+    encoded, _ = encode(base, changed, 2)
+    for match, call in {
+        "those of 64": lambda: ops.apply_changes(encoded, base[:32]),
+        "no encoded changes": lambda: ops.apply_changes(random_bytes(64, 8), base),
+        "behind the last chunk": lambda: ops.check_changes(torch.cat([encoded, encoded[:1]]), 64),
+        "format 1, got 9": lambda: ops.check_changes(
+            torch.cat([encoded[:4], torch.tensor([9], dtype=torch.uint8)]), 64
+        ),
+        "unit of 1, 2, 4 or 8": lambda: encode(base, changed, 3),
+        "multiple of 8": lambda: encode(base[:60], changed[:60], 8),
+        "64 changed bytes": lambda: encode(base, changed[:60], 2),
+        "room for 81": lambda: ops.encode_changes(base, changed, 2, torch.empty(80, dtype=torch.uint8)),
+        "other memory": lambda: ops.encode_changes(base[:16], changed[:16], 2, changed),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
