@@ -12,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
 from epload.core import dtypes
-from epload.core.columns import column, first_of_each
+from epload.core.columns import arange, column, expand, first_of_each
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.errors import ModelMismatch
+from epload.planning.bucket_layout import BucketLayout
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
 from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, copies_of_box, expand_copies, number_alike
@@ -48,6 +50,7 @@ def plan_exchange(
     options: str = "",
     reach: Reach | None = None,
     lenders: Mapping[int, Holdings] | None = None,
+    base: Holdings | None = None,
 ) -> ExchangePlan:
     """
     Args:
@@ -59,6 +62,8 @@ def plan_exchange(
         options: anything else on which ranks must agree.
         reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
         lenders: the holdings of the senders that this rank's node reaches, if the node keeps versions in host memory.
+        base: what the node has of the version before, in the layout of another plan; see :class:`BucketLayout`. Its buckets have
+            copies of it only if it has all of them, in their dtypes.
 
     Raises:
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
@@ -87,13 +92,15 @@ def plan_exchange(
         sources = {lender: landed.buckets(of_lender, packs=True) for lender, of_lender in lenders.items()}
         landing = ExchangePlan(landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources)
     return ExchangePlan(
-        rows.buckets(holdings, packs=node < 0),
+        rows.buckets(holdings, packs=node < 0, base=base),
         *about,
         tuple(rows.node_sets),
         pulls,
         landing,
         lent_bytes(rank, pulled.values(), kinds.of, [dtype.itemsize for dtype in kinds.declared]),
         tuple(member for number in sorted(pulled) if any(pulled[number]) for member in members.nodes[number]),
+        node=node,
+        layout=rows.layout if node >= 0 else None,
     )
 
 
@@ -216,7 +223,7 @@ class _SlotRows:
         nbytes = (-(-sizes // ALIGNMENT) * ALIGNMENT)[slot[order]]
 
         numbers, of_stream, counts = torch.unique_consecutive(stream[order], return_inverse=True, return_counts=True)
-        streams = [Stream(i // len(sets), self.node_sets[i % len(sets)]) for i in numbers.tolist()]
+        streams = [Stream(i // len(sets), self.node_sets[i % len(sets)], i % len(sets)) for i in numbers.tolist()]
         ends = nbytes.cumsum(0)
         total = ends[counts.cumsum(0) - 1].diff(prepend=ends.new_zeros(1))
         at = ends - nbytes - (total.cumsum(0) - total)[of_stream]
@@ -240,25 +247,64 @@ class _SlotRows:
         self._offset = at - at[first][self._bucket] + HEADER_BYTES
         """Offset in the bucket, in bytes."""
         bucket_nbytes = self._offset[last] + nbytes[in_buckets][last]
+        self._sizes = sizes[self._slot]
+        self._gaps = nbytes[in_buckets] - self._sizes
+        """Bytes between each slot and the next one."""
         columns = of_stream[in_buckets][first], wave[in_buckets][first], self._tensor[first], self._tensor[last]
         self._buckets = [
             (size, streams[i], of_wave, (begin, end))
             for size, i, of_wave, begin, end in torch.stack([bucket_nbytes, *columns], 1).tolist()
         ]
 
-    def buckets(self, holdings: Holdings, packs: bool) -> list[ExchangeBucket]:
+    @property
+    def layout(self) -> BucketLayout:
+        slots = [(slot.box, self._kinds.dtypes[kind]) for slot, kind in self._slots]
+        return BucketLayout(slots, self._tensor, self._slot, self._bucket, self._offset)
+
+    def buckets(self, holdings: Holdings, packs: bool, base: Holdings | None = None) -> list[ExchangeBucket]:
         """Returns the buckets.
 
         Args:
             holdings: of the rank whose copies they have.
             packs: whether that rank packs the buckets.
+            base: see :func:`plan_exchange`.
         """
+        gap, row = expand(self._gaps, arange(len(self._gaps)))
+        within = gap - (self._gaps.cumsum(0) - self._gaps)[row]
+        paddings = self._by_bucket((self._offset + self._sizes)[row] + within, row)
+        tables = self._tables(holdings, packs)
+        bases: Sequence[CopyTable | None] = [None] * len(tables)
+        if base is not None and self._is_in(base):
+            bases = self._tables(base, packs=True)
+        return [
+            ExchangeBucket(nbytes, table, stream, wave, tensors, padding, of_base)
+            for (nbytes, stream, wave, tensors), table, padding, of_base in zip(
+                self._buckets, tables, paddings, bases, strict=True
+            )
+        ]
+
+    def _tables(self, holdings: Holdings, packs: bool) -> list[CopyTable]:
         class_of_kind, dtypes_of = holdings.class_of[column(self._kinds.first)].tolist(), self._kinds.dtypes
         templates = [
             copies_of_box(slot.box, holdings, class_of_kind[kind], dtypes_of[kind], packs) for slot, kind in self._slots
         ]
         copies, row = expand_copies(holdings, templates, self._tensor, self._slot)
         copies.offset.add_(self._offset[row])
-        counts = torch.bincount(self._bucket[row], minlength=len(self._buckets)).tolist()
-        pairs = zip(self._buckets, torch.split(copies.rows, counts), strict=True)
-        return [ExchangeBucket(nbytes, CopyTable(rows), *about) for (nbytes, *about), rows in pairs]
+        return list(map(CopyTable, self._by_bucket(copies.rows, row)))
+
+    def _by_bucket(self, entries: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        """Divides entries, each of a slot, into those of each bucket."""
+        return torch.split(entries, torch.bincount(self._bucket[row], minlength=len(self._buckets)).tolist())
+
+    def _is_in(self, base: Holdings) -> bool:
+        """Returns True if a rank has every slot once, in the dtype in which it moves. ``base``: boxes that do not overlap."""
+        of_kinds = base.class_of[column(self._kinds.first)]
+        if not torch.equal(base.class_of[self._tensor], of_kinds[self._kinds.of[self._tensor]]):
+            return False
+        numbers, dtypes_of = of_kinds.tolist(), self._kinds.dtypes
+        if any(
+            numbers[kind] == NO_PART or base.classes[numbers[kind]].dtype != dtypes_of[kind] for _, kind in self._slots
+        ):
+            return False
+        nbytes = sum(int(table.nbytes().sum()) for table in self._tables(base, packs=False))
+        return nbytes == int(self._sizes.sum())

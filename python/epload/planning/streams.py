@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from epload.core.copy_table import CopyTable
+from epload.planning.bucket_layout import BucketLayout
 from epload.planning.buckets import BucketCopies
 from epload.planning.pulls import Pulls
 from epload.planning.waves import Wave
@@ -52,6 +57,8 @@ class Stream(NamedTuple):
     owner: int
     nodes: tuple[int, ...]
     """Numbers of nodes, ascending."""
+    number: int
+    """Position of the set of nodes among the plan's. Also where the buckets go to some of them only."""
 
     def path(self, wave: int) -> tuple[int, ...]:
         """The nodes in the order in which a wave's bucket passes through them: each begins at another one."""
@@ -71,6 +78,16 @@ class ExchangeBucket(BucketCopies):
     wave: int
     tensors: tuple[int, int]
     """The first and the last tensor that it has boxes of."""
+    padding: Tensor
+    """int64 [n]: offsets of the bytes between its slots, which are zero."""
+    base: CopyTable | None = None
+    """The copies between it and a version that this rank's node has in the layout of another plan."""
+
+    def order(self, node: int) -> tuple[int, int, int, int]:
+        """Returns the key by which a rank of a node, or a sender (-1), orders its buckets: wave by wave first those that come
+        from their sender, then those that have come by one node, and so on, so that nodes never wait for each other."""
+        hops = self.stream.hops(node, self.wave) if node >= 0 else 0
+        return self.wave, hops, self.stream.owner, self.stream.number
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +115,26 @@ class ExchangePlan:
     sources: Mapping[int, Sequence[ExchangeBucket]] = field(default_factory=dict)
     """A landing's buckets again, by sender, with the copies out of that sender's tensors. Those that another one owns have
     none that count."""
+    node: int = -1
+    """Number of this rank's node; -1 on a sender."""
+    layout: BucketLayout | None = None
+    """Where the slots of the buckets lie; None on a sender."""
+
+    def toward(self, nodes: Collection[int]) -> ExchangePlan:
+        """Returns the plan by which the same buckets go to some of the nodes only."""
+        if all(node in nodes for node in chain.from_iterable(self.node_sets)):
+            return self
+        buckets = {}
+        for number, bucket in enumerate(self.buckets if self.node < 0 or self.node in nodes else ()):
+            stream = bucket.stream._replace(nodes=tuple(node for node in bucket.stream.nodes if node in nodes))
+            if stream.nodes:
+                buckets[number] = replace(bucket, stream=stream)
+        order = sorted(buckets, key=lambda number: buckets[number].order(self.node))
+        layout = self.layout
+        if layout is not None and order:
+            layout = replace(layout, bucket=torch.tensor(order).argsort()[layout.bucket])
+        fingerprint = hashlib.blake2b(repr(sorted(nodes)).encode(), digest_size=32, key=self.fingerprint).digest()
+        return replace(self, buckets=[buckets[i] for i in order], fingerprint=fingerprint, layout=layout)
 
     @property
     def largest(self) -> int:
@@ -127,7 +164,7 @@ class ExchangePlan:
     def identity(self, number: int) -> tuple[int, bytes]:
         """Returns what identifies a bucket's header on the ranks that send and receive it: its wave, and 16 bytes."""
         bucket = self.buckets[number]
-        stream = repr((bucket.stream.owner, bucket.stream.nodes)).encode()
+        stream = repr((bucket.stream.owner, bucket.stream.number)).encode()
         return bucket.wave, hashlib.blake2b(stream, digest_size=16, key=self.fingerprint).digest()
 
     def describe(self, numbers: Sequence[int]) -> str:

@@ -54,8 +54,8 @@ class DeviceRoute:
         self._stages = any(control.rank in node for node in staging_nodes)
         self._waves = self._make_waves()
         self._hops = {
-            Stream(owner, nodes): self._hops_of(owner, nodes)
-            for nodes, owner in product(plan.node_sets, members.senders)
+            Stream(owner, nodes, number): self._hops_of(owner, nodes)
+            for (number, nodes), owner in product(enumerate(plan.node_sets), members.senders)
         }
         """The hops of each stream's buckets: from the sender to a rank, and from there to all that need them."""
         groups = [ranks for i in (0, 1) for hops in self._hops.values() if len(ranks := hops[i][1]) > 1]

@@ -1,0 +1,57 @@
+"""Says where the slots of a node's buckets lie, so that buckets of one plan can be made out of those of another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from epload.core.columns import column
+from epload.core.placement import Box
+from epload.core.views import Shape, View
+from epload.planning.holdings import NO_PART, Holdings, Share
+
+
+@dataclass(frozen=True, eq=False)
+class BucketLayout:
+    """Entry i of each column (int64 [n]) is a box of a tensor that lies packed in a bucket."""
+
+    slots: Sequence[tuple[Box, torch.dtype]]
+    """The boxes of tensors that are divided in the same way, and the dtype in which they move."""
+    tensor: Tensor
+    slot: Tensor
+    """Index into ``slots``."""
+    bucket: Tensor
+    offset: Tensor
+    """Offset in the bucket, in bytes."""
+
+    def holdings(self, shapes: Sequence[Shape]) -> Holdings:
+        """Returns the holdings of a rank that has each entry as a local tensor. ``shapes``: of all tensors."""
+        order = torch.argsort(self.tensor * len(self.slots) + self.slot)
+        tensors, counts = torch.unique_consecutive(self.tensor[order], return_counts=True)
+        columns = zip(torch.split(order, counts.tolist()), torch.split(self.slot[order], counts.tolist()), strict=True)
+        targets: list[tuple[int, ...]] = [()] * len(shapes)
+        class_of = [NO_PART] * len(shapes)
+        numbers: dict[object, int] = {}
+        shares: list[Share] = []
+        for tensor, (entries, slots) in zip(tensors.tolist(), columns, strict=True):
+            targets[tensor], shape = tuple(entries.tolist()), shapes[tensor]
+            key = shape, *(self.slots[slot] for slot in slots.tolist())
+            if key not in numbers:
+                numbers[key] = len(shares)
+                boxes, whole = key[1:], View.whole(shape)
+                views = [whole.crop(start, size)._replace(start=(0,) * len(start)) for (start, size), _ in boxes]
+                shares.append(Share(shape, tuple(enumerate(views)), boxes[0][1]))
+            class_of[tensor] = numbers[key]
+        return Holdings(column(class_of), tuple(shares), targets)
+
+    def tensors(self, buckets: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the local tensors of these holdings: views of buckets (uint8)."""
+        local = []
+        for slot, bucket, offset in torch.stack([self.slot, self.bucket, self.offset], 1).tolist():
+            (_, size), dtype = self.slots[slot]
+            local.append(buckets[bucket][offset : offset + prod(size) * dtype.itemsize].view(dtype).view(size))
+        return local
