@@ -33,7 +33,7 @@ class Moved(NamedTuple):
     @classmethod
     def of(cls, report: epload.SyncReport | None) -> Moved:
         assert report is not None
-        return cls(report.transport, report.pulled, report.moved, report.not_pulled)
+        return cls(report.transport, report.pulled, report.wire_bytes, report.not_pulled)
 
 
 def send(

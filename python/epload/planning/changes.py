@@ -48,12 +48,16 @@ class MessagePart(NamedTuple):
 class ChangesPlan:
     """The messages of one version's changes, as one rank sees them."""
 
+    version: ExchangePlan
+    """The plan of the version's buckets."""
     plan: ExchangePlan
-    """Its buckets are the messages. They have no copies."""
+    """The plan whose buckets are the messages. They have no copies."""
     parts: Sequence[Sequence[MessagePart]]
     """The parts of each message."""
     unchanged: Mapping[int, int]
     """The checksums of the buckets that do not change, by their numbers in the version's plan."""
+    elements: int
+    """Number of elements that have changed, on all senders. Equal on all ranks."""
     staging_bytes: int
     """No wave takes more of a staging buffer, on any rank. Equal on all ranks."""
 
@@ -94,8 +98,10 @@ def plan_changes(plan: ExchangePlan, changed: Mapping[int, Sequence[ChangedBucke
     messages.sort(key=lambda message: message[0].order(plan.node))
     digest = hashlib.blake2b(repr(sorted(changed.items())).encode(), digest_size=32, key=plan.fingerprint)
     return ChangesPlan(
+        plan,
         replace(plan, buckets=[bucket for bucket, _ in messages], fingerprint=digest.digest(), layout=None),
         [of_message for _, of_message in messages],
         unchanged,
+        sum(each.elements for buckets in changed.values() for each in buckets),
         max((sum(totals[waves[i]] for i in group) for group in groups), default=0),
     )

@@ -21,7 +21,7 @@ from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.errors import ModelMismatch
 from epload.planning.bucket_layout import BucketLayout
-from epload.planning.buckets import HEADER_BYTES
+from epload.planning.buckets import HEADER_BYTES, BucketCopies
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
 from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, copies_of_box, expand_copies, number_alike
 from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
@@ -273,9 +273,9 @@ class _SlotRows:
         within = gap - (self._gaps.cumsum(0) - self._gaps)[row]
         paddings = self._by_bucket((self._offset + self._sizes)[row] + within, row)
         tables = self._tables(holdings, packs)
-        bases: Sequence[CopyTable | None] = [None] * len(tables)
+        bases: Sequence[BucketCopies | None] = [None] * len(tables)
         if base is not None and self._is_in(base):
-            bases = self._tables(base, packs=True)
+            bases = [BucketCopies(0, table) for table in self._tables(base, packs=True)]
         return [
             ExchangeBucket(nbytes, table, stream, wave, tensors, padding, of_base)
             for (nbytes, stream, wave, tensors), table, padding, of_base in zip(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload.core.copy_table import CopyTable
 from epload.planning.bucket_layout import BucketLayout
 from epload.planning.buckets import BucketCopies
 from epload.planning.pulls import Pulls
@@ -80,7 +79,7 @@ class ExchangeBucket(BucketCopies):
     """The first and the last tensor that it has boxes of."""
     padding: Tensor
     """int64 [n]: offsets of the bytes between its slots, which are zero."""
-    base: CopyTable | None = None
+    base: BucketCopies | None = None
     """The copies between it and a version that this rank's node has in the layout of another plan."""
 
     def order(self, node: int) -> tuple[int, int, int, int]:

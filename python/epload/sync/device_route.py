@@ -21,6 +21,7 @@ from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, message_timeout, run_transfer
 from epload.transfer.movers import broadcast
+from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
 MAX_GROUPS = 12
@@ -125,8 +126,8 @@ class DeviceRoute:
         """Bytes of its buffers."""
         return self._staging.footprint
 
-    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
-        """Moves one version, after what the caller has queued."""
+    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, bar: Progress) -> None:
+        """Moves one version, after what the caller has queued. ``memory``: not used."""
         self._context = context
         self._ring = DeviceRing(
             self._staging, context, "inter_node", in_order=False,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from time import monotonic, sleep
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,24 @@ from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.observe.progress import Progress
+from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
 from epload.planning.holdings import Holdings
-from epload.planning.streams import ExchangePlan
+from epload.planning.streams import ExchangePlan, Members
+from epload.sync.changes import (
+    DENSE,
+    TOO_MANY,
+    Comparison,
+    EncodedChanges,
+    ReceivedChanges,
+    compare,
+    merge_comparisons,
+)
+from epload.sync.committed import CommittedTensors
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import link_obstacle
 from epload.sync.joining import JoinMessage, find_members, join, plan_together
-from epload.sync.participants import Participants
+from epload.sync.node_version import NodeVersion
+from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
 from epload.sync.transfer import ExchangeRoles, HostRoute, LocalBuckets
@@ -31,6 +44,8 @@ from epload.transfer.context import TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
+CHANGES_WAVE_BYTES = 16 << 20
+"""Of a wave of changes, in a staging buffer."""
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
 
@@ -49,6 +64,8 @@ class Generation:
     """The device that this rank's tensors have to be on; None for any."""
     not_pulled = ""
     """Why none does that, if it seemed possible; equal on all ranks."""
+    node_version: NodeVersion | None = None
+    """The version in the memory of this rank's node, where it keeps one."""
 
     def __init__(
         self,
@@ -61,6 +78,7 @@ class Generation:
         manifest: Manifest | None,
         holdings: Holdings,
         failure: Exception | None = None,
+        node_version: NodeVersion | None = None,
     ) -> None:
         """
         Args:
@@ -71,11 +89,26 @@ class Generation:
             manifest: None on a rank with a ``failure``.
             holdings: this rank's of the manifest's tensors.
             failure: why this rank cannot take part; raised on all.
+            node_version: of the generation before.
 
         Raises:
             LoadError: a rank cannot take part, or has not come in time; the same on every rank.
         """
         self.number = number
+        self.node_version = node_version
+        self._plans: dict[frozenset[int], ExchangePlan] = {}
+        self._reserved: set[tuple[int, ...]] = set()
+        """The ranks of each node that has memory for a version in full."""
+        self._memory: NodeMemory | None = None
+        """This node's, if it is one of them."""
+        self._with_changes: frozenset[int] = frozenset()
+        """Nodes with memory through which changes pass."""
+        self._changes_bytes = 0
+        """Bytes of each buffer of that memory, on all ranks."""
+        self._of_changes: NodeMemory | None = None
+        self._comparison: Comparison | None = None
+        """A sender's, from when it was made until its changes have moved."""
+        self._host_route: HostRoute | None = None
         self._store = store
         self._timeout = timeout
         self._legend = participants.describe()
@@ -88,11 +121,13 @@ class Generation:
             assert manifest is not None
             with self._load(), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
+                self._node = next((i for i, node in enumerate(self.members.nodes) if rank in node), -1)
+                base = node_version.holdings(manifest.shapes) if node_version is not None else None
                 self.plan, lenders, self.not_pulled = plan_together(
-                    store, self.control, number, self.members, self._messages, manifest, holdings
+                    store, self.control, number, self.members, self._messages, manifest, holdings, base
                 )
                 if self.plan.pulls is not None or self.plan.landing is not None:
-                    node = next(node for node in self.members.nodes if rank in node)
+                    node = self.members.nodes[self._node]
                     self.device = torch.device(self._own.access.device)
                     self.puller = Puller(self.plan, lenders, self.device, node.index(rank), len(node))
                 self._connect()
@@ -117,16 +152,17 @@ class Generation:
     # ---- connections, and memory of the node ----
 
     def _connect(self) -> None:
-        moves = bool(self.plan.node_sets)
-        route = self._device_route() if moves else None
-        memory = self._make_memory(moves and route is None)
-        if route is not None:
-            route.connect()
-            self.route, self.device = route, route.device
-        elif moves:
-            self.route = HostRoute(self.plan, self.members, self.control, memory)
-        if self._own.stages or isinstance(self.route, HostRoute):
-            self.memory = memory
+        if self.plan.node_sets:
+            self.route = self._device_route()
+            if self.route is not None:
+                self.route.connect()
+                self.device = self.route.device
+            else:
+                self.route = self._through_host()
+
+    def _through_host(self) -> HostRoute:
+        self._host_route = self._host_route or HostRoute(self.members, self.control)
+        return self._host_route
 
     def _device_route(self) -> DeviceRoute | None:
         """Returns the route from device to device; None if versions pass through host memory, on all ranks."""
@@ -141,21 +177,36 @@ class Generation:
             logger.info("versions pass through host memory: %s", obstacle)
         return None
 
-    def _make_memory(self, all_nodes: bool) -> NodeMemory:
-        """Makes the memory of this rank's node, or a token of its own.
+    def _reserve(self, nodes: Collection[int], all_nodes: bool) -> None:
+        """Makes the memory of nodes that receive a whole version, where they have none. Collective over the generation's ranks.
 
         Args:
-            all_nodes: whether every node needs memory, and not only those that keep whole versions.
+            all_nodes: whether senders and nodes that do not keep the version need memory, too.
 
         Raises:
-            LoadError: the ranks of a receiving node that needs it cannot share memory.
+            LoadError: the ranks of a receiving node cannot share memory.
         """
-        stages, waves = self._own.stages, [*self.plan.waves, *self.plan.landing_waves]
-        nbytes = max((wave.nbytes for wave in waves), default=0) if all_nodes or stages else 0
-        nodes: list[tuple[int, ...]] = [(rank,) for rank in self.members.senders]
-        for node in self.members.nodes:
-            nodes += [node] if all_nodes or self._messages[node[0]].stages else [(rank,) for rank in node]
-        memory = NodeMemory.for_node(self.control, nodes, nbytes, max(len(waves), 1) if stages else BUFFERS)
+        receivers = [self.members.nodes[number] for number in sorted(nodes)]
+        needed = [node for node in receivers if all_nodes or self._messages[node[0]].stages]
+        needed += [(rank,) for rank in self.members.senders if all_nodes]
+        new = [node for node in needed if node not in self._reserved]
+        if not new:
+            return
+        self._reserved.update(new)
+        memory, nbytes, count = None, 0, BUFFERS
+        if any(self.control.rank in node for node in new):
+            self.node_version = None  # before more is allocated
+            waves = [*self.plan.waves, *self.plan.landing_waves]
+            nbytes = max((wave.nbytes for wave in waves), default=0)
+            count = max(len(waves), 1) if self._own.stages else BUFFERS
+        memory = self._share(new, nbytes, count)
+        if any(self.control.rank in node for node in new):
+            self._memory = memory
+
+    def _share(self, nodes: Sequence[tuple[int, ...]], nbytes: int, count: int) -> NodeMemory:
+        """Makes memory that the ranks of each of these nodes share, and each other rank a token of its own."""
+        others = sorted({*self.control.ranks}.difference(*nodes))
+        memory = NodeMemory.for_node(self.control, [*nodes, *((rank,) for rank in others)], nbytes, count)
         if not memory.shared:
             raise LoadError(
                 f"the ranks of a receiving node cannot share memory ({self._legend}): run them in containers that share process "
@@ -167,19 +218,21 @@ class Generation:
 
     def sync(
         self,
-        version: int,
+        start: Start,
         tensors: list[Tensor] | None,
         report: SyncReport,
+        base: CommittedTensors | None = None,
         show_progress: bool = False,
         failure: Exception | None = None,
-        begins: Callable[[], None] = lambda: None,
+        begins: Callable[[], list[Tensor] | None] = lambda: None,
     ) -> None:
         """Sends or receives a version. Collective over the generation's ranks.
 
         Args:
             tensors: to be sent, or filled as the version arrives; None to leave it in the node's memory.
+            base: what a sender has committed before, if it may send changes.
             failure: why this rank cannot take part; then nothing moves.
-            begins: called when all ranks are ready, before anything moves.
+            begins: called when all ranks are ready, before anything moves. What it returns is sent in place of ``tensors``.
 
         Raises:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
@@ -188,48 +241,137 @@ class Generation:
             try:
                 with self._load():
                     with report.timed("plan"):
-                        moves = self.route is not None and tensors is not None
-                        shards = Attempt(lambda: self._shards(self.plan, tensors or []) if moves else None)
-                        self._get_ready(version, tensors, failure or shards.failure)
-                    begins()
+                        usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
+                        nodes = self._get_ready(tensors, failure or usable.failure, base, report)
+                    changes = self._compare(nodes, tensors, base, report) if nodes else None
+                    tensors = begins() or tensors
+                    in_full = frozenset(range(len(self.members.nodes))) - (
+                        nodes if changes is not None else frozenset()
+                    )
+                    self._prepare_memory(in_full)
                     with self._pulled(tensors or [], report):
-                        if self.route is not None:
-                            self._move(version, self.route, shards.value, report, show_progress)
+                        received = self._move_changes(changes, report) if changes is not None else None
+                        if self.route is not None and in_full:
+                            self._move(in_full, tensors, report, show_progress)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                     self.control.agree("committing the version", None, last=True)
+                    with report.timed("unpack", "applies changes"):
+                        self._commit(start.key, received)
             except LoadError:
-                self._close_after_failure(version)
+                self._close_after_failure(report.version)
                 raise
-        plan, route = self.plan, self.route
-        report.generation, report.moved, report.buckets = self.number, plan.nbytes, len(plan.buckets)
-        report.pulled = self.puller.nbytes if self.puller is not None else plan.lent
-        report.not_pulled = self.not_pulled
-        report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
-        report.tensors, report.nbytes = len(plan.names), plan.total
-        report.transport = route.backend if route is not None else "ipc" if plan.borrowers else "host"
-        report.peak_staging = sum(buffer.nbytes for buffer in self.memory.buffers) if self.memory is not None else 0
-        report.peak_staging += route.footprint if route is not None else 0
+        self._describe(report, in_full, changes)
 
-    def _get_ready(self, version: int, tensors: list[Tensor] | None, failure: Exception | None) -> None:
-        """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there."""
-        digest = ""
+    def _get_ready(
+        self, tensors: list[Tensor] | None, failure: Exception | None, base: CommittedTensors | None, report: SyncReport
+    ) -> frozenset[int]:
+        """Agrees that all sync this version. Senders say where their tensors lie; receivers plan what they copy from there.
+
+        Returns:
+            The receiving nodes that have the sender's base.
+        """
+        digest, key = "", ""
         if self.plan.lent and tensors and failure is None:
             published = Attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
             digest, failure = published.result or "", published.failure
-        digests = self.control.agree("getting ready", failure, [version, digest], _check_version)
+        if base is not None:
+            key = base.usable_key(self._own.verify)
+        elif self.node_version is not None and self.node_version.is_base_of(self.plan, self.number):
+            key = self.node_version.key
+        view = [report.version, digest, key]
+        digests, ranks = self.control.agree("getting ready", failure, view, partial(_check_views, self.members))
         if self.plan.borrowers:
             problem = None
             if (puller := self.puller) is not None:
                 by_rank = {int(rank): digest for rank, digest in digests.items()}
                 problem = Attempt(lambda: puller.plan(by_rank, self._store, self._timeout)).failure
             self.control.agree("planning copies between devices", problem)
+        moving = {*chain.from_iterable(self.plan.node_sets)}
+        nodes = [number for number in moving if {*self.members.nodes[number]} <= {*ranks}]
+        if base is not None and len(nodes) < len(moving):
+            report.why_full = (
+                base.obstacle or f"{len(moving) - len(nodes)} of {len(moving)} receiving nodes have another base"
+            )
+        return frozenset(nodes)
+
+    def _prepare_memory(self, in_full: frozenset[int]) -> None:
+        """Makes memory for a version that some nodes receive in full."""
+        route = self._route(in_full)
+        self._reserve(in_full, all_nodes=isinstance(route, HostRoute) and bool(in_full))
+        if self._own.stages and self._node in in_full:
+            assert self._memory is not None
+            plan = self._toward(in_full)
+            self.node_version = NodeVersion(
+                plan, self._memory, self.number, f"rank {self.control.rank}", self._own.verify
+            )
+
+    def _toward(self, nodes: frozenset[int]) -> ExchangePlan:
+        """See :meth:`ExchangePlan.toward`."""
+        if nodes not in self._plans:
+            self._plans[nodes] = self.plan.toward(nodes)
+        return self._plans[nodes]
+
+    def _route(self, in_full: frozenset[int]) -> DeviceRoute | HostRoute | None:
+        """Returns the route of a version in full; through host memory if it does not go to all nodes."""
+        partial_version = self._toward(in_full) is not self.plan
+        return self._through_host() if partial_version and in_full and self.route is not None else self.route
 
     def _pulled(self, tensors: Sequence[Tensor], report: SyncReport) -> AbstractContextManager[None]:
         """Returns a context in which this rank copies its part out of the memory of senders, if it does."""
         if self.puller is None:
             return nullcontext()
-        buckets = dict(self._staged(self.plan.landing_waves)) if self.puller.lands else {}
+        buckets = {}
+        if self.puller.lands:
+            assert self.node_version is not None
+            self.node_version.key = ""
+            buckets = dict(self.node_version.staged(self.node_version.plan.landing_waves))
         return self.puller.copying(tensors, buckets, self._own.verify, self.control, report)
+
+    def _move(
+        self, in_full: frozenset[int], tensors: list[Tensor] | None, report: SyncReport, show_progress: bool
+    ) -> None:
+        plan, route, version, verify = (
+            self._toward(in_full),
+            self._route(in_full),
+            self.node_version,
+            self._own.verify,
+        )
+        assert route is not None
+        shards = self._shards(plan, tensors, route) if tensors is not None else None
+        roles = ExchangeRoles(plan, self.members, self.control.rank)
+        fill = shards.pack if shards is not None and self._sends else None
+        context = TransferContext(
+            plan, roles, fill, plan.describe, self.control, report, verify, report.version, ends_in_order=False
+        )
+        if self._sends:
+            sink = LocalBuckets(None)
+        elif route.device is not None and version is not None:
+            sink = LocalBuckets(shards, version.buckets, context.verify if verify else None)
+        else:
+            sink = LocalBuckets(shards)
+        with Progress(plan.nbytes, show_progress) as bar:
+            route.run(context, self._memory, sink, bar)
+
+    def _shards(
+        self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None
+    ) -> Shards:
+        """Returns this rank's tensors, to be packed or filled. ``route``: of the buckets; through host memory if None."""
+        rank = self.control.rank
+        nodes = self.members.sender_nodes if self._sends else self.members.nodes
+        ranks = next(len(node) for node in nodes if rank in node)
+        on_device = isinstance(route, DeviceRoute)
+        shards = Shards(plan, tensors, self._own.verify, f"rank {rank}", ranks, on_device)
+        self._pipe = shards.pipe or self._pipe
+        return shards
+
+    def _commit(self, key: str, received: ReceivedChanges | None) -> None:
+        """Makes the version that has come the one that the node has. ``key``: see :class:`Start`."""
+        if self.node_version is None:
+            return
+        self.node_version.key = ""
+        if received is not None and self._of_changes is not None:
+            received.apply(self.control, self._of_changes)
+        self.node_version.key = key
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that a caller that catches the error
@@ -243,68 +385,94 @@ class Generation:
             while self.plan.lent and monotonic() < until and not self._store.check(closed):
                 sleep(0.01)
 
-    def _move(
-        self, version: int, route: DeviceRoute | HostRoute, shards: Shards | None, report: SyncReport, show: bool
-    ) -> None:
-        control, plan, verify = self.control, self.plan, self._own.verify
+    def _describe(self, report: SyncReport, in_full: frozenset[int], changes: ChangesPlan | None) -> None:
+        plan, full = self.plan, self._toward(in_full)
+        report.generation, report.wire_bytes, report.buckets = self.number, full.nbytes, len(full.buckets)
+        if changes is not None:
+            report.wire_bytes += changes.plan.nbytes
+            report.changed = changes.elements
+            report.buckets_unchanged = len(changes.unchanged)
+            report.buckets_changed = sum(map(len, changes.parts))
+        report.pulled = self.puller.nbytes if self.puller is not None else plan.lent
+        report.not_pulled = self.not_pulled
+        report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
+        report.tensors, report.nbytes = len(plan.names), plan.total
+        report.transport = self.route.backend if self.route is not None else "ipc" if plan.borrowers else "host"
+        memories = {self._memory, self._of_changes, self.node_version.memory if self.node_version is not None else None}
+        report.peak_staging = sum(memory.footprint for memory in memories if memory is not None)
+        report.peak_staging += self.route.footprint if self.route is not None else 0
+
+    # ---- changes ----
+
+    def _compare(
+        self, nodes: frozenset[int], tensors: list[Tensor] | None, base: CommittedTensors | None, report: SyncReport
+    ) -> ChangesPlan | None:
+        """Compares the version with the one before, on the senders. Collective over the generation's ranks.
+
+        Args:
+            nodes: that have the version before.
+
+        Returns:
+            None if it comes in full, on all ranks.
+        """
+        plan, view = self._toward(nodes), None
+        compared: Attempt[Comparison | None] = Attempt(lambda: None)
+        if base is not None:
+            with report.timed("read", "compares with the version before") as span:
+                assert tensors is not None
+                shards = self._shards(plan, tensors), Shards(plan, base.tensors, False, "", 1)
+                compared = Attempt(lambda: compare(plan, *shards, self._own.verify, base.limit(plan)))
+                span.nbytes = plan.nbytes
+            view = compared.result.changed if compared.result is not None else TOO_MANY
+        merged = self.control.agree("comparing with the version before", compared.failure, view, merge_comparisons)
+        if merged is None:
+            report.why_full = f"more than {DENSE:.0%} of the bytes would be sent"
+            return None
+        self._comparison = compared.result
+        of_senders = {int(rank): [ChangedBucket(*fields) for fields in buckets] for rank, buckets in merged.items()}
+        changes = plan_changes(plan, of_senders, CHANGES_WAVE_BYTES)
+        if changes.staging_bytes > self._changes_bytes or not nodes <= self._with_changes:
+            self._through_host()
+            self._changes_bytes, self._with_changes = max(changes.staging_bytes, 1), nodes
+            shared = [self.members.nodes[number] for number in sorted(nodes)] + [
+                (rank,) for rank in self.members.senders
+            ]
+            self._of_changes = self._share(shared, self._changes_bytes, BUFFERS)
+        return changes
+
+    def _move_changes(self, changes: ChangesPlan, report: SyncReport) -> ReceivedChanges | None:
+        """Moves the changes of a version. Returns those that wait to be applied, on a receiver that applies some."""
+        received, fill, plan, control = None, None, changes.plan, self.control
+        if self._comparison is not None:
+            fill = EncodedChanges(changes, self._comparison).fill
+        elif self.node_version is not None and changes.version.buckets:
+            received = ReceivedChanges(changes, self.node_version, self.number, control.rank, self._own.verify)
+            received.check_unchanged()
         roles = ExchangeRoles(plan, self.members, control.rank)
-        fill = shards.pack if shards is not None and self._sends else None
         context = TransferContext(
-            plan, roles, fill, plan.describe, control, report, verify, version, ends_in_order=False
+            plan, roles, fill, plan.describe, control, report, self._own.verify, report.version, ends_in_order=False
         )
-        if self._sends:
-            sink = LocalBuckets(None)
-        elif route.device is not None and self.memory is not None:
-            sink = LocalBuckets(shards, dict(self.staged_buckets()), context.verify if verify else None)
-        else:
-            sink = LocalBuckets(shards)
-        with Progress(plan.nbytes, show) as bar:
-            route.run(context, sink, bar)
-
-    def _shards(self, plan: ExchangePlan, tensors: list[Tensor]) -> Shards:
-        rank, sends = self.control.rank, self._sends
-        on_device = isinstance(self.route, DeviceRoute) and (sends or self.memory is None)
-        nodes = self.members.sender_nodes if sends else self.members.nodes
-        ranks = next(len(node) for node in nodes if rank in node)
-        shards = Shards(plan, tensors, self._own.verify, f"rank {rank}", ranks, on_device)
-        self._pipe = shards.pipe or self._pipe
-        return shards
-
-    # ---- a version in the node's memory ----
-
-    def unpack(self, tensors: list[Tensor]) -> None:
-        """Copies a version out of the node's memory."""
-        for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
-            if plan is not None and waves:
-                shards = self._shards(plan, tensors)
-                try:
-                    for number, bucket in self._staged(waves):
-                        shards.unpack(number, bucket)
-                finally:
-                    shards.finish()
-
-    def staged_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each bucket of a version that came into the node's memory, by its number in the plan."""
-        return self._staged(self.plan.waves)
-
-    def _staged(self, waves: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-        assert self.memory is not None
-        for wave in waves:
-            for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
-                yield number, self.memory.buffers[wave.index][begin:end]
+        with Progress(plan.nbytes, False) as bar:
+            self._through_host().run(context, self._of_changes, received or LocalBuckets(None), bar)
+        self._comparison = None
+        return received
 
     def close(self) -> None:
         """Ends the generation on this rank."""
-        if self.route is not None:
-            self.route.groups.clear()
+        for route in (self.route, self._host_route):
+            if route is not None:
+                route.groups.clear()
         self.control.processes.close()
 
 
-def _check_version(views: dict[int, tuple[int, str]]) -> dict[int, str]:
-    """Returns the digests of where senders' tensors lie, by rank."""
-    for rank, (version, _) in views.items():
+def _check_views(members: Members, views: dict[int, tuple[int, str, str]]) -> tuple[dict[int, str], list[int]]:
+    """Returns the digests of where senders' tensors lie, by rank; the receivers that have the base that all senders have."""
+    for rank, (version, *_) in views.items():
         if version != views[0][0]:
             raise LoadError(
                 f"rank 0 syncs version {views[0][0]}, rank {rank} version {version}: the ranks are out of step"
             )
-    return {rank: memory for rank, (_, memory) in views.items() if memory}
+    keys = {views[rank][2] for rank in members.senders}
+    base = keys.pop() if len(keys) == 1 else ""
+    with_base = [rank for rank in members.receivers if base and views[rank][2] == base]
+    return {rank: memory for rank, (_, memory, _) in views.items() if memory}, with_base

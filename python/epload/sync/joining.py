@@ -101,8 +101,12 @@ def plan_together(
     messages: Sequence[JoinMessage],
     manifest: Manifest,
     holdings: Holdings,
+    base: Holdings | None,
 ) -> tuple[ExchangePlan, dict[int, Holdings], str]:
     """Plans a generation. Collective over its ranks.
+
+    Args:
+        base: what this rank's node has of the version before; None if nothing.
 
     Returns:
         This rank's plan; the holdings of the senders whose memory its node can open; why a sender's memory on the same machine
@@ -122,7 +126,7 @@ def plan_together(
             lenders[sender] = Holdings.decode(summaries[sender], fetch(store, messages[sender].parts, control.timeout))
         return plan_exchange(
             manifest, members, dict(enumerate(summaries)), control.rank, holdings, SYNC_WAVE_BYTES, f"generation {number}",
-            reach, lenders if messages[control.rank].stages else None,
+            reach, lenders if messages[control.rank].stages else None, base,
         )  # fmt: skip
 
     planned = Attempt(plan)

@@ -107,6 +107,8 @@ class Start(NamedTuple):
     """Name of the :class:`Participants` in the store."""
     failed: str = ""
     """Why the sender has canceled the version; else empty."""
+    key: str = ""
+    """Unique among all attempts to send a version, where the next one may be sent as changes to it; else empty."""
 
 
 class ReceiverRendezvous:

@@ -28,6 +28,7 @@ from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
 from epload.sync.joining import JoinMessage
+from epload.sync.node_version import NodeVersion
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.store import Address, connect
@@ -114,6 +115,8 @@ class WeightReceiver(Endpoint):
         """Holds the version that was received last, with ``stage="device"``."""
         self._rejected = False
         """True if memory of a sender could not be opened in the generation before."""
+        self._node_version: NodeVersion | None = None
+        """The version in the node's memory when the generation before ended."""
         self._holdings = full_holdings((), ())
         self.version: int | None = None
         """Version that the target holds as a whole; None before the first, and while the target is partially updated."""
@@ -169,7 +172,7 @@ class WeightReceiver(Endpoint):
                 with report.timed("plan"):
                     self._join_generation(start, participants)
             report.warnings += self._target.warnings
-            self._receive(version, report)
+            self._receive(version, start, report)
         except BaseException:
             self._drop_generation()
             self._rendezvous.join_again()  # the sender may still count on the generation
@@ -208,7 +211,10 @@ class WeightReceiver(Endpoint):
         own = self._rendezvous.participant
         message = JoinMessage(self._node, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
-        self._join(start, participants, rank, message, manifest.result, self._holdings, manifest.failure)
+        self._join(
+            start, participants, rank, message, manifest.result, self._holdings, manifest.failure, self._node_version
+        )
+        self._node_version = None
 
     def _read(self, name: str) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
@@ -220,7 +226,7 @@ class WeightReceiver(Endpoint):
             log.logger.warning("%s", warning)
         return manifest
 
-    def _receive(self, version: int | None, report: SyncReport) -> None:
+    def _receive(self, version: int | None, start: Start, report: SyncReport) -> None:
         """Receives the announced version into the node's memory, tensors of its own or the target."""
         generation, in_place = self._generation, self._stage == "none"
         assert generation is not None
@@ -228,7 +234,7 @@ class WeightReceiver(Endpoint):
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
         begins = self._mark_partially_updated if in_place else lambda: None
         show_progress = self._progress and self.engine.rank == 0
-        generation.sync(report.version, tensors.result, report, show_progress, tensors.failure, begins)
+        generation.sync(start, tensors.result, report, None, show_progress, tensors.failure, begins)
         if in_place:
             self._finish(report.version)
         else:
@@ -273,7 +279,8 @@ class WeightReceiver(Endpoint):
         if self._arrival is not None:
             self._arrival.copy_into(tensors, self._verify)
         else:
-            generation.unpack(tensors)
+            assert generation.node_version is not None
+            generation.node_version.unpack(tensors)
         self._finish(version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -287,7 +294,8 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
         generation, version = self._staged_version()
         self._mark_partially_updated()
-        for name, tensor in self._target.assemble(generation):
+        assert generation.node_version is not None
+        for name, tensor in self._target.assemble(generation.node_version):
             if self._generation is not generation or self.staged != version:
                 raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
             yield name, tensor
@@ -321,9 +329,12 @@ class WeightReceiver(Endpoint):
         self._discard()
         if self._generation is not None:
             self._rejected = self._generation.puller is not None and self._generation.puller.rejected
+            version = self._generation.node_version
+            self._node_version = version if version is not None and version.key else None
         super()._drop_generation()
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
         super().close()
+        self._node_version = None
         self._leave()

@@ -19,8 +19,16 @@ class SyncReport(TransferReport):
     """Ranks that sent it."""
     receivers: int = 0
     """Ranks that received it."""
-    moved: int = 0
-    """Bytes that this rank sent, or that entered its node."""
+    wire_bytes: int = 0
+    """Bytes that this rank sent, or that entered its node; headers included."""
+    changed: int | None = None
+    """Number of elements of the model that differ from the version before, where changes were sent; else None."""
+    buckets_changed: int = 0
+    """Number of buckets whose changes this rank sent, or its node received, in place of the buckets."""
+    buckets_unchanged: int = 0
+    """Number of buckets of which nothing was sent, as nothing has changed."""
+    why_full: str = ""
+    """Why some receivers got all of the version, on a sender with ``delta="auto"`` or ``"always"``."""
     waited: float = 0.0
     """Seconds that a receiver waited until the sender had the version and its receivers; not in ``seconds``."""
     stage: str = ""
@@ -35,12 +43,14 @@ class SyncReport(TransferReport):
 
     @property
     def _moved_bytes(self) -> int:
-        return self.moved + self.pulled
+        return self.wire_bytes + self.pulled
 
     def _headline(self) -> str:
         ways = []
-        if self.moved or not self.pulled:
-            ways.append(f"{show_bytes(self.moved)} in {count(self.buckets, 'bucket')}")
+        if self.changed is not None:
+            ways.append(f"changes of {count(self.changed, 'element')} in {show_bytes(self.wire_bytes)}")
+        elif self.wire_bytes or not self.pulled:
+            ways.append(f"{show_bytes(self.wire_bytes)} in {count(self.buckets, 'bucket')}")
         if self.pulled:
             ways.append(f"{show_bytes(self.pulled)} between devices' memory")
         return (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, threads
@@ -57,6 +59,7 @@ class WeightSender(Endpoint):
         topology: Topology | None = None,
         timeout: timedelta | float | None = None,
         snapshot: str = "none",
+        delta: str = "off",
         transport: str = "auto",
         verify: bool = False,
         progress: bool = False,
@@ -76,6 +79,10 @@ class WeightSender(Endpoint):
             timeout: seconds (or timedelta) without progress after which a sync has failed; 30 minutes if None.
             snapshot: ``"host"`` copies this rank's shards to memory first, so that :meth:`send_weights` with ``wait=False``
                 returns as soon as the model may change again.
+            delta: ``"auto"``: receivers with ``stage="host"`` that have the version before get what has changed since, if that is
+                less than half of the bytes; others, and all of them from time to time, get the version in full.
+                ``"always"``: however much has changed. The sender keeps a copy of its shards in host memory, which is that of
+                ``snapshot="host"``. See docs/sync.md.
             transport: ``"auto"``: from device to device over their backend, such as NCCL, where all ranks of both jobs have their
                 tensors on one; else through host memory, over gloo. ``"host"``: always that.
             verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
@@ -89,11 +96,12 @@ class WeightSender(Endpoint):
         super().__init__(timeout, verify, progress)
         host, port = parse_address(address)
         check_choice("snapshot", snapshot, ("none", "host"))
+        check_choice("delta", delta, ("off", "auto", "always"))
         check_choice("transport", transport, ("auto", "host"))
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host")
+        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host", delta)
         self._snapshot = snapshot
         self._creator = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
@@ -139,7 +147,8 @@ class WeightSender(Endpoint):
         Args:
             version: a number greater than that of any version that was sent before.
             wait: whether to wait for that. Otherwise, with ``snapshot="host"``, returns when the model may change; then
-                :meth:`wait` has to be called before the next version is sent.
+                :meth:`wait` has to be called before the next version is sent. With ``delta``, that is once all receivers are
+                ready and the changes are known.
 
         Raises:
             LoadError: a rank of either job failed, or did not answer within the timeout; the same on every rank. Receivers keep
@@ -162,10 +171,15 @@ class WeightSender(Endpoint):
         if wait:
             return self._send(report, began, failure)
         outcomes: list[Attempt[SyncReport]] = []
-        thread = threads.start(
-            "epload-send", lambda: outcomes.append(Attempt(lambda: self._send(report, began, failure)))
-        )
-        self._sending = thread, outcomes
+        may_change = threading.Event()
+
+        def send() -> None:
+            outcomes.append(Attempt(lambda: self._send(report, began, failure, may_change.set)))
+            may_change.set()
+
+        self._sending = threads.start("epload-send", send), outcomes
+        if self._model.base is not None:
+            may_change.wait()
         return None
 
     def wait(self) -> SyncReport:
@@ -182,8 +196,17 @@ class WeightSender(Endpoint):
         self._sending = None
         return outcomes[0].value
 
-    def _send(self, report: SyncReport, began: float, failure: Exception | None) -> SyncReport:
+    def _send(
+        self, report: SyncReport, began: float, failure: Exception | None, copied: Callable[[], None] = lambda: None
+    ) -> SyncReport:
+        """``copied``: called when the model may change."""
         topology, model = self.topology, self._model
+
+        def begins() -> list[Tensor] | None:
+            tensors = model.let_change()
+            copied()
+            return tensors
+
         try:
             with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout):
                 with report.timed("plan"):
@@ -197,7 +220,9 @@ class WeightSender(Endpoint):
                         self._join(start, participants, rank, message, model.manifest, model.holdings)
                         self._basis = model.basis
                 assert self._generation is not None
-                self._generation.sync(report.version, model.tensors, report, self._progress and self._first)
+                show_progress = self._progress and self._first
+                self._generation.sync(start, model.tensors, report, model.base, show_progress, begins=begins)
+                model.commit(start.key, in_full=report.changed is None)
         except Refused as refused:
             raise refused.failure.error() from None
         except BaseException:  # receivers may have left the generation
@@ -237,7 +262,8 @@ class WeightSender(Endpoint):
             self._receivers = receivers
             manifest = publish(self._store, self._model.manifest.compact)
             participants = Participants(len(self.topology.ranks), receivers, manifest)
-            start = Start(self._generations, participants.publish(self._store))
+            key = f"{version} {secrets.token_hex(8)}" if self._model.base is not None else ""
+            start = Start(self._generations, participants.publish(self._store), key=key)
         except BaseException as error:
             rendezvous.start(Start(failed=f"the sender canceled version {version}: {message_of(error)}"))
             raise

@@ -22,7 +22,7 @@ from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
 from epload.saving.model_reader import read_targets
 from epload.sync.arrival import TensorLayout, layout_of
-from epload.sync.generation import Generation
+from epload.sync.node_version import NodeVersion
 
 
 class Target(ABC):
@@ -135,13 +135,13 @@ class FullTensors(Target):
         self._manifest = manifest
         return full_holdings(manifest.shapes, manifest.dtypes)
 
-    def assemble(self, generation: Generation) -> Iterator[tuple[str, Tensor]]:
+    def assemble(self, version: NodeVersion) -> Iterator[tuple[str, Tensor]]:
         """Makes the tensors out of the node's memory, one after the other, in the sender's order."""
         manifest = self._manifest
         pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in manifest.names]
         """Buckets and the rows of their copies, by tensor."""
-        for number, bucket in generation.staged_buckets():
-            table = generation.plan.buckets[number].rows
+        for number, bucket in version.buckets.items():
+            table = version.plan.buckets[number].rows
             rows = table.rows[table.target.argsort(stable=True)]
             targets, counts = torch.unique_consecutive(rows[:, 0], return_counts=True)
             rows[:, 0] = 0

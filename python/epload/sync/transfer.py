@@ -109,22 +109,22 @@ class HostRoute:
     footprint = 0
     """Bytes of buffers other than the node's memory."""
 
-    def __init__(self, plan: ExchangePlan, members: Members, control: Control, memory: NodeMemory) -> None:
-        """Collective over the generation's ranks. ``memory``: of the node."""
-        self._plan = plan
+    def __init__(self, members: Members, control: Control) -> None:
+        """Collective over the generation's ranks."""
         self._members = members
         self._control = control
-        self._memory = memory
-        self._waves_before = 0
         self.groups = GroupCache({"cpu": "gloo"}, control)
         self.groups.make("exchange", tuple(map(members.rail, range(members.rails))))
 
-    def run(self, context: TransferContext, sink: Sink, bar: Progress) -> None:
-        """Moves one version."""
+    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, bar: Progress) -> None:
+        """Moves the buckets of one plan. ``memory``: of the node, in which no other plan's buckets are moving."""
+        assert memory is not None
+        assert isinstance(context.plan, ExchangePlan)
         rank, members, routes = self._control.rank, self._members, {}
         if rank in context.flow.relays:
             routes[rank] = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
         chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
-        engine = through_memory(context, self._memory, self._plan.waves, sink, routes, chunk_bytes, self._waves_before)
-        self._waves_before += len(self._plan.waves)
+        waves = context.plan.waves
+        engine = through_memory(context, memory, waves, sink, routes, chunk_bytes, memory.waves_before)
+        memory.waves_before += len(waves)
         run_transfer(engine, self._control, self.groups, bar)

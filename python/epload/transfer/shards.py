@@ -54,6 +54,8 @@ class Shards:
         with self._stream or nullcontext():
             for regions in self._regions(number):
                 regions.pack(bucket)
+            if len(padding := self._plan.buckets[number].padding):
+                bucket[padding] = 0
         if self._verify:
             self._compare(number, bucket, "packed")
 

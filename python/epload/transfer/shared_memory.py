@@ -42,9 +42,16 @@ class NodeMemory:
         self.shared = shared
         self.nbytes = nbytes
         self.ranks = tuple(ranks)
+        self.waves_before = 0
+        """Number of waves of a sync that went through the buffers before, in which no rank has a part any more."""
         self.buffers = [memory[i * _rounded(nbytes) :][:nbytes] for i in range(count)]
         words = memory[count * _rounded(nbytes) : -_TOKEN_BYTES].view(torch.int32)
         self.counters = ProgressCounters(words, ranks, rank)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of all buffers."""
+        return len(self.buffers) * self.nbytes
 
     @classmethod
     def private(cls, rank: int, nbytes: int, shared: bool = False, count: int = BUFFERS) -> NodeMemory:

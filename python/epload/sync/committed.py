@@ -1,0 +1,59 @@
+"""Keeps a copy of what a sender has sent, with which it compares the next version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epload.planning.streams import ExchangePlan
+from epload.sync.changes import DENSE
+
+VERSIONS_BETWEEN = 50
+"""Number of versions sent as changes before one is sent in full, unless receivers verify what they make of them."""
+
+
+class CommittedTensors:
+    """A rank's local tensors as they were committed, in host memory; pinned where they are on a device."""
+
+    def __init__(self, delta: str) -> None:
+        """``delta``: the sender's option."""
+        self._delta = delta
+        self.tensors: list[Tensor] = []
+        self.key = ""
+        """Key of the version; empty while there is none, or it has not been committed."""
+        self._count = 0
+        """Number of versions since the last that was sent in full."""
+        self.obstacle = ""
+        """Why :meth:`usable_key` was empty."""
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Copies tensors, which are committed once :meth:`commit` is called."""
+        self.key = ""
+        layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if layouts != [(copy.shape, copy.dtype) for copy in self.tensors]:
+            self.tensors = []  # before more is allocated
+            self.tensors = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
+                for tensor in tensors
+            ]
+        for copy, tensor in zip(self.tensors, tensors, strict=True):
+            copy.copy_(tensor.detach())
+
+    def commit(self, key: str, in_full: bool) -> None:
+        """Says that what was copied was committed. ``in_full``: whether no receiver got it as changes."""
+        self.key, self._count = key, 0 if in_full else self._count + 1
+
+    def usable_key(self, verify: bool) -> str:
+        """Returns the key of the version with which the next one may be compared; empty if that has to be sent in full."""
+        self.obstacle = ""
+        if not self.key:
+            self.obstacle = "the sender has committed no version of these tensors before"
+        elif self._count >= VERSIONS_BETWEEN and not verify:
+            self.obstacle = f"{self._count} versions were sent as changes"
+        return "" if self.obstacle else self.key
+
+    def limit(self, plan: ExchangePlan) -> float:
+        """Returns the most bytes that changes may have."""
+        return float("inf") if self._delta == "always" else DENSE * plan.nbytes

@@ -1,0 +1,100 @@
+"""Holds a version in the memory that the ranks of a receiving node share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from epload.native import ops
+from epload.planning.buckets import HEADER_BYTES
+from epload.planning.holdings import Holdings
+from epload.planning.streams import ExchangeBucket, ExchangePlan
+from epload.planning.waves import Wave
+from epload.transfer.shards import Shards
+from epload.transfer.shared_memory import NodeMemory
+
+
+class NodeVersion:
+    """A whole version, in the layout of the plan by which it came. What was changed since is changed in place."""
+
+    key = ""
+    """Key of the version as it was committed; empty while there is none, or the memory has parts of several."""
+
+    def __init__(self, plan: ExchangePlan, memory: NodeMemory, generation: int, who: str, verify: bool) -> None:
+        """
+        Args:
+            generation: whose buckets lie in the memory.
+            who: names this rank, for messages.
+            verify: see :class:`~epload.transfer.shards.Shards`.
+        """
+        self.plan = plan
+        self.memory = memory
+        self._generation = generation
+        self._who = who
+        self._verify = verify
+
+    def staged(self, waves: Sequence[Wave]) -> Iterator[tuple[int, Tensor]]:
+        """Yields each bucket of some waves, by its number in the plan."""
+        for wave in waves:
+            for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
+                yield number, self.memory.buffers[wave.index][begin:end]
+
+    @cached_property
+    def buckets(self) -> dict[int, Tensor]:
+        """The buckets that came from senders, by their numbers in the plan."""
+        return dict(self.staged(self.plan.waves))
+
+    def unpack(self, tensors: list[Tensor]) -> None:
+        """Copies the version into this rank's tensors."""
+        for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
+            if plan is not None and waves:
+                shards = Shards(plan, tensors, self._verify, self._who, len(self.memory.ranks))
+                try:
+                    for number, bucket in self.staged(waves):
+                        shards.unpack(number, bucket)
+                finally:
+                    shards.finish()
+
+    # ---- as the base of the next version ----
+
+    def holdings(self, shapes: Sequence[tuple[int, ...]]) -> Holdings | None:
+        """Returns what the memory has of the sender's tensors, of these shapes; None if another generation cannot use it."""
+        layout = self.plan.layout
+        if not self.key or layout is None or self.plan.landing is not None or len(shapes) != len(self.plan.names):
+            return None
+        return layout.holdings(shapes)
+
+    def is_base_of(self, plan: ExchangePlan, generation: int) -> bool:
+        """Returns True if all buckets of a generation's plan can be made out of this version's."""
+        return bool(self.key) and (generation == self._generation or all(bucket.base for bucket in plan.buckets))
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int, int], int]:
+        buckets = enumerate(self.plan.buckets)
+        return {(bucket.stream.owner, bucket.stream.number, bucket.wave): number for number, bucket in buckets}
+
+    @cached_property
+    def _local(self) -> list[Tensor]:
+        assert self.plan.layout is not None
+        return self.plan.layout.tensors(list(map(self.buckets.__getitem__, range(len(self.plan.buckets)))))
+
+    def bucket(self, bucket: ExchangeBucket, generation: int) -> Tensor:
+        """Returns the version's bytes of a generation's bucket: in the memory itself, or a copy if they lie there in another
+        layout."""
+        if generation == self._generation:
+            return self.buckets[self._numbers[bucket.stream.owner, bucket.stream.number, bucket.wave]]
+        assert bucket.base is not None
+        buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8, device="cpu")
+        ops.pack(buffer, [self._local[target] for target in bucket.base.targets], bucket.base.copies.rows)
+        return buffer
+
+    def apply(self, bucket: ExchangeBucket, generation: int, encoded: Tensor) -> None:
+        """Applies the encoded changes of a generation's bucket."""
+        buffer = self.bucket(bucket, generation)
+        ops.apply_changes(encoded, buffer[HEADER_BYTES:])
+        if generation != self._generation:
+            assert bucket.base is not None
+            ops.unpack(buffer, [self._local[target] for target in bucket.base.targets], bucket.base.copies.rows)

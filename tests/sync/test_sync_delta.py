@@ -1,0 +1,158 @@
+"""Versions that are sent as changes: every bit against the full tensors, whoever takes part and whatever fails."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import epload
+from support import checks
+from support.jobs import Job, Meeting, run
+from support.small_model import local_of
+from support.small_syncs import many_waves
+from support.synced_models import SHAPES, build
+
+INTEGER_OF = {2: torch.int16, 4: torch.int32}
+DENSITY = {1: 1.0, 2: 0.02, 3: 0.0, 4: 0.3, 5: 0.001, 6: 0.9, 7: 0.02}
+"""The share of elements that each version changes."""
+
+
+@cache
+def tensor_of(name: str, version: int, dtype: torch.dtype) -> Tensor:
+    """Random bits, NaN of every payload and -0.0 among them; of which a version changes some."""
+    generator = torch.Generator().manual_seed(1000 * version + list(SHAPES).index(name))
+    bits = INTEGER_OF[dtype.itemsize]
+    limits = torch.iinfo(bits)
+    count = torch.Size(SHAPES[name]).numel()
+    fresh = torch.randint(limits.min, limits.max, (count,), dtype=bits, generator=generator)
+    if version > 1:
+        change = torch.rand(count, generator=generator) < DENSITY[version]
+        fresh = torch.where(change, fresh, tensor_of(name, version - 1, dtype).view(bits).flatten())
+    return fresh.view(dtype).reshape(SHAPES[name])
+
+
+def changed_elements(version: int, dtype: torch.dtype) -> int:
+    bits = INTEGER_OF[dtype.itemsize]
+    pairs = [(tensor_of(name, version, dtype), tensor_of(name, version - 1, dtype)) for name in SHAPES]
+    return sum(int((a.view(bits) != b.view(bits)).sum()) for a, b in pairs)
+
+
+def write_bits(model: nn.Module, version: int) -> None:
+    for name, parameter in model.named_parameters():
+        local = checks.local_of(parameter.detach())
+        local.copy_(local_of(tensor_of(name, version, local.dtype), parameter))
+
+
+def differing_bits(model: nn.Module, version: int) -> list[str]:
+    names = []
+    for name, parameter in model.named_parameters():
+        local = checks.local_of(parameter.detach()).cpu()
+        bits = INTEGER_OF[local.dtype.itemsize]
+        if not torch.equal(local.view(bits), local_of(tensor_of(name, version, local.dtype), parameter).view(bits)):
+            names.append(name)
+    return names
+
+
+class Sent(NamedTuple):
+    """Describes what the report of a version says."""
+
+    wire_bytes: int
+    changed: int | None
+    why_full: str
+
+    @classmethod
+    def of(cls, report: epload.SyncReport | None) -> Sent:
+        assert report is not None
+        return cls(report.wire_bytes, report.changed, report.why_full)
+
+
+def send(
+    rank: int, meeting: Meeting, layout: str, world: int, receivers: int, versions: int, dtype: torch.dtype,
+    nodes: Any = None, where: str = "cpu", snapshot: str = "none", **options: Any,
+) -> list[Sent]:  # fmt: skip
+    with many_waves(lease_seconds=10):
+        model = build(layout, world, dtype, where)
+        topology = epload.Topology.from_nodes(nodes) if nodes else None
+        reports = []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, topology=topology, timeout=60, snapshot=snapshot, **options
+        ) as sender:
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, versions + 1):
+                write_bits(model, version)
+                report = sender.send_weights(version, wait=snapshot == "none")
+                if snapshot == "host":
+                    write_bits(model, 7 - version)  # another version, which must not be sent
+                    report = sender.wait()
+                reports.append(Sent.of(report))
+    return reports
+
+
+def receive(
+    rank: int, meeting: Meeting, layout: str, world: int, versions: int, dtype: torch.dtype, nodes: Any = None,
+    where: str = "cpu", stage: str = "host", **options: Any,
+) -> list[Sent]:  # fmt: skip
+    with many_waves(lease_seconds=10):
+        topology = epload.Topology.from_nodes(nodes) if nodes else None
+        model = build(layout, world, dtype, where) if layout != "full" else None
+        reports = []
+        with epload.WeightReceiver(
+            model, meeting.hear("address"), topology=topology, timeout=60, stage=stage, **options
+        ) as receiver:
+            for version in range(1, versions + 1):
+                reports.append(Sent.of(receiver.receive_weights(version)))
+                if model is None:
+                    for name, tensor in receiver.tensors():
+                        bits = INTEGER_OF[tensor.dtype.itemsize]
+                        assert torch.equal(tensor.view(bits), tensor_of(name, version, tensor.dtype).view(bits)), name
+                else:
+                    if version != 3:  # a version that is not committed is the base of the next one, too
+                        receiver.commit()
+                        assert differing_bits(model, version) == []
+    return reports
+
+
+HALF, FLOAT = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "dtype", "verify", "options"),
+    [
+        (("fsdp", 2, None, "cpu"), [("tp0", 2, None, "cpu", "host")], HALF, False, {"delta": "always"}),
+        (("fsdp", 3, [[0, 1], [2]], "cpu"), [("tp1", 2, [[0], [1]], "cpu", "host")], FLOAT, True, {"delta": "auto"}),
+        (("tp1", 2, None, "cpu"), [("fsdp", 2, None, "cpu", "host"), ("full", 1, None, "cpu", "host")], HALF, False, {"delta": "auto"}),
+        (("plain", 1, None, "cpu"), [("tp0", 2, None, "cpu", "none"), ("plain", 1, None, "cpu", "host")], HALF, True, {"delta": "auto"}),
+        (("fsdp", 2, None, "cpu"), [("tp0", 2, None, "cpu", "host")], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
+    ],
+    ids=["always", "two nodes", "two engines", "one in place", "snapshot"],
+)  # fmt: skip
+def test_every_version_arrives_bit_for_bit(
+    trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, options: Any
+) -> None:
+    versions = 6
+    layout, world, nodes, where = trainer
+    receivers = sum(count for _, count, *_ in engines)
+    jobs = [
+        Job(
+            world,
+            partial(send, nodes=nodes, where=where, verify=verify, **options),
+            (layout, world, receivers, versions, dtype),
+        )
+    ]
+    for other, count, other_nodes, there, stage in engines:
+        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify)
+        jobs.append(Job(count, receives, (other, count, versions, dtype)))
+    senders, *others = run(jobs)
+    for sent in senders:
+        assert "committed no version" in sent[0].why_full
+        for version in range(2, versions + 1):
+            if DENSITY[version] <= 0.3 or options["delta"] == "always":
+                assert sent[version - 1].changed == changed_elements(version, dtype)
+            else:
+                assert sent[version - 1].changed is None
+                assert "50%" in sent[version - 1].why_full
