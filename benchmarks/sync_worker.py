@@ -1,12 +1,14 @@
 """One rank of bench_sync.py: a trainer's or a rollout job's. Each job has a default group of its own.
 
-Every version has other values, which each rank computes for itself: 13 random bits for each element, and the version on top. A
-rollout rank holds those of the version before when it receives one, and counts it only if its shards are equal bit for bit.
+Every version has other values, which each rank computes for itself: 13 random bits for each element, and the version on top; or,
+for peers that send what has changed, a fiftieth of the elements changes, or one step of AdamW is taken. A rollout rank counts a
+version only if its shards are equal bit for bit.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,6 +47,9 @@ COLUMNS = ("o_proj", "down_proj")
 """Along dim 1. Norms are on every rank."""
 LARGEST = 1 << 13
 STEP = 257
+PERIOD = 50
+"""An element changes in every so many versions, where 2 % of them change in each."""
+LEARNING_RATE, STEPS = 1e-6, 3
 
 
 class SyncWorker(Worker):
@@ -119,22 +124,49 @@ class Values:
         named = dict(self.model.named_parameters())
         self.names = list(named)
         self.tensors = [local(parameter).view(torch.int16) for parameter in named.values()]
-        self._base = []
-        generator = torch.Generator()
-        for number, parameter in enumerate(named.values()):
-            generator.manual_seed(number)
-            full = torch.randint(0, LARGEST, parameter.shape, dtype=torch.int16, generator=generator)
-            self._base.append(cut(full, *box_of(parameter)).clone())
+        self._parameters = list(named.values())
+        self._base = self._random(LARGEST, 0)
+        self._phases: list[Tensor] = []
+        self._trained: list[list[Tensor]] = []
 
-    def of_version(self, version: int) -> list[Tensor]:
+    def _random(self, limit: int, seed: int) -> list[Tensor]:
+        generator, tensors = torch.Generator(), []
+        for number, parameter in enumerate(self._parameters):
+            generator.manual_seed(number + seed)
+            full = torch.randint(0, limit, parameter.shape, dtype=torch.int16, generator=generator)
+            tensors.append(cut(full, *box_of(parameter)).clone())
+        return tensors
+
+    def of_version(self, version: int, changes: str) -> list[Tensor]:
+        """``changes``: "all", "2 %" or "adamw"; what differs from the version before."""
+        if changes == "2 %":
+            self._phases = self._phases or self._random(PERIOD, 1 << 20)
+            return [
+                base + (version + phase) // PERIOD * STEP for base, phase in zip(self._base, self._phases, strict=True)
+            ]
+        if changes == "adamw":
+            self._trained = self._trained or list(zip(*map(self._train, range(len(self._parameters))), strict=True))
+            return self._trained[abs((version + STEPS) % (2 * STEPS) - STEPS)]  # forth and back, a step a version
         return [base + version * STEP % LARGEST for base in self._base]
 
-    def write(self, version: int) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self.tensors, self.of_version(version))
+    def _train(self, number: int) -> list[Tensor]:
+        """bf16 weights before and after each step with an fp32 master and random gradients."""
+        generator, parameter = torch.Generator().manual_seed(number), self._parameters[number]
+        master = nn.Parameter((0.02 * torch.randn(parameter.shape, generator=generator)).bfloat16().float())
+        optimizer = torch.optim.AdamW([master], lr=LEARNING_RATE)
+        states = []
+        for _ in range(STEPS + 1):
+            states.append(cut(master.detach().bfloat16().view(torch.int16), *box_of(parameter)).clone())
+            master.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        return states
 
-    def wrong(self, version: int) -> list[str]:
-        expected = self.of_version(version)
+    def write(self, version: int, changes: str) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.tensors, self.of_version(version, changes))
+
+    def wrong(self, version: int, changes: str) -> list[str]:
+        expected = self.of_version(version, changes)
         return [
             name
             for name, found, want in zip(self.names, self.tensors, expected, strict=True)
@@ -167,6 +199,8 @@ class Syncs:
     def __init__(self, worker: SyncWorker) -> None:
         self._worker = worker
         self._version = 0
+        self._own_versions: Counter[str] = Counter()
+        """Number of versions of each peer."""
         self._keep: dict[str, dict[str, Any]] = {}
         self._first: dict[str, float] = {}
         self._peers = {peer.name: peer for name in sync_peers.names() for peer in sync_peers.find(name)}
@@ -176,10 +210,12 @@ class Syncs:
         worker = self._worker
         self._version += 1
         self.entry, self.peer = entry, self._peers[entry]
+        self._own_versions[entry] += 1
+        self._values = self._version if self.peer.changes == "all" else self._own_versions[entry], self.peer.changes
         if worker.sends:
-            worker.values.write(self._version)
+            worker.values.write(*self._values)
         self.job = SyncJob(
-            worker.values.model, self._version, worker.span, worker.senders, worker.topology,
+            worker.values.model, self._version, entry, worker.span, worker.senders, worker.topology,
             os.environ["MASTER_ADDR"], worker.nodes, self._keep.setdefault(entry, {}), self._exit,
         )  # fmt: skip
         self._keep[entry].pop("report", None)
@@ -193,11 +229,11 @@ class Syncs:
         if self._worker.sends:
             return []
         if not self.peer.fills:
-            self._worker.values.write(self._version)
+            self._worker.values.write(*self._values)
             return list(self.said)
         if self.peer.commit is not None:
             self.peer.commit(self.job)
-        return self._worker.values.wrong(self._version)
+        return self._worker.values.wrong(*self._values)
 
     def phases(self, seconds: float) -> dict[str, float]:
         """Of this rank. ``seconds``: of this version."""

@@ -4,6 +4,7 @@ A peer defines ``send(job)``, called on every rank of the trainer, and ``receive
 
     TITLE = "title in tables"            # defaults to the file name
     MODES = {"mode": {keyword: value}}   # several peers in one file: send(job, keyword=value), receive(job, keyword=value)
+    CHANGES = {"mode": "2 %"}            # what a version changes (see sync_worker.Values); else every element
     FILLS = False                        # receive() fills no model, but returns what is wrong in what came: the floor
 
 ``commit(job)``, if there is one, is called on every rank of the rollout job after a version has come, and timed apart.
@@ -69,6 +70,7 @@ class SyncJob:
     """The trainer's, sharded by FSDP2 over its ranks; or the rollout job's, sharded by tensor parallelism inside each node and
     replicated over nodes. Both have storage."""
     version: int
+    peer: str
     span: Span
     senders: int
     """Ranks of the trainer; the rollout job's come after them in ``span``."""
@@ -101,6 +103,7 @@ class SyncPeer:
     receive: Callable[[SyncJob], Any]
     commit: Callable[[SyncJob], Any] | None
     fills: bool
+    changes: str
 
 
 def names() -> list[str]:
@@ -121,6 +124,7 @@ def find(name: str) -> list[SyncPeer]:
             partial(module.receive, **options),
             getattr(module, "commit", None),
             getattr(module, "FILLS", True),
+            getattr(module, "CHANGES", {}).get(mode, "all"),
         )
         for mode, options in modes.items()
     ]

@@ -118,16 +118,17 @@ def receive(
 
 
 HALF, FLOAT = torch.bfloat16, torch.float32
+FSDP, PLAIN, FULL = ("fsdp", 2, None, "cpu"), ("plain", 1, None, "cpu", "host"), ("full", 1, None, "cpu", "host")
 
 
 @pytest.mark.parametrize(
     ("trainer", "engines", "dtype", "verify", "options"),
     [
-        (("fsdp", 2, None, "cpu"), [("tp0", 2, None, "cpu", "host")], HALF, False, {"delta": "always"}),
+        (FSDP, [("tp0", 2, None, "cpu", "host")], HALF, False, {"delta": "always"}),
         (("fsdp", 3, [[0, 1], [2]], "cpu"), [("tp1", 2, [[0], [1]], "cpu", "host")], FLOAT, True, {"delta": "auto"}),
-        (("tp1", 2, None, "cpu"), [("fsdp", 2, None, "cpu", "host"), ("full", 1, None, "cpu", "host")], HALF, False, {"delta": "auto"}),
-        (("plain", 1, None, "cpu"), [("tp0", 2, None, "cpu", "none"), ("plain", 1, None, "cpu", "host")], HALF, True, {"delta": "auto"}),
-        (("fsdp", 2, None, "cpu"), [("tp0", 2, None, "cpu", "host")], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
+        (("tp1", 2, None, "cpu"), [("fsdp", 2, None, "cpu", "host"), FULL], HALF, False, {"delta": "auto"}),
+        (("plain", 1, None, "cpu"), [("tp0", 2, None, "cpu", "none"), PLAIN], HALF, True, {"delta": "auto"}),
+        (FSDP, [("tp0", 2, None, "cpu", "host")], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
     ],
     ids=["always", "two nodes", "two engines", "one in place", "snapshot"],
 )  # fmt: skip

@@ -20,7 +20,7 @@ _ROOM = HEADER_BYTES + 64
 
 
 class ChangedBucket(NamedTuple):
-    """What the sender of a bucket says of it, once it has compared it with the base."""
+    """A bucket that its sender has compared with the base."""
 
     stream: int
     """Number of the stream among the sender's."""
@@ -39,7 +39,7 @@ class MessagePart(NamedTuple):
     bucket: int
     """Number of the bucket in the version's plan."""
     begin: int
-    """Where they begin in the message, in bytes."""
+    """Offset at which they begin in the message, in bytes."""
     end: int
     checksum: int
 

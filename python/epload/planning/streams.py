@@ -117,7 +117,7 @@ class ExchangePlan:
     node: int = -1
     """Number of this rank's node; -1 on a sender."""
     layout: BucketLayout | None = None
-    """Where the slots of the buckets lie; None on a sender."""
+    """The places of slots in the buckets; None on a sender."""
 
     def toward(self, nodes: Collection[int]) -> ExchangePlan:
         """Returns the plan by which the same buckets go to some of the nodes only."""

@@ -28,7 +28,7 @@ from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
 DENSE = 0.5
-"""With ``delta="auto"``, everything is sent if the encoded changes would have more than this share of its bytes."""
+"""The share of a version's bytes above which encoded changes are not sent, with ``delta="auto"``."""
 TOO_MANY = "too many"
 _POLL_SECONDS = 0.5
 

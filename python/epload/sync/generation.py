@@ -45,7 +45,7 @@ from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
 CHANGES_WAVE_BYTES = 16 << 20
-"""Of a wave of changes, in a staging buffer."""
+"""Bytes of a wave of changes, over all senders."""
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
 
