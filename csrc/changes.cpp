@@ -57,45 +57,55 @@ struct Output {
   }
 };
 
-// The units of a chunk that differ, ascending. Blocks that are equal, most of them, are passed over.
+// The units of a chunk that differ, ascending.
 template <typename Unit>
 int64_t find_changes(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions) {
-  constexpr int64_t kBlock = 64 / sizeof(Unit), kPart = 8 / sizeof(Unit);
-  int64_t count = 0, i = 0;
-  const auto note = [&](int64_t end) {
-    for (; i < end; ++i) { // without a branch, which could not be predicted
-      positions[count] = static_cast<uint16_t>(i);
-      count += base[i] != changed[i];
+  constexpr int64_t kBlock = 64;
+  int64_t count = 0, first = 0;
+  for (; first + kBlock <= units; first += kBlock) {
+    std::array<uint8_t, kBlock> differs; // a byte each, in a loop that compilers vectorize
+    for (int64_t i = 0; i < kBlock; ++i) {
+      differs[i] = base[first + i] != changed[first + i];
     }
-  };
-  while (i + kBlock <= units) {
-    std::array<uint64_t, 8> a, b;
-    std::memcpy(a.data(), base + i, 64);
-    std::memcpy(b.data(), changed + i, 64);
-    uint64_t differs = 0;
-    for (size_t word = 0; word < a.size(); ++word) {
-      a[word] ^= b[word];
-      differs |= a[word];
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < kBlock; i += 8) {
+      uint64_t bytes;
+      std::memcpy(&bytes, differs.data() + i, 8);
+      mask |= (bytes * 0x0102040810204080u >> 56) << i; // the lowest bit of each byte
     }
-    if (differs == 0) {
-      i += kBlock;
-      continue;
-    }
-    for (const auto word : a) {
-      if (word == 0) {
-        i += kPart;
-      } else {
-        note(i + kPart);
-      }
+    for (; mask != 0; mask &= mask - 1) {
+      positions[count++] = static_cast<uint16_t>(first + __builtin_ctzll(mask));
     }
   }
-  note(units);
+  for (; first < units; ++first) {
+    if (base[first] != changed[first]) {
+      positions[count++] = static_cast<uint16_t>(first);
+    }
+  }
+  return count;
+}
+
+template <typename Unit>
+int64_t count_changes(const Unit* base, const Unit* changed, int64_t units) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < units; ++i) {
+    count += base[i] != changed[i];
+  }
   return count;
 }
 
 // Returns the units that differ.
 template <typename Unit>
 int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, Output& out) {
+  constexpr int64_t kSample = 256;
+  if (units > kSample && count_changes(base, changed, kSample) == kSample) { // need not be listed if all of it is like that
+    const auto count = count_changes(base, changed, units);
+    if (units / 8 + count * static_cast<int64_t>(sizeof(Unit)) >= units * static_cast<int64_t>(sizeof(Unit))) {
+      out.number<uint8_t>(kWhole);
+      out.put(changed, units * static_cast<int64_t>(sizeof(Unit)));
+      return count;
+    }
+  }
   const auto count = find_changes(base, changed, units, positions);
   if (count == 0) {
     out.number<uint8_t>(kUnchanged);
@@ -204,15 +214,13 @@ int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
 }
 
 template <typename Unit>
-int64_t decode_all(Input in, int64_t nbytes, uint8_t* base) {
+int64_t decode_all(Input& in, int64_t nbytes, uint8_t* base) {
   const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
   int64_t changed = 0;
   for (int64_t first = 0; first < units; first += kChunkUnits) {
     auto* const chunk = base != nullptr ? reinterpret_cast<Unit*>(base) + first : nullptr;
     changed += decode_chunk(in, std::min(kChunkUnits, units - first), chunk);
   }
-  TORCH_CHECK_VALUE(
-      in.left == 0,  in.left, " bytes behind the last chunk; the encoded changes are damaged");
   return changed;
 }
 
@@ -277,35 +285,46 @@ std::tuple<int64_t, int64_t> encode_changes(
   return {output.nbytes, count};
 }
 
-// Checks all, and writes it unless `base` is null. Returns the units that change.
-int64_t decode(const char* op, const at::Tensor& encoded, int64_t nbytes, uint8_t* base) {
+// Checks all blocks, and writes them unless `base` is null. Returns the units that change.
+int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
+  int64_t changed = 0, begin = 0;
+  do {
+    TORCH_CHECK_VALUE(
+        std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
+    const auto format = in.number<uint8_t>();
+    TORCH_CHECK_VALUE(format == kFormat, op, ": expected changes of format ", int{kFormat}, ", got ", int{format});
+    const int64_t unit = in.number<uint8_t>();
+    in.number<uint16_t>();
+    const auto length = in.number<int64_t>();
+    TORCH_CHECK_VALUE(
+        length >= 0 && length <= nbytes - begin, op, ": expected changes of ", nbytes - begin, " bytes, got those of ",
+        length);
+    auto* const block = base != nullptr ? base + begin : nullptr;
+    changed += with_unit(op, unit, [&](auto type) {
+      check_unit(op, block, length, unit);
+      return decode_all<decltype(type)>(in, length, block);
+    });
+    begin += length;
+  } while (in.left > 0);
+  TORCH_CHECK_VALUE(begin == nbytes, op, ": expected changes of ", nbytes, " bytes, got those of ", begin);
+  return changed;
+}
+
+Input input_of(const char* op, const at::Tensor& encoded) {
   check_bytes(op, "the encoded changes", encoded, 0);
-  Input in{encoded.const_data_ptr<uint8_t>(), encoded.numel()};
-  TORCH_CHECK_VALUE(
-      std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
-  const auto format = in.number<uint8_t>();
-  TORCH_CHECK_VALUE(format == kFormat, op, ": expected changes of format ", int{kFormat}, ", got ", int{format});
-  const int64_t unit = in.number<uint8_t>();
-  in.number<uint16_t>();
-  const auto expected = in.number<int64_t>();
-  TORCH_CHECK_VALUE(expected == nbytes, op, ": expected changes of ", nbytes, " bytes, got those of ", expected);
-  return with_unit(op, unit, [&](auto type) {
-    check_unit(op, base, nbytes, unit);
-    const auto changed = decode_all<decltype(type)>(in, nbytes, nullptr);
-    if (base != nullptr) {
-      decode_all<decltype(type)>(in, nbytes, base);
-    }
-    return changed;
-  });
+  return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
 }
 
 int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
-  return decode("check_changes", encoded, nbytes, nullptr);
+  return decode("check_changes", input_of("check_changes", encoded), nbytes, nullptr);
 }
 
 int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
-  check_bytes("apply_changes", "base", base, 1);
-  const auto changed = decode("apply_changes", encoded, base.numel(), base.mutable_data_ptr<uint8_t>());
+  constexpr auto op = "apply_changes";
+  check_bytes(op, "base", base, 1);
+  const auto in = input_of(op, encoded);
+  const auto changed = decode(op, in, base.numel(), nullptr);
+  decode(op, in, base.numel(), base.mutable_data_ptr<uint8_t>());
   mark_written({base});
   return changed;
 }

@@ -47,6 +47,16 @@ def test_a_copy_of_the_base_becomes_what_has_changed(unit: int, units: int) -> N
         assert torch.equal(copy, changed)
 
 
+def test_several_blocks_follow_one_another() -> None:
+    base = random_bytes(3 * CHUNK + 8, 9)
+    changed = changed_bytes(base, 4, torch.arange(0, len(base) // 4, 7))
+    blocks = [
+        encode(a, b, unit)[0] for a, b, unit in zip(base.split(CHUNK), changed.split(CHUNK), (1, 2, 4, 8), strict=True)
+    ]
+    ops.apply_changes(torch.cat(blocks), base)
+    assert torch.equal(base, changed)
+
+
 def test_bits_are_compared_and_not_values() -> None:
     base = torch.tensor([0.0, float("nan"), 1.0, float("nan")]).bfloat16()
     changed = base.clone()
@@ -107,8 +117,10 @@ def test_what_does_not_fit_is_refused() -> None:
     encoded, _ = encode(base, changed, 2)
     for match, call in {
         "those of 64": lambda: ops.apply_changes(encoded, base[:32]),
+        "128 bytes, got those of 64": lambda: ops.check_changes(encoded, 128),
         "no encoded changes": lambda: ops.apply_changes(random_bytes(64, 8), base),
-        "behind the last chunk": lambda: ops.check_changes(torch.cat([encoded, encoded[:1]]), 64),
+        "too early": lambda: ops.check_changes(torch.cat([encoded, encoded[:1]]), 64),
+        "0 bytes, got those of 64": lambda: ops.check_changes(torch.cat([encoded, encoded]), 64),
         "format 1, got 9": lambda: ops.check_changes(
             torch.cat([encoded[:4], torch.tensor([9], dtype=torch.uint8)]), 64
         ),

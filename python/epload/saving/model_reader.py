@@ -8,19 +8,35 @@ from epload.mapping.precision import set_dtypes
 from epload.model.devices import devices_of
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
+from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
 
 
-def read_targets(model: nn.Module, filled: bool = False) -> Targets:
-    """Returns the model's targets. Reshards FSDP2 modules.
+class ModelReader:
+    """Reads one model, again and again: only what has changed since is collected anew."""
 
-    ``filled``: see :func:`epload.model.targets.collect`, which also says when this raises ModelMismatch. Raises ValueError if a
-    tensor is on meta, or tensors are on several accelerators."""
-    modules = Modules(model)
-    targets = collect(model, modules=modules, filled=filled)
-    set_dtypes(model, modules, targets, None)
-    for name, tensor in zip(targets.names, targets.tensors, strict=True):
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on meta; give the model storage first, for example by loading a checkpoint")
-    devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())
-    return targets
+    def __init__(self, model: nn.Module, filled: bool = False) -> None:
+        """``filled``: see :func:`epload.model.targets.collect`."""
+        self.model = model
+        self._filled = filled
+        self._snapshot: Snapshot | None = None
+
+    def read(self) -> Targets:
+        """Returns the model's targets. Reshards FSDP2 modules.
+
+        Raises ModelMismatch: see :func:`epload.model.targets.collect`; ValueError if a tensor is on meta, or tensors are on several
+        accelerators."""
+        state = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
+        if state is not None:
+            return state[0]
+        modules = Modules(self.model)
+        targets = collect(self.model, modules=modules, filled=self._filled)
+        set_dtypes(self.model, modules, targets, None)
+        for name, tensor in zip(targets.names, targets.tensors, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on meta; give the model storage first, for example by loading a checkpoint"
+                )
+        devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())
+        self._snapshot = Snapshot(self.model, modules, targets, devices, ())
+        return targets

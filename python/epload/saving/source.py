@@ -23,7 +23,7 @@ from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import read_targets
+from epload.saving.model_reader import ModelReader
 
 
 @dataclass
@@ -49,10 +49,10 @@ def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype:
             dtype; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.read_targets` and
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.ModelReader` and
             :func:`with_dtype`.
     """
-    targets = read_targets(model)
+    targets = ModelReader(model).read()
     manifest, placed, padded = catalog(model, targets, mapping, names_from)
     shapes = manifest.shapes
     holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)

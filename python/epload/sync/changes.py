@@ -52,29 +52,20 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
     Returns:
         None if the changes have more than ``limit`` bytes.
     """
-    scratch, packing, full = threading.local(), threading.Lock(), threading.Event()
-
-    def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
-        if full.is_set():
-            return None
-        bucket = plan.buckets[number]
-        if not hasattr(scratch, "buffers"):
-            sizes = plan.largest, plan.largest, ops.encoded_limit(plan.largest)
-            scratch.buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        new, old = (buffer[: bucket.nbytes] for buffer in scratch.buffers[:2])
-        with packing if tensors.pipe is not None else threading.Lock():  # a pipe is one thread's at a time
-            tensors.pack(number, new)
-        base.pack(number, old)
-        unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))
-        out = scratch.buffers[2]
-        nbytes, elements = ops.encode_changes(old[HEADER_BYTES:], new[HEADER_BYTES:], unit, out)
-        checksum = ops.checksum(new[HEADER_BYTES:]) if verify else 0
-        encoded = out[: nbytes if elements else 0].clone()
-        changed = ChangedBucket(bucket.stream.number, bucket.wave, elements, encoded.nbytes, checksum)
-        return changed, encoded
-
+    full, scratch = threading.Event(), threading.local()
+    largest = max(end - begin for bucket in plan.buckets for begin, end, _ in bucket.segments)
+    workers = torch.get_num_threads() if tensors.pipe is None else 1  # a pipe is one thread's at a time
     comparison, total = Comparison([], []), 0
-    with ThreadPoolExecutor(torch.get_num_threads(), "epload-compare") as pool:
+    with ThreadPoolExecutor(workers, "epload-compare") as pool:
+
+        def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
+            if full.is_set():
+                return None
+            if not hasattr(scratch, "buffers"):
+                sizes = largest, largest, ops.encoded_limit(largest)
+                scratch.buffers = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+            return _compare_bucket(plan, number, tensors, base, verify, *scratch.buffers)
+
         for outcome in pool.map(compare_bucket, range(len(plan.buckets))):
             if outcome is None:
                 break
@@ -84,6 +75,31 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
             if total > limit:
                 full.set()
     return None if full.is_set() else comparison
+
+
+def _compare_bucket(
+    plan: ExchangePlan, number: int, tensors: Shards, base: Shards, verify: bool, new: Tensor, old: Tensor, out: Tensor
+) -> tuple[ChangedBucket, Tensor]:
+    """Returns what has changed in a bucket, and its encoded changes. ``new``, ``old``, ``out``: room for its segments."""
+    bucket = plan.buckets[number]
+    unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))
+    elements, encoded = 0, list[Tensor]()
+    for begin, end, part in bucket.segments:
+        size = end - begin
+        padding = bucket.padding[(bucket.padding >= begin) & (bucket.padding < end)] - begin
+        for shards, buffer in ((tensors, new), (base, old)):
+            shards.pack_part(part, buffer[:size])
+            buffer[padding] = 0
+        nbytes, count = ops.encode_changes(old[:size], new[:size], unit, out)
+        elements += count
+        encoded.append(out[:nbytes].clone())
+    checksum = 0
+    if verify:
+        whole = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
+        tensors.pack(number, whole)
+        checksum = ops.checksum(whole[HEADER_BYTES:])
+    changes = torch.cat(encoded) if elements else out[:0]
+    return ChangedBucket(bucket.stream.number, bucket.wave, elements, changes.nbytes, checksum), changes
 
 
 def merge_comparisons(views: Mapping[int, Any]) -> Any:

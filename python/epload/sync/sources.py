@@ -12,7 +12,7 @@ from epload.mapping.wrappers import names_added_by_adapters
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
-from epload.saving.model_reader import read_targets
+from epload.saving.model_reader import ModelReader
 from epload.sync.committed import CommittedTensors
 from epload.sync.devices import DeviceAccess
 
@@ -38,6 +38,7 @@ class SentModel:
             delta: see :class:`~epload.WeightSender`.
         """
         self._model = model
+        self._reader = ModelReader(model)
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
@@ -51,7 +52,7 @@ class SentModel:
 
     def read(self) -> None:
         """Reads a version. Reshards FSDP2 modules."""
-        targets = read_targets(self._model)
+        targets = self._reader.read()
         added = names_added_by_adapters(self._model, targets.index)
         if self._last is None or not targets.matches(self._last[0]) or added != self._last[1]:
             self.manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)

@@ -20,7 +20,7 @@ from epload.model.targets import Targets
 from epload.native import ops
 from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
-from epload.saving.model_reader import read_targets
+from epload.saving.model_reader import ModelReader
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.node_version import NodeVersion
 
@@ -66,12 +66,13 @@ class ModelTarget(Target):
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
         self._model = model
+        self._reader = ModelReader(model, filled=True)
         self._mapping = mapping
         self._strict = strict
         self._filled: Targets | None = None
 
     def holdings(self, manifest: Manifest) -> Holdings:
-        targets = read_targets(self._model, filled=True)
+        targets = self._reader.read()
         mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
         _check_ties(manifest.names, placed, targets)
@@ -83,7 +84,7 @@ class ModelTarget(Target):
         return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        targets = read_targets(self._model, filled=True)
+        targets = self._reader.read()
         if self._filled is not None and not targets.matches(self._filled):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
