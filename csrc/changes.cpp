@@ -1,7 +1,13 @@
 // What has changed between two buffers of equal size, encoded so that a copy of the first becomes the second. The format
 // is in docs/sync.md; an encoded buffer that came over a network is not trusted.
+#include "copy_table.h"
+#include "region_copy.h"
+#include "strided.h"
 #include "tensor_memory.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -255,6 +261,24 @@ void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t uni
       ": expected a buffer that starts and ends at a multiple of ", unit, " bytes");
 }
 
+// Writes a block: its header, and its chunks. Returns the units that differ.
+int64_t encode_block(
+    const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, int64_t room, Output& out) {
+  return with_unit(op, unit, [&](auto type) {
+    check_unit(op, base, nbytes, unit);
+    check_unit(op, changed, nbytes, unit);
+    const auto needed = kHeaderBytes + (nbytes / unit + kChunkUnits - 1) / kChunkUnits + nbytes;
+    TORCH_CHECK_VALUE(
+        room - out.nbytes >= needed, op, ": expected room for ", out.nbytes + needed, " bytes, got ", room);
+    out.put(kMagic.data(), kMagic.size());
+    out.number(kFormat);
+    out.number(static_cast<uint8_t>(unit));
+    out.number<uint16_t>(0);
+    out.number(nbytes);
+    return encode_all<decltype(type)>(base, changed, nbytes, out);
+  });
+}
+
 std::tuple<int64_t, int64_t> encode_changes(
     const at::Tensor& base, const at::Tensor& changed, int64_t unit, at::Tensor& out) {
   constexpr auto op = "encode_changes";
@@ -263,24 +287,68 @@ std::tuple<int64_t, int64_t> encode_changes(
   check_bytes(op, "out", out, 2);
   const auto nbytes = base.numel();
   TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
-  const auto* const from = base.const_data_ptr<uint8_t>();
-  const auto* const to = changed.const_data_ptr<uint8_t>();
+  TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
   Output output{out.mutable_data_ptr<uint8_t>()};
-  const auto count = with_unit(op, unit, [&](auto type) {
-    check_unit(op, from, nbytes, unit);
-    check_unit(op, to, nbytes, unit);
-    const int64_t chunks = (nbytes / unit + kChunkUnits - 1) / kChunkUnits;
+  const auto count = encode_block(
+      op, base.const_data_ptr<uint8_t>(), changed.const_data_ptr<uint8_t>(), nbytes, unit, out.numel(), output);
+  mark_written({out});
+  return {output.nbytes, count};
+}
+
+// The bytes of a region of a tensor on CPU, one after the other: those of the tensor, or a copy in `scratch`.
+const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes, at::Tensor& scratch) {
+  const auto strided = collapse(tensor, row);
+  if (strided.size.empty()) {
+    return static_cast<const uint8_t*>(tensor.const_data_ptr()) + strided.tensor;
+  }
+  if (!scratch.defined() || scratch.numel() < nbytes) {
+    scratch = at::empty({nbytes}, at::kByte);
+  }
+  row.tensor = row.bucket_offset = 0;
+  region_copy(scratch, {tensor}, {row}, Direction::kPack);
+  return scratch.const_data_ptr<uint8_t>();
+}
+
+std::tuple<int64_t, int64_t> encode_regions(
+    at::TensorList base, at::TensorList changed, const at::Tensor& copies, int64_t begin, int64_t end, at::Tensor& out) {
+  constexpr auto op = "encode_regions";
+  const at::NoGradGuard no_grad;
+  check_bytes(op, "out", out, 0);
+  TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
+  for (const auto& tensors : {base, changed}) {
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
+      TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
+    }
+  }
+  const auto rows = decode_copies(end, base, copies);
+  decode_copies(end, changed, copies); // checks the other tensors
+  Output output{out.mutable_data_ptr<uint8_t>()};
+  at::Tensor scratch, other;
+  int64_t at = begin, count = 0;
+  const auto skip = [&](int64_t until) { // bytes of no region, which are equal
+    static const std::vector<uint8_t> zeros(kChunkUnits);
+    for (; at < until; at += std::min(until - at, kChunkUnits)) {
+      encode_block(op, zeros.data(), zeros.data(), std::min(until - at, kChunkUnits), 1, out.numel(), output);
+    }
+  };
+  for (const auto& row : rows) {
+    const auto& from = base[row.tensor];
+    const auto& to = changed[row.tensor];
     TORCH_CHECK_VALUE(
-        out.numel() >= kHeaderBytes + chunks + nbytes, op, ": expected room for ", kHeaderBytes + chunks + nbytes,
-        " bytes, got ", out.numel());
-    TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
-    output.put(kMagic.data(), kMagic.size());
-    output.number(kFormat);
-    output.number(static_cast<uint8_t>(unit));
-    output.number<uint16_t>(0);
-    output.number(nbytes);
-    return encode_all<decltype(type)>(from, to, nbytes, output);
-  });
+        from.scalar_type() == row.dtype && to.scalar_type() == row.dtype, op, ": expected tensors of ", row.dtype,
+        ", as the copies say, got ", from.scalar_type(), " and ", to.scalar_type());
+    const auto size = static_cast<int64_t>(c10::elementSize(row.dtype));
+    const auto nbytes = c10::multiply_integers(row.size) * size;
+    TORCH_CHECK_VALUE(
+        span_of(row) == nbytes && row.bucket_offset >= at, op, ": expected regions that follow one another without gaps");
+    skip(row.bucket_offset);
+    count += encode_block(
+        op, bytes_of(from, row, nbytes, scratch), bytes_of(to, row, nbytes, other), nbytes, std::min<int64_t>(size, 8),
+        out.numel(), output);
+    at += nbytes;
+  }
+  skip(end);
   mark_written({out});
   return {output.nbytes, count};
 }
@@ -334,6 +402,7 @@ int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("encode_changes", TORCH_FN(epload::encode_changes));
+  m.impl("encode_regions", TORCH_FN(epload::encode_regions));
   m.impl("check_changes", TORCH_FN(epload::check_changes));
   m.impl("apply_changes", TORCH_FN(epload::apply_changes));
 }

@@ -181,6 +181,9 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "dtypes": lambda s: [],
     "digest_bucket": lambda s: [s.bucket, torch.tensor([[FLOAT, *ROW[1:]]])],
     "encode_changes": lambda s: [s.bucket, s.bucket.clone(), 1, torch.zeros(ops.encoded_limit(len(s.bucket)), dtype=torch.uint8)],
+    "encode_regions": lambda s: [
+        s.tensors, s.tensors, s.copies, 0, len(s.bucket), torch.zeros(ops.encoded_limit(len(s.bucket)), dtype=torch.uint8),
+    ],
     "check_changes": lambda s: [encoded(s.bucket), len(s.bucket)],
     "apply_changes": lambda s: [encoded(s.bucket), s.bucket],
     "cuda_obstacle": lambda s: [torch.device("cuda", 0)],

@@ -266,9 +266,31 @@ def encode_changes(base: Tensor, changed: Tensor, unit: int, out: Tensor) -> tup
     return int(nbytes), int(count)
 
 
-def encoded_limit(nbytes: int) -> int:
-    """Returns the most bytes that :func:`encode_changes` writes for buffers of so many."""
-    return 16 + nbytes + -(-nbytes // (1 << 16))
+def encode_regions(
+    base: Sequence[Tensor], changed: Sequence[Tensor], copies: Tensor, begin: int, end: int, out: Tensor
+) -> tuple[int, int]:
+    """Encodes the differences between a bucket that is packed from some tensors and one packed from others, from ``begin`` to
+    ``end`` (bytes), without packing them. Each region is a block of the encoding, compared in units of its dtype.
+
+    Args:
+        base, changed: on CPU.
+        copies: as for :func:`unpack`, in the order of their offsets, and each without gaps in the bucket. Bytes of no copy are
+            equal.
+        out: uint8 on CPU, with room for :func:`encoded_limit` bytes.
+
+    Returns:
+        The bytes written to ``out``; the number of units that differ.
+
+    Raises:
+        ValueError: a row reaches outside its tensor, has another dtype than it, or does not lie so.
+    """
+    nbytes, count = _ops.encode_regions.default(base, changed, copies, begin, end, out)
+    return int(nbytes), int(count)
+
+
+def encoded_limit(nbytes: int, regions: int = 1) -> int:
+    """Returns the most bytes that the encoded changes of so many bytes, in so many regions, have."""
+    return nbytes + -(-nbytes // (1 << 16)) + 40 * regions
 
 
 def check_changes(encoded: Tensor, nbytes: int) -> int:

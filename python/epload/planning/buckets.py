@@ -11,7 +11,6 @@ from torch import Tensor
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Pieces
 
-SEGMENT_BYTES = 4 << 20
 HEADER_BYTES = 64
 """Bytes of the header in front of every bucket's slots."""
 
@@ -36,22 +35,10 @@ class BucketCopies:
         return self._renumbered[1]
 
     @cached_property
-    def segments(self) -> list[tuple[int, int, BucketCopies]]:
-        """The bucket behind its header in parts of about ``SEGMENT_BYTES``, which fit into a processor's cache: the begin and the
-        end of each (bytes), and its copies, whose offsets count from the begin. No copy is divided."""
-        rows = self.rows.select(self.rows.offset.argsort(stable=True))
-        ends = (rows.offset + rows.spans()).cummax(0).values
-        apart = torch.cat([ends.new_ones(1, dtype=torch.bool), rows.offset[1:] >= ends[:-1]])
-        starts = apart.nonzero().flatten()
-        full = (rows.offset[starts] - HEADER_BYTES) // SEGMENT_BYTES
-        starts = starts[torch.cat([full.new_ones(1), full.diff()]) > 0]
-        begins = [HEADER_BYTES, *rows.offset[starts[1:]].tolist(), self.nbytes]
-        parts = []
-        for begin, end, first, last in zip(begins, begins[1:], starts, [*starts[1:], None], strict=False):
-            table = rows.select(slice(first, last)).clone()
-            table.offset.sub_(begin)
-            parts.append((begin, end, BucketCopies(end - begin, table)))
-        return parts
+    def is_dense(self) -> bool:
+        """True if copies follow one another, each without gaps in the bucket."""
+        offset, spans = self.rows.offset, self.rows.spans()
+        return torch.equal(spans, self.rows.nbytes()) and bool((offset[1:] >= (offset + spans)[:-1]).all())
 
     @cached_property
     def _renumbered(self) -> tuple[list[int], CopyTable]:

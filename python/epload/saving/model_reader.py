@@ -24,8 +24,10 @@ class ModelReader:
     def read(self) -> Targets:
         """Returns the model's targets. Reshards FSDP2 modules.
 
-        Raises ModelMismatch: see :func:`epload.model.targets.collect`; ValueError if a tensor is on meta, or tensors are on several
-        accelerators."""
+        Raises:
+            ModelMismatch: see :func:`epload.model.targets.collect`.
+            ValueError: a tensor is on meta, or tensors are on several accelerators.
+        """
         state = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
         if state is not None:
             return state[0]

@@ -53,7 +53,6 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         None if the changes have more than ``limit`` bytes.
     """
     full, scratch = threading.Event(), threading.local()
-    largest = max(end - begin for bucket in plan.buckets for begin, end, _ in bucket.segments)
     workers = torch.get_num_threads() if tensors.pipe is None else 1  # a pipe is one thread's at a time
     comparison, total = Comparison([], []), 0
     with ThreadPoolExecutor(workers, "epload-compare") as pool:
@@ -61,10 +60,10 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
             if full.is_set():
                 return None
-            if not hasattr(scratch, "buffers"):
-                sizes = largest, largest, ops.encoded_limit(largest)
-                scratch.buffers = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
-            return _compare_bucket(plan, number, tensors, base, verify, *scratch.buffers)
+            if not hasattr(scratch, "out"):
+                limit = ops.encoded_limit(plan.largest, max(len(bucket.rows) for bucket in plan.buckets))
+                scratch.out = torch.empty(limit, dtype=torch.uint8, device="cpu")
+            return _compare_bucket(plan, number, tensors, base, verify, scratch.out)
 
         for outcome in pool.map(compare_bucket, range(len(plan.buckets))):
             if outcome is None:
@@ -78,28 +77,27 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
 
 
 def _compare_bucket(
-    plan: ExchangePlan, number: int, tensors: Shards, base: Shards, verify: bool, new: Tensor, old: Tensor, out: Tensor
+    plan: ExchangePlan, number: int, tensors: Shards, base: Shards, verify: bool, out: Tensor
 ) -> tuple[ChangedBucket, Tensor]:
-    """Returns what has changed in a bucket, and its encoded changes. ``new``, ``old``, ``out``: room for its segments."""
-    bucket = plan.buckets[number]
-    unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))
-    elements, encoded = 0, list[Tensor]()
-    for begin, end, part in bucket.segments:
-        size = end - begin
-        padding = bucket.padding[(bucket.padding >= begin) & (bucket.padding < end)] - begin
-        for shards, buffer in ((tensors, new), (base, old)):
-            shards.pack_part(part, buffer[:size])
-            buffer[padding] = 0
-        nbytes, count = ops.encode_changes(old[:size], new[:size], unit, out)
-        elements += count
-        encoded.append(out[:nbytes].clone())
-    checksum = 0
+    """Returns what has changed in a bucket, and its encoded changes. ``out``: room for them."""
+    bucket, checksum = plan.buckets[number], 0
+    new, old = tensors.plain(number), base.plain(number)
+    in_place = bucket.is_dense and new is not None and old is not None
+    packed = []
+    for shards in (tensors, base)[: 2 if not in_place else int(verify)]:
+        packed.append(torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu"))
+        shards.pack(number, packed[-1])
+    if in_place:
+        assert new is not None
+        assert old is not None
+        nbytes, elements = ops.encode_regions(old, new, bucket.copies.rows, HEADER_BYTES, bucket.nbytes, out)
+    else:
+        unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))
+        nbytes, elements = ops.encode_changes(packed[1][HEADER_BYTES:], packed[0][HEADER_BYTES:], unit, out)
     if verify:
-        whole = torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu")
-        tensors.pack(number, whole)
-        checksum = ops.checksum(whole[HEADER_BYTES:])
-    changes = torch.cat(encoded) if elements else out[:0]
-    return ChangedBucket(bucket.stream.number, bucket.wave, elements, changes.nbytes, checksum), changes
+        checksum = ops.checksum(packed[0][HEADER_BYTES:])
+    encoded = out[: nbytes if elements else 0].clone()
+    return ChangedBucket(bucket.stream.number, bucket.wave, elements, encoded.nbytes, checksum), encoded
 
 
 def merge_comparisons(views: Mapping[int, Any]) -> Any:

@@ -15,7 +15,6 @@ from epload.core import dtypes
 from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.native import ops
-from epload.planning.buckets import BucketCopies
 from epload.planning.streams import ExchangePlan
 from epload.transfer.device_pipe import DevicePipe
 from epload.transfer.local import split_by_device
@@ -52,23 +51,25 @@ class Shards:
 
     def pack(self, number: int, bucket: Tensor) -> None:
         """Copies this rank's boxes of a bucket into it, behind its header."""
-        planned = self._plan.buckets[number]
-        self.pack_part(planned, bucket)
-        if len(planned.padding):
-            bucket[planned.padding] = 0
+        with self._stream or nullcontext():
+            for regions in self._regions(number):
+                regions.pack(bucket)
+            if len(padding := self._plan.buckets[number].padding):
+                bucket[padding] = 0
         if self._verify:
             self._compare(number, bucket, "packed")
 
-    def pack_part(self, part: BucketCopies, buffer: Tensor) -> None:
-        """Copies this rank's boxes of a part of a bucket to where they lie in it."""
-        with self._stream or nullcontext():
-            for regions in self._regions(part):
-                regions.pack(buffer)
+    def plain(self, number: int) -> list[Tensor] | None:
+        """Returns the tensors that a bucket's copies count; None if one is not on CPU, or its elements are converted."""
+        bucket = self._plan.buckets[number]
+        tensors = [self._tensors[target] for target in bucket.targets]
+        codes = torch.tensor([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in tensors])
+        return tensors if torch.equal(codes[bucket.copies.target], bucket.copies.dtype) else None
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
         with self._stream or nullcontext():
-            for regions in self._regions(self._plan.buckets[number]):
+            for regions in self._regions(number):
                 regions.unpack(bucket)
         if self._verify:
             self._compare(number, bucket, "unpacked")
@@ -78,10 +79,11 @@ class Shards:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _regions(self, part: BucketCopies) -> list[Regions]:
-        tensors = [self._tensors[target] for target in part.targets]
+    def _regions(self, number: int) -> list[Regions]:
+        bucket = self._plan.buckets[number]
+        tensors = [self._tensors[target] for target in bucket.targets]
         pipe = self.pipe.native if self.pipe is not None else None
-        return split_by_device(tensors, part.copies, part.copies.in_bucket(), pipe)
+        return split_by_device(tensors, bucket.copies, bucket.copies.in_bucket(), pipe)
 
     def _compare(self, number: int, bucket: Tensor, what: str) -> None:
         """Raises LoadError if the tensors do not hold what the bucket does, or the bucket not what the tensors do."""
