@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import epload
+from epload.sync.changes import ReceivedChanges
 from support import checks
 from support.jobs import Job, Meeting, run
 from support.small_model import local_of
-from support.small_syncs import many_waves
+from support.small_syncs import many_waves, outcome
 from support.synced_models import SHAPES, build
 
 INTEGER_OF = {2: torch.int16, 4: torch.int32}
@@ -156,3 +160,91 @@ def test_every_version_arrives_bit_for_bit(
             else:
                 assert sent[version - 1].changed is None
                 assert "50%" in sent[version - 1].why_full
+
+
+def attempt(step: Callable[[], Any]) -> tuple[str, Sent | None]:
+    """The error's text, or an empty string and the report."""
+    reports: list[Any] = []
+    text = outcome(lambda: reports.append(step()))
+    return text, Sent.of(reports[0]) if reports else None
+
+
+def changing_trainer(
+    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype
+) -> list[tuple[str, Sent | None]]:
+    """Sends versions to engines that come, go and fail. ``waits``: what is waited for before a version."""
+    with many_waves(lease_seconds=1.5):
+        model, outcomes = build("fsdp", 2, dtype), []
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=30, delta="always") as sender:
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, 8):
+                if version in waits:
+                    meeting.hear(waits[version])
+                write_bits(model, version)
+                outcomes.append(attempt(partial(sender.send_weights, version)))
+                if rank == 0:
+                    meeting.say(f"tried-{version}")
+    return outcomes
+
+
+def changing_engine(
+    rank: int, meeting: Meeting, layout: str, name: str, after: str, last: int, fails_in: int, dtype: torch.dtype
+) -> dict[int, Sent | None]:
+    """Joins after an event, and receives until a version; one of them fails here. Every version that is received is whole."""
+    with many_waves(lease_seconds=1.5):
+        if after:
+            meeting.hear(after)
+        model, reports = build(layout, 2 if layout != "plain" else 1, dtype), {}
+        version = 0
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, node=name) as receiver:
+            meeting.say(f"{name}-{rank}")
+            while version < last:
+                failing = mock.patch.object(ReceivedChanges, "unpack", side_effect=RuntimeError("a broken receiver"))
+                with failing if version + 1 == fails_in else nullcontext():
+                    text, sent = attempt(receiver.receive_weights)
+                if text:
+                    version += 1
+                    reports[version] = None
+                    continue
+                assert receiver.staged is not None
+                version, reports[receiver.staged] = receiver.staged, sent
+                receiver.commit()
+                assert differing_bits(model, version) == []
+    return reports
+
+
+def test_engines_that_come_and_go_and_fail_leave_the_others_their_base() -> None:
+    """An engine joins before version 3, version 5 fails in another, which leaves after version 6."""
+    jobs = [
+        Job(2, changing_trainer, ({3: "late-0"}, HALF)),
+        Job(2, changing_engine, ("tp0", "a", "", 7, 0, HALF)),
+        Job(1, changing_engine, ("plain", "b", "", 6, 5, HALF)),
+        Job(1, changing_engine, ("plain", "late", "tried-2", 7, 0, HALF)),
+    ]
+    trainer, first, leaving, late = run(jobs)
+    for of_rank in trainer:
+        texts, reports = zip(*of_rank, strict=True)
+        assert [bool(text) for text in texts] == [False] * 4 + [True, False, False], texts
+        assert "a broken receiver" in texts[4]
+        assert [report and report.changed is not None for report in reports] == [
+            False,
+            True,
+            True,
+            True,
+            None,
+            True,
+            True,
+        ]
+        assert "1 of 3 receiving nodes" in reports[2].why_full
+    for of_rank in (*first, *leaving):
+        changed = {version: report and report.changed for version, report in of_rank.items()}
+        assert changed[1] is None
+        assert [changed[version] for version in (2, 3, 4)] == [changed_elements(version, HALF) for version in (2, 3, 4)]
+        both = sum(
+            int((tensor_of(name, 6, HALF).view(torch.int16) != tensor_of(name, 4, HALF).view(torch.int16)).sum())
+            for name in SHAPES
+        )
+        assert changed[6] == both, "the base of version 6 is version 4"
+    full = late[0][3].wire_bytes
+    assert late[0][4].wire_bytes < full

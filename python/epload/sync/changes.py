@@ -6,7 +6,7 @@ Nothing is applied before the version has been committed, so that a version that
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic
@@ -122,28 +122,28 @@ class EncodedChanges:
 class ReceivedChanges(Sink):
     """The changes that this rank applies to the version in its node's memory: those of every n-th bucket of n ranks."""
 
-    def __init__(self, changes: ChangesPlan, version: NodeVersion, generation: int, rank: int, verify: bool) -> None:
+    def __init__(
+        self, changes: ChangesPlan, version: NodeVersion, generation: int, ranks: Sequence[int], rank: int, verify: bool
+    ) -> None:
         """
         Args:
             version: the one before, which becomes the one that is received.
+            ranks: of the node, in this generation.
+            rank: this process's.
             verify: whether buckets are compared with what the sender has packed.
         """
         self._plan = changes.version
         self._changes = changes
         self._version = version
         self._generation = generation
-        self._ranks = version.memory.ranks
+        self._ranks = ranks
+        self._position = ranks.index(rank)
         self._rank = rank
         self._verify = verify
         self._encoded: dict[int, Tensor] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that wait to be applied."""
-        return sum(encoded.nbytes for encoded in self._encoded.values())
-
     def _is_own(self, bucket: int) -> bool:
-        return self._ranks[bucket % len(self._ranks)] == self._rank
+        return bucket % len(self._ranks) == self._position
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         for part in self._changes.parts[number]:

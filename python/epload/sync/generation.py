@@ -337,6 +337,8 @@ class Generation:
             self._own.verify,
         )
         assert route is not None
+        if not plan.buckets:
+            return
         shards = self._shards(plan, tensors, route) if tensors is not None else None
         roles = ExchangeRoles(plan, self.members, self.control.rank)
         fill = shards.pack if shards is not None and self._sends else None
@@ -446,7 +448,8 @@ class Generation:
         if self._comparison is not None:
             fill = EncodedChanges(changes, self._comparison).fill
         elif self.node_version is not None and changes.version.buckets:
-            received = ReceivedChanges(changes, self.node_version, self.number, control.rank, self._own.verify)
+            ranks = self.members.nodes[self._node]
+            received = ReceivedChanges(changes, self.node_version, self.number, ranks, control.rank, self._own.verify)
             received.check_unchanged()
         roles = ExchangeRoles(plan, self.members, control.rank)
         context = TransferContext(
