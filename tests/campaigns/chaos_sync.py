@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import epload
 from campaigns import seeds
 from epload.ranks.control import Control
+from epload.sync.changes import ReceivedChanges
 from epload.sync.participants import ReceiverRendezvous, SenderRendezvous
 from epload.transfer.engine import Engine
 from support import fakedev
@@ -37,7 +38,8 @@ IN_TIME = 4 * TIMEOUT + 20
 """Seconds that a call may take: waits of a timeout may follow one another, and this machine may be busy."""
 VERSIONS = 4
 KINDS = ("kill", "stop", "raise", "memory", "slow", "wrong version", "late", "leave")
-PHASES = ("announce", "ready", "data", "commit", "apply")
+PHASES = ("announce", "ready", "compare", "data", "commit", "changes", "apply")
+DELTAS = ("off", "auto", "always")
 PLACES = ("cpu", *fakedev.SEMANTICS)
 VICTIMS = ("trainer 0", "trainer 1", "pair 0", "pair 1", "single 0")
 
@@ -51,6 +53,9 @@ class Fault(NamedTuple):
     verify: bool
     place: str
     """One of ``PLACES``."""
+    delta: str
+    period: int
+    """An element changes in every so many versions."""
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -58,12 +63,13 @@ class Fault(NamedTuple):
         kind, phase, victim = chance.choice(KINDS), chance.choice(PHASES), chance.choice(VICTIMS)
         if kind in ("wrong version", "late", "leave"):
             victim = "single 0"
-        if victim.startswith("trainer") and phase == "apply":
+        if victim.startswith("trainer") and phase in ("changes", "apply"):
             phase = "data"
         if victim == "trainer 1" and phase == "announce":  # the first rank announces
             phase = "ready"
-        stage, verify = chance.choice(("host", "none")), chance.choice((False, True))
-        return cls(kind, phase, victim, chance.randrange(4), stage, verify, chance.choice(PLACES))
+        stage, verify = chance.choice(("host", "host", "none")), chance.choice((False, True))
+        wave, place = chance.randrange(4), chance.choice(PLACES)
+        return cls(kind, phase, victim, wave, stage, verify, place, chance.choice(DELTAS), chance.choice((1, 7)))
 
     @property
     def device(self) -> str:
@@ -81,6 +87,8 @@ def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
     places: dict[str, tuple[type, str, Callable[..., bool]]] = {
         "announce": (*rendezvous, lambda *args: True),
         "ready": (Control, "agree", lambda control, what, *rest: what == "getting ready"),
+        "compare": (Control, "agree", lambda control, what, *rest: what == "comparing with the version before"),
+        "changes": (ReceivedChanges, "apply", lambda *args: True),  # after the commit, which counts on the other ranks
         "commit": (Control, "agree", lambda control, what, *rest: what == "committing the version"),
         # From device to device, a rank has only the waves that it takes part in.
         "data": (Engine, "_move", lambda engine, wave: wave.index == min(fault.wave, len(engine._waves) - 1)),
@@ -117,12 +125,14 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
     with many_waves(60_000, 3.0):
         model = build("fsdp", 2, where=fault.device)
         receivers = 2 if fault.kind == "late" else 3
-        sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify)
+        sender = epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify, delta=fault.delta
+        )
         meeting.say(f"address-{rank}", sender.address)
         for version in range(1, VERSIONS + 1):
             if fault.kind == "late" and version == VERSIONS:
                 meeting.hear("late")
-            write(model, version)
+            write(model, version, fault.period)
             with armed(fault, mine and version == 2):
                 found.append((version, *call(lambda v=version: sender.send_weights(v))))  # type: ignore[misc]
             if mine and version == 2 and fault.dies:
@@ -161,7 +171,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 seconds += more
             if receiver.version is not None:
                 try:
-                    check(model, receiver.version)
+                    check(model, receiver.version, period=fault.period)
                 except AssertionError as error:
                     wrong.append(f"version {receiver.version}: {error}")
             found.append((receiver.version, text, seconds))

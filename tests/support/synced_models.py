@@ -17,11 +17,13 @@ SHAPES = {
 LAYOUTS = ("plain", "fsdp", "tp0", "tp1")
 
 
-def values(name: str, version: int) -> Tensor:
+def values(name: str, version: int, period: int = 1) -> Tensor:
+    """``period``: an element changes in every so many versions."""
     shape = SHAPES[name]
     number = list(SHAPES).index(name)
-    count = torch.Size(shape).numel()
-    return (torch.arange(count, dtype=torch.float64).reshape(shape) + 1000.0 * number + 0.125 * version).float()
+    index = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    changes = (version + index % period) // period
+    return (index + 1000.0 * number + 0.125 * changes).float()
 
 
 class Plain(nn.Module):
@@ -47,17 +49,17 @@ def build(layout: str, world: int, dtype: torch.dtype = torch.float32, where: st
     return model
 
 
-def write(model: nn.Module, version: int) -> None:
+def write(model: nn.Module, version: int, period: int = 1) -> None:
     """Gives each element its value of a version."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            full = values(name, version).to(parameter.dtype)
+            full = values(name, version, period).to(parameter.dtype)
             checks.local_of(parameter).copy_(local_of(full, parameter))
 
 
-def check(model: nn.Module, version: int, source: torch.dtype = torch.float32) -> None:
+def check(model: nn.Module, version: int, source: torch.dtype = torch.float32, period: int = 1) -> None:
     """``source``: dtype of the sender's model."""
     for name, parameter in model.named_parameters():
-        expected = values(name, version).to(source).to(parameter.dtype)
+        expected = values(name, version, period).to(source).to(parameter.dtype)
         found = checks.local_of(parameter.detach())
         assert torch.equal(found.cpu(), local_of(expected, parameter)), name
