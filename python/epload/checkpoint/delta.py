@@ -39,7 +39,7 @@ MAX_LINKS = 16
 """Maximum number of deltas that a chain has before it ends in a whole checkpoint."""
 MAX_CHUNK_BYTES = 64 << 20
 _MAX_INDEX_BYTES = 1 << 30
-_BATCH_BYTES = 32 << 20
+BATCH_BYTES = 16 << 20
 """Approximate number of bytes of chunks that are read at a time, in each delta of a chain."""
 _SAMPLES, _SAMPLE_BYTES = 16, 512
 _NAMES = {dtype: name for name, dtype in dtypes.SAFETENSORS.items()}
@@ -274,6 +274,8 @@ class _PatchingStore(ByteStore):
         self._offsets = column([chunk.offset for chunk in stored])
         self._sizes = column([prod(chunk.shape) * chunk.dtype.itemsize for chunk in stored])
         self.files = store.files
+        self._buffers: list[Tensor] = []
+        """Memory that no read uses at present."""
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         return self._changes.names(standard)
@@ -292,39 +294,54 @@ class _PatchingStore(ByteStore):
         self._base.reopen()
 
     def close(self) -> None:
+        self._buffers.clear()
         self._changes.close()
         self._base.close()
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        self._base.configure_reads(self.direct_io, self.threads)
-        ranges = ranges[ranges[:, 3] > 0]
-        chunk_of = torch.searchsorted(self._offsets, ranges[:, 1].contiguous(), right=True) - 1
-        chunks, number_of = torch.unique(chunk_of, return_inverse=True)
-        for numbers in batches(self._sizes[chunks], _BATCH_BYTES):
-            content, begins = self._patched(chunks[numbers])
-            rows = ((number_of >= numbers[0]) & (number_of <= numbers[-1])).nonzero().flatten()
-            file_offset, at, nbytes = ranges[rows, 1:].unbind(1)
-            copies = CopyTable.of_bytes(at, nbytes)
-            copies.offset.copy_(begins[number_of[rows] - numbers[0]] + file_offset - self._offsets[chunk_of[rows]])
-            ops.unpack(content, [buffer], copies.rows)
+        start = torch.zeros(1, dtype=torch.int64)
+        copies = CopyTable.of_bytes(ranges[:, 2], ranges[:, 3])
+        self.read_regions(start, start, Regions([buffer], copies, ranges[:, :2].contiguous()))
 
-    def _patched(self, chunks: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns chunks in a buffer, and where in it each begins (bytes). ``chunks``: int64 [n], their numbers."""
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
+        self._base.configure_reads(self.direct_io, self.threads)
+        copies, origins = regions.copies, regions.origins
+        rows = copies.nbytes().nonzero().flatten()
+        begin = (offsets[origins[:, 0]] + origins[:, 1])[rows]
+        chunk_of = torch.searchsorted(self._offsets, begin, right=True) - 1
+        chunks, number_of = torch.unique(chunk_of, return_inverse=True)
         sizes = self._sizes[chunks]
-        aligned = -(sizes // -ALIGNMENT) * ALIGNMENT
-        begins = aligned.cumsum(0) - aligned
-        content = torch.zeros(int(aligned.sum()), dtype=torch.uint8)
-        sources = [self._sources[i] for i in chunks.tolist()]
-        pairs = list(zip(sources, begins.tolist(), strict=True))
+        for numbers in batches(sizes, BATCH_BYTES):
+            aligned = -(sizes[numbers] // -ALIGNMENT) * ALIGNMENT
+            starts, nbytes = aligned.cumsum(0) - aligned, int(aligned.sum())
+            content = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
+            content = content if len(content) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+            self._patch(chunks[numbers].tolist(), starts.tolist(), content)
+            selected = ((number_of >= numbers[0]) & (number_of <= numbers[-1])).nonzero().flatten()
+            table = copies.select(rows[selected])
+            table.offset.copy_(starts[number_of[selected] - numbers[0]] + (begin - self._offsets[chunk_of])[selected])
+            regions._replace(copies=table).unpack(content)
+            self._buffers.append(content)
+        return int(sizes.sum())
+
+    def _patch(self, chunks: Sequence[int], starts: Sequence[int], content: Tensor) -> None:
+        """Reads chunks into a buffer, and checks them.
+
+        Args:
+            chunks: their numbers.
+            starts: where each goes in the buffer, in bytes.
+        """
+        sources = [self._sources[i] for i in chunks]
+        pairs = list(zip(sources, starts, strict=True))
         read_boxes(
             self._base, [(number, chunk.box, begin) for (number, chunk), begin in pairs if chunk.before], content
         )
         encoded = self._read_changes([chunk for _, chunk in sources])
-        for i, (_, chunk), begin, size, changes in zip(
-            chunks.tolist(), sources, begins.tolist(), sizes.tolist(), encoded, strict=True
-        ):
-            part, name = content[begin : begin + size], self._stored[i].name
-            if chunk.before and ops.checksum(part) != chunk.before:
+        for i, ((_, chunk), begin), changes in zip(chunks, pairs, encoded, strict=True):
+            part, name = content[begin : begin + int(self._sizes[i])], self._stored[i].name
+            if not chunk.before:
+                part.zero_()
+            elif ops.checksum(part) != chunk.before:
                 raise _other_base(self._index, self._base, f"values in {name}")
             if chunk.nbytes:
                 try:
@@ -337,7 +354,6 @@ class _PatchingStore(ByteStore):
                     raise CheckpointError(
                         f"{file}: the changes of {name} are damaged ({damage}); copy the folder again"
                     )
-        return content, begins
 
     def _read_changes(self, chunks: Sequence[DeltaChunk]) -> Sequence[Tensor]:
         """Returns the encoded changes of each chunk."""

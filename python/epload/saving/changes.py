@@ -123,7 +123,7 @@ class BaseCheckpoint:
         """
         copies, origins = plan
         manifest, largest = self._saved.manifest, int(copies.nbytes().max()) if len(copies) else 0
-        out = torch.empty(ops.encoded_limit(largest), dtype=torch.uint8)
+        out, base = (torch.empty(size, dtype=torch.uint8) for size in (ops.encoded_limit(largest), largest))
         table, end = [], 0
         for row, (tensor, offset) in zip(copies.rows.tolist(), origins.tolist(), strict=True):
             target, _, code, ndim = row[:4]
@@ -132,7 +132,7 @@ class BaseCheckpoint:
                 region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code)).cpu()
                 data = byte_view(in_order(region, strides)[0])
                 box = _box(offset // region.element_size(), size, strides, manifest.shapes[tensor])
-                before, nbytes = self._encode(tensor, box, data, out)
+                before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
             with report.timed("write") as block:
                 folder.write(number, end, memoryview(out[:nbytes].numpy()).cast("B"))  # type: ignore[arg-type]
                 block.nbytes = nbytes
@@ -145,15 +145,17 @@ class BaseCheckpoint:
         self._checkpoint.close()
         report.written = end
 
-    def _encode(self, tensor: int, box: Box, data: Tensor, out: Tensor) -> tuple[int, int]:
+    def _encode(self, tensor: int, box: Box, data: Tensor, base: Tensor, out: Tensor) -> tuple[int, int]:
         """Encodes the changes in a box. Returns the checksum of its bytes in the base, 0 if the base has no such tensor; the
         number of bytes in ``out``, 0 if nothing has changed."""
-        before, base = 0, torch.zeros_like(data)
+        before = 0
         if (number := self._numbers[tensor]) >= 0:
             read_boxes(self._checkpoint, [(number, box, 0)], base)
             before = ops.checksum(base)
             if torch.equal(base, data):
                 return before, 0
+        else:
+            base.zero_()
         unit = min(self._saved.manifest.dtypes[tensor].itemsize, 8)
         nbytes, _ = ops.encode_changes(base, data if data.data_ptr() % unit == 0 else data.clone(), unit, out)
         return before, nbytes

@@ -92,7 +92,7 @@ def convert(
                 stack.callback(checkpoint.close)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
             same = old.identity, old.provenance[1], new.digest, max_shard_bytes, report.path, overwrite
-            return checkpoint, new, lay_out(new, max_shard_bytes), digest_of(repr(same).encode())
+            return checkpoint, new, _lay_out(checkpoint, new, max_shard_bytes, files), digest_of(repr(same).encode())
 
         planned = Attempt(plan)
         digest = planned.value[-1] if planned.failure is None else ""
@@ -117,13 +117,21 @@ def convert(
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
         copied = tuple(map(Path, files))
-        config = checkpoint.config if isinstance(checkpoint, DeltaCheckpoint) and dtype is None else {}
-        config = {name: text for name, text in config.items() if name not in [file.name for file in copied]}
         write_checkpoint(
-            topology, Path(report.path), overwrite, Attempt(lambda: layout), write, lambda _: config, copied, report
+            topology, Path(report.path), overwrite, Attempt(lambda: layout), write, lambda _: {}, copied, report
         )
     report.seconds = perf_counter() - began
     return report
+
+
+def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
+    """Returns the files of the new checkpoint. Next to its index are the small files that belong to the model, if the checkpoint
+    is a delta, which has them in its own index; but not if the dtype is another one, or for those that ``files`` replace."""
+    layout = lay_out(new, max_shard_bytes)
+    if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
+        copied = {Path(file).name for file in files}
+        layout.index.update({name: text for name, text in checkpoint.config.items() if name not in copied})
+    return layout
 
 
 def _new_manifest(
