@@ -266,6 +266,9 @@ def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         epload.save(state, chain / "4", base=chain / "3")
     epload.convert(chain / "3", chain / "flat")
     epload.save(state, chain / "4", base=chain / "flat")
+    os.link(chain / "flat" / "model.safetensors", chain / "4" / "model.safetensors")
+    with pytest.raises(epload.CheckpointError, match=f"several sets of weights: model.safetensors, {INDEX}"):
+        epload.Checkpoint.open(chain / "4")
 
 
 @pytest.mark.parametrize(

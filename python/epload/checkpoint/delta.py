@@ -100,6 +100,8 @@ class DeltaIndex(Index):
             base, self.content_digest = content["base"], str(content["digest"])
             self.base, self.base_digest = str(base["path"]), str(base["digest"])
             self.config = {str(name): str(text).encode() for name, text in content["config"].items()}
+            declared = (json.loads(text) for name, text in self.config.items() if name in file_sets.CONFIGS)
+            self.quantization = next(filter(None, map(quantization_of, declared)), None)
             self.files = [(str(name), int(nbytes)) for name, nbytes in content["files"]]
             self.tensors = [self._parse(name, *fields) for name, fields in content["tensors"].items()]
             if self.base.startswith("/") or "://" in self.base or "\0" in self.base or not self.base:
@@ -166,11 +168,6 @@ class DeltaCheckpoint(FileCheckpoint):
         self.digest = index.content_digest
         """Equal to :func:`content_digest` of a whole checkpoint with the same tensors."""
 
-    @property
-    def links(self) -> int:
-        """Number of deltas in the chain."""
-        return 1 + (self.base.links if isinstance(self.base, DeltaCheckpoint) else 0)
-
 
 def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCheckpoint:
     """Opens the changes in a folder, and their base.
@@ -195,9 +192,8 @@ def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCh
             raise CheckpointError(
                 f"{file} has {file.nbytes} bytes, but {index.file} names one of {nbytes}: copy the folder again"
             )
-    where = store.resolve(index.base)
     try:
-        base = open_base(where)
+        base = open_base(store.resolve(index.base))
     except CheckpointError as error:
         raise CheckpointError(
             f"{index.file} has what has changed since {index.base}, which has to be copied with it: {error}"
@@ -241,11 +237,9 @@ def _describe(store: ByteStore, base: Checkpoint, index: DeltaIndex) -> DeltaChe
     patching = _PatchingStore(store, base, index, sources, stored)
     shapes = {tensor.name: tensor.shape for tensor in index.tensors}
     manifest = OpenFiles(patching, facts, str(store), index).checkpoint(stored, shapes=shapes).manifest
-    declared = (json.loads(text) for name, text in index.config.items() if name in file_sets.CONFIGS)
-    quantization = next(filter(None, map(quantization_of, declared)), None)
-    if {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
-        quantization = None
-    return DeltaCheckpoint(patching, replace(manifest, quantization=quantization), base, index)
+    if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+        manifest = replace(manifest, quantization=index.quantization)
+    return DeltaCheckpoint(patching, manifest, base, index)
 
 
 def _facts(file: StoredFile) -> FileFacts:
@@ -383,23 +377,20 @@ def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], bu
     Raises:
         CheckpointError: they cannot be read.
     """
+    if not boxes:
+        return
     manifest = checkpoint.manifest
-    dims = max((len(start) for _, (start, _), _ in boxes), default=0) or 1
+    dims = max(len(start) for _, (start, _), _ in boxes) or 1
     targets, origins = [], []
     rows: list[list[int]] = []
     for tensor, (start, size), begin in boxes:
-        dtype, strides, fill = (
-            manifest.dtypes[tensor],
-            row_major_strides(manifest.shapes[tensor]),
-            [0] * (dims - len(size)),
-        )
+        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
+        fill = [0] * (dims - len(size))
         rows.append([len(rows), 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
         origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
         targets.append(buffer[begin : begin + prod(size) * dtype.itemsize].view(dtype).view(size))
     locations = manifest.locations
     in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
-    if not boxes:
-        return
     copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
     # Requests for objects join runs of several boxes; as regions each box would fetch all that it spans.
     if in_gaps or checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
@@ -417,10 +408,8 @@ def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> Tensor:
     for dim in dims:
         offset = (offset[:, None] + arange(size[dim]) * strides[dim]).flatten()
     number = arange(len(offset))
-    return torch.stack(
-        [torch.full_like(number, tensor), offset * itemsize, begin + number * length, torch.full_like(number, length)],
-        1,
-    )
+    zero = torch.zeros_like(number)
+    return torch.stack([zero + tensor, offset * itemsize, begin + number * length, zero + length], 1)
 
 
 def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:
@@ -438,9 +427,8 @@ def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:
     sizes = manifest.nbytes_of()
     order = sorted(range(len(sizes)), key=manifest.names.__getitem__)
     ends = list(accumulate(sizes[i] for i in order))
-    total = sum(sizes)
     pieces: list[Piece] = []
-    for position in [total * i // _SAMPLES for i in range(_SAMPLES)] if total else ():
+    for position in [sum(sizes) * i // _SAMPLES for i in range(_SAMPLES)] if any(sizes) else ():
         place = bisect_right(ends, position)
         offset = position - ends[place] + sizes[order[place]]
         nbytes = min(_SAMPLE_BYTES, sizes[order[place]] - offset)

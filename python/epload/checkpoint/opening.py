@@ -98,13 +98,11 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
     names = [facts.name for facts in expected]
     if names[:1] == [file_sets.DELTA]:  # whose chunks each rank has to find and check
         opened = open_source(source, None, "", "", progress)
-        if (
-            opened.manifest.identity == manifest.identity
-            and opened.manifest.provenance[1][0] == manifest.locations.index
-        ):
+        own = opened.manifest
+        if (own.identity, own.provenance[1]) == (manifest.identity, manifest.provenance[1]):
             return opened
         opened.close()
-        raise CheckpointError(f"{opened.manifest.source} has other changes than the source rank's: copy it again")
+        raise CheckpointError(f"{own.source} has not the changes that the source rank has: copy it again")
     with _located(source, "", progress, (manifest.source, names)) as (store, name):
         is_file = name and not name.endswith(".json")
         if is_file and len(expected) > 1:

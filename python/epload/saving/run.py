@@ -150,11 +150,11 @@ class SaveJob:
         return fetch_summaries(store, names, control.timeout)
 
     def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:
-        saved, topology = self._model.value, self._topology
-        base = self._base.value
-        layout = (
-            base.lay_out(len(topology.ranks)) if base is not None else lay_out(saved.manifest, self._max_shard_bytes)
-        )
+        saved, topology, base = self._model.value, self._topology, self._base.value
+        if base is None:
+            layout = lay_out(saved.manifest, self._max_shard_bytes)
+        else:
+            layout = base.lay_out(len(topology.ranks))
         unpadded = replace(saved.manifest, shapes=saved.shapes)
         of_ranks = dict(zip(topology.control.ranks, summaries, strict=True))
         return layout, plan_writes(unpadded, layout, of_ranks, topology.rank, saved.holdings)
