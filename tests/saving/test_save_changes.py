@@ -162,6 +162,19 @@ def test_other_libraries_find_no_weights(tmp_path: Path) -> None:
     assert_same(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "3").state_dict()), dict(model.state_dict()))
 
 
+def test_the_index_declares_a_quantization(tmp_path: Path) -> None:
+    state = {"w.weight": torch.ones(256, 256).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    epload.save({**state, "w.weight_scale_inv": torch.zeros(2, 2)}, tmp_path / "1")
+    epload.save(state, tmp_path / "2", base=tmp_path / "1")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    rewrite(tmp_path / "2" / INDEX, lambda index: index.update(config={"config.json": json.dumps(config)}))
+    epload.convert(tmp_path / "2", tmp_path / "3")
+    declared = [epload.Checkpoint.open(tmp_path / name).manifest.quantization for name in "23"]
+    assert declared[0] == declared[1]
+    assert declared[0] is not None
+    assert declared[0].blocks == ((128, 128),)
+
+
 # ---- bases that are missing, others, or damaged ----
 
 
