@@ -219,9 +219,9 @@ class SaveReport(Report):
     path: str = ""
     """The folder."""
     files: int = 0
-    """Number of its safetensors files."""
+    """Number of its files with tensors."""
     written: int = 0
-    """Bytes of the tensors that this rank has written."""
+    """Bytes of the tensors that this rank has written; with ``base=``, of the encoded changes."""
 
     def _headline(self) -> str:
         moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"

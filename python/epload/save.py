@@ -36,6 +36,7 @@ def save(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
+    base: str | Path | None = None,
     overwrite: bool = False,
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
@@ -58,6 +59,8 @@ def save(
         max_shard_bytes: of the tensors in a file, unless it has only one.
         files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
             transformers model are written anyway.
+        base: path of a checkpoint in any format, perhaps itself saved with a base: only what has changed since is written, to a
+            folder that names it by digest and by its relative path. epload reads the two together, other libraries do not.
         overwrite: whether a folder at the path is replaced, with all that is in it. If False, it has to be absent or empty.
         topology: discovered over the whole job if None.
         timeout: seconds (or timedelta) without progress after which the save has failed; 30 minutes if None.
@@ -76,7 +79,9 @@ def save(
         print(report)
     """
     wait_for_pending()
-    return SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout).run()
+    return SaveJob(
+        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
+    ).run()
 
 
 @on_cpu
@@ -89,6 +94,7 @@ def save_async(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
+    base: str | Path | None = None,
     overwrite: bool = False,
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
@@ -107,7 +113,7 @@ def save_async(
     """
     global _pending
     wait_for_pending()
-    job = SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, overwrite, topology, timeout)
+    job = SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout)
     pending = PendingSave(job)
     with _pending_lock:
         _pending = pending

@@ -25,10 +25,11 @@ def save(rank: int, folder: str) -> None:
     pending = epload.save_async(model, f"{folder}/later")
     write(model, 2)
     pending.wait()
-    for name in ("now", "later"):
-        again = build("tp1", dist.get_world_size())
+    epload.save(model, f"{folder}/changes", base=f"{folder}/now")
+    for name, version in (("now", 1), ("later", 1), ("changes", 2)):
+        again = build("tp1", dist.get_world_size(), where=DEVICE if name == "changes" else "cpu")
         epload.load(again, f"{folder}/{name}", progress=False)
-        check(again, 1)
+        check(again, version)
 
 
 def test_models_on_a_device(tmp_path: Path) -> None:

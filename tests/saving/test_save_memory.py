@@ -1,4 +1,4 @@
-"""The memory that a save takes besides the shards: a region a rank."""
+"""The memory that a save takes besides the shards: a region a rank; with a base, also those that are checked at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
+from epload.checkpoint.delta import BATCH_BYTES
 from epload.saving.plan import SLOT_BYTES
 from measure import PeakMemory
 from support import ranks
@@ -20,7 +21,7 @@ PYTHON = 24 * MB
 
 
 def save(rank: int, folder: str) -> int:
-    """Bytes above the start, where the shards are 128 MB."""
+    """Returns the bytes above the start, where the shards are 128 MB; of a save with a base, those above a batch."""
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, device="meta") for _ in range(32)))  # 512 MB
     fully_shard(model)
     model.to_empty(device="cpu")
@@ -31,7 +32,11 @@ def save(rank: int, folder: str) -> int:
     with PeakMemory() as memory:
         report = epload.save(model, folder, topology=topology, timeout=60)
     assert report.nbytes == 512 * MB
-    return memory.above
+    for parameter in model.parameters():
+        parameter.detach().to_local()[::3] += 1
+    with PeakMemory() as with_base:
+        epload.save(model, f"{folder}-2", topology=topology, timeout=60, base=folder)
+    return max(memory.above, with_base.above - BATCH_BYTES)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

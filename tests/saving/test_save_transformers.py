@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import epload
 from epload.cli.main import main
 from support import ranks
-from support.checkpoints import read_folder
+from support.checkpoints import assert_same, read_all, read_folder
 from support.pretrained import by_the_library, fsdp, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
@@ -44,11 +44,14 @@ def save(rank: int, folder: str) -> None:
         for number, parallelize in enumerate(ways):
             model = parallelize(random(kind, 1))
             epload.save(model, f"{folder}/{kind}-{number}", max_shard_bytes=20_000)
+            epload.save(model, f"{folder}/{kind}-{number}-changes", base=f"{folder}/{kind}-base")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
+    for kind in CASES:
+        random(kind, 2).save_pretrained(folder / f"{kind}-base")
     ranks.run(4, save, str(folder), limit=300)
     return folder
 
@@ -63,6 +66,7 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
     for number in range(len(CASES[kind])):
         folder = saved / f"{kind}-{number}"
         found = read_folder(folder)
+        assert_same(read_all(epload.Checkpoint.open(saved / f"{kind}-{number}-changes")), found)
         if parallelized_apart := found.keys() - expected.keys():  # the library's TP makes two tensors of tied ones
             assert (kind, number, parallelized_apart) == ("llama", 1, {"lm_head.weight"})
             assert torch.equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from epload import Checkpoint
+from epload import Checkpoint, save
 from support.checkpoints import State, tensor
 
 
@@ -85,6 +85,16 @@ def wrapped(folder: Path, state: State) -> Any:
     return folder / "trained.pth"
 
 
+def changes_of_changes(folder: Path, state: State) -> Any:
+    """A chain of two deltas: a tensor is new in each, and another has changed."""
+    first = {name: value + 1 if name == "x" else value for name, value in state.items() if name not in ("a", "y")}
+    second = {name: value for name, value in state.items() if name != "a"}
+    save(first, folder / "1")
+    save(second, folder / "2", base=folder / "1")
+    save(state, folder / "3", base=folder / "2")
+    return folder / "3"
+
+
 def plain_dict(folder: Path, state: State) -> Any:
     return state
 
@@ -95,5 +105,5 @@ def opened(folder: Path, state: State) -> Any:
 
 SOURCES = [
     one_file, folder_with_index, the_index_itself, folder_without_index, folder_with_model_file, torch_file,
-    torch_folder_with_index, torch_folder, wrapped, plain_dict, opened,
+    torch_folder_with_index, torch_folder, wrapped, changes_of_changes, plain_dict, opened,
 ]  # fmt: skip

@@ -125,6 +125,10 @@ class ByteStore(ABC):
     def path_of(self, name: str) -> str:
         """Returns the path or URL of a file in it, for error messages."""
 
+    def resolve(self, relative: str) -> Source:
+        """Returns the path or URL of what has this path relative to the folder. Raises CheckpointError if there can be none."""
+        raise CheckpointError(f"{self}: expected a folder or a URL, from which {relative} can be found")
+
     @abstractmethod
     def open_files(self, names: Sequence[str]) -> Iterable[StoredFile]:
         """Opens files. Raises CheckpointError; OSError, which names the file."""

@@ -21,6 +21,8 @@ CONFIGS = (CONFIG, "hf_quant_config.json")
 """Files next to the weights that may declare a quantization: the first that does counts."""
 DCP = ".metadata"
 """The description of a DCP folder."""
+DELTA = "epload-delta.json"
+"""The index of a folder with what has changed since another checkpoint. No other library reads it."""
 _TRANSFORMERS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -60,7 +62,7 @@ class FileSet(NamedTuple):
 def standard_names(variant: str = "") -> list[str]:
     """Returns the names that weights have in a folder, in the order in which they are chosen."""
     names = [*_of_variant(_TRANSFORMERS, variant), *_of_variant(_DIFFUSERS, variant)]
-    return names if variant else [*names, DCP, *_PEFT]
+    return names if variant else [*names, DCP, *_PEFT, DELTA]
 
 
 def choose(names: Collection[str], where: str, variant: str = "", named_by_config: str = "") -> list[str]:
@@ -88,6 +90,7 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
     else:
         families = [_of_variant(family, variant) for family in (_TRANSFORMERS, _DIFFUSERS)]
         standard = [name for family in families for name in [*filter(names.__contains__, family)][:1]]
+    standard += [DELTA] * (DELTA in names and not variant)
     of_ranks = [file_set for file_set in sets if _RANK_FILE.match(file_set.files[0])]
     if len(standard) + len(of_ranks) > 1:
         raise _ambiguous(where, [*standard, *of_ranks])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
+from posixpath import normpath
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -127,7 +128,7 @@ class ObjectStore(ByteStore):
     def __init__(self, url: str) -> None:
         """``url``: may contain credentials and a query. Raises CheckpointError."""
         super().__init__()
-        self._address = redact_url(url)
+        self._url, self._address = url, redact_url(url)
         self._client = connect(url)
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
@@ -148,6 +149,10 @@ class ObjectStore(ByteStore):
 
     def path_of(self, name: str) -> str:
         return f"{self._address}/{name}"
+
+    def resolve(self, relative: str) -> str:
+        parts = urlsplit(self._url)
+        return urlunsplit(parts._replace(path=normpath(f"{parts.path}/{relative}")))
 
     def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
         return self._threads().map(self._open_file, names)

@@ -11,7 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from epload.checkpoint import dcp, file_sets, hub, local_store, object_store, safetensors, torch_file, unsupported
+from epload.checkpoint import (
+    dcp,
+    delta,
+    file_sets,
+    hub,
+    local_store,
+    object_store,
+    safetensors,
+    torch_file,
+    unsupported,
+)
 from epload.checkpoint.base import Checkpoint, Progress
 from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
@@ -34,8 +44,10 @@ FORMATS: tuple[Format, ...] = (safetensors.FORMAT, dcp.FORMAT, torch_file.FORMAT
 """The formats. The first that knows a file's suffix has it."""
 
 
-def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress) -> Checkpoint:
-    """See :meth:`Checkpoint.open`."""
+def open_source(
+    source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress, links: int = delta.MAX_LINKS
+) -> Checkpoint:
+    """See :meth:`Checkpoint.open`. ``links``: maximum number of deltas in a chain."""
     if isinstance(source, Checkpoint):
         _check_no_options("an open epload.Checkpoint", prefix, variant)
         if changed := source.changed():
@@ -62,6 +74,12 @@ def open_source(source: Any, known: Manifest | None, prefix: str, variant: str, 
             chosen, has_config = [name], False
         else:
             chosen, has_config = _choose(store, prefix, variant), True
+        if chosen == [file_sets.DELTA]:
+            if not links:
+                raise CheckpointError(
+                    f"{store} ends a chain of more than {delta.MAX_LINKS} deltas; convert one of them"
+                )
+            return delta.read(store, lambda base: open_source(base, None, "", "", progress, links - 1))
         if chosen[0].endswith(".json") or (has_config and chosen == [dcp.FILE]):
             return _open_index(store, chosen[0], prefix, known)
         file, *others = store.open(chosen)
@@ -78,6 +96,13 @@ def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoi
         return Checkpoint.open(source)
     expected = manifest.locations.files
     names = [facts.name for facts in expected]
+    if names[:1] == [file_sets.DELTA]:  # whose chunks each rank has to find and check
+        opened = open_source(source, None, "", "", progress)
+        own = opened.manifest
+        if (own.identity, own.provenance[1]) == (manifest.identity, manifest.provenance[1]):
+            return opened
+        opened.close()
+        raise CheckpointError(f"{own.source} has not the changes that the source rank has: copy it again")
     with _located(source, "", progress, (manifest.source, names)) as (store, name):
         is_file = name and not name.endswith(".json")
         if is_file and len(expected) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.delta import DeltaCheckpoint
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
@@ -87,9 +90,9 @@ def convert(
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
-            old, new = checkpoint.manifest, _new_manifest(checkpoint.manifest, source, dtype, renames)
+            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
             same = old.identity, old.provenance[1], new.digest, max_shard_bytes, report.path, overwrite
-            return checkpoint, new, lay_out(new, max_shard_bytes), digest_of(repr(same).encode())
+            return checkpoint, new, _lay_out(checkpoint, new, max_shard_bytes, files), digest_of(repr(same).encode())
 
         planned = Attempt(plan)
         digest = planned.value[-1] if planned.failure is None else ""
@@ -114,15 +117,30 @@ def convert(
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
         copied = tuple(map(Path, files))
-        write_checkpoint(topology, Path(report.path), overwrite, Attempt(lambda: layout), write, {}, copied, report)
+        write_checkpoint(
+            topology, Path(report.path), overwrite, Attempt(lambda: layout), write, lambda _: {}, copied, report
+        )
     report.seconds = perf_counter() - began
     return report
 
 
-def _new_manifest(manifest: Manifest, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]) -> Manifest:
+def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
+    """Returns the files of the new checkpoint. Next to its index are the small files that belong to the model, if the checkpoint
+    is a delta, which has them in its own index; but not if the dtype is another one, or for those that ``files`` replace."""
+    layout = lay_out(new, max_shard_bytes)
+    if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
+        copied = {Path(file).name for file in files}
+        layout.index.update({name: text for name, text in checkpoint.config.items() if name not in copied})
+    return layout
+
+
+def _new_manifest(
+    checkpoint: Checkpoint, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]
+) -> Manifest:
     """Returns the tensors that are written."""
+    manifest = checkpoint.manifest
     if dtype is not None:
-        manifest = with_dtype(manifest, dtype, _kept_in_fp32(source, manifest, dtype))
+        manifest = with_dtype(manifest, dtype, _kept_in_fp32(checkpoint, source, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
@@ -130,7 +148,7 @@ def _new_manifest(manifest: Manifest, source: Any, dtype: torch.dtype | None, re
     return replace(manifest, names=tuple(names), locations=None)
 
 
-def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[str]:
+def _kept_in_fp32(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
     """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
 
     Raises:
@@ -139,9 +157,13 @@ def _kept_in_fp32(source: Any, manifest: Manifest, dtype: torch.dtype) -> set[st
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
+    manifest = checkpoint.manifest
     if isinstance(source, Checkpoint):
         source = manifest.source if manifest.source != STATE_DICT else None
-    config = read_config(source)
+    if isinstance(checkpoint, DeltaCheckpoint):
+        config = json.loads(checkpoint.config.get(CONFIG, b"{}"))
+    else:
+        config = read_config(source)
     if not config.get("architectures"):
         return set()
     try:

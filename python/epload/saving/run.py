@@ -22,6 +22,7 @@ from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
+from epload.saving.changes import BaseCheckpoint
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
@@ -41,6 +42,7 @@ class SaveJob:
         dtype: torch.dtype | None,
         max_shard_bytes: int,
         files: Sequence[str | Path],
+        base: Any,
         overwrite: bool,
         topology: Topology | None,
         timeout: timedelta | float | None,
@@ -57,6 +59,7 @@ class SaveJob:
         self._report = SaveReport(path=str(self._path))
         with self._report.timed("plan"), garbage_collection.paused():
             self._model = Attempt(lambda: self._read(model, mapping, names_from, dtype))
+            self._base = Attempt(lambda: self._open_base(base))
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
@@ -82,6 +85,13 @@ class SaveJob:
             raise ValueError("expected tensors to save, got none")
         return saved
 
+    def _open_base(self, source: Any) -> BaseCheckpoint | None:
+        if source is None:
+            return None
+        if self._files:
+            raise ValueError("files= are for whole checkpoints; leave them out, and pass them to epload.convert()")
+        return BaseCheckpoint(source, self._path, self._model.value)
+
     def snapshot(self) -> None:
         """Copies the local tensors to host memory, so that the model may change before :meth:`run`."""
         self._tensors = Attempt(lambda: _copy_to_host(self._model.value.targets.local()))
@@ -98,12 +108,22 @@ class SaveJob:
                 summaries = self._agree()
                 planned = Attempt(lambda: self._plan(summaries))
 
-            def write(folder: NewFolder, wrote: Wrote) -> None:
-                write_regions(planned.value[1], self._tensors.value, folder, len(topology.node), report, wrote)
+            base = self._base.value
 
-            config, layout = self._model.value.config, Attempt(lambda: planned.value[0])
-            write_checkpoint(topology, self._path, self._overwrite, layout, write, config, self._files, report)
-        report.written = int(planned.value[1][0].nbytes().sum())
+            def write(folder: NewFolder, wrote: Wrote) -> None:
+                plan, tensors = planned.value[1], self._tensors.value
+                if base is not None:
+                    number = topology.ranks.index(topology.rank)
+                    base.write_changes(plan, tensors, folder, number, report, wrote)
+                    return
+                write_regions(plan, tensors, folder, len(topology.node), report, wrote)
+                report.written = int(plan[0].nbytes().sum())
+
+            def describe(folder: NewFolder) -> Mapping[str, bytes]:
+                return base.describe(folder) if base is not None else self._model.value.config
+
+            layout = Attempt(lambda: planned.value[0])
+            write_checkpoint(topology, self._path, self._overwrite, layout, write, describe, self._files, report)
         report.seconds = perf_counter() - self._began
         return report
 
@@ -115,12 +135,13 @@ class SaveJob:
 
         def message() -> list[str]:
             saved = self._model.value
-            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite
+            base = (base := self._base.value) and (base.relative, base.digest)
+            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base
             self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_summary(store, saved.holdings.summary())]
 
         def reduce(views: dict[int, list[str]]) -> list[list[str]]:
-            activity = "save different tensors, or pass a different path, max_shard_bytes or overwrite"
+            activity = "save different tensors, or pass a different path, max_shard_bytes, base or overwrite"
             check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
             return [names for _, (_, *names) in sorted(views.items())]
 
@@ -129,8 +150,11 @@ class SaveJob:
         return fetch_summaries(store, names, control.timeout)
 
     def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:
-        saved, topology = self._model.value, self._topology
-        layout = lay_out(saved.manifest, self._max_shard_bytes)
+        saved, topology, base = self._model.value, self._topology, self._base.value
+        if base is None:
+            layout = lay_out(saved.manifest, self._max_shard_bytes)
+        else:
+            layout = base.lay_out(len(topology.ranks))
         unpadded = replace(saved.manifest, shapes=saved.shapes)
         of_ranks = dict(zip(topology.control.ranks, summaries, strict=True))
         return layout, plan_writes(unpadded, layout, of_ranks, topology.rank, saved.holdings)

@@ -60,7 +60,7 @@ def write_checkpoint(
     overwrite: bool,
     layout: Attempt[FilesLayout],
     write: Callable[[NewFolder, Wrote], None],
-    config: Mapping[str, bytes],
+    describe: Callable[[NewFolder], Mapping[str, bytes]],
     files: Sequence[Path],
     report: SaveReport,
 ) -> None:
@@ -69,7 +69,7 @@ def write_checkpoint(
     Args:
         path, overwrite, layout: equal on all ranks.
         write: writes this rank's part.
-        config: content of other files, by name.
+        describe: called on the first rank when all have written; returns the content of other files, by name.
         files: to be copied into the folder by the first rank.
 
     Raises:
@@ -95,7 +95,7 @@ def write_checkpoint(
         def complete() -> None:
             with report.timed("sync"):
                 copied = {file.name: read_regular(file) for file in files}
-                for name, content in {**folder.layout.index, **config, **copied}.items():
+                for name, content in {**folder.layout.index, **describe(folder), **copied}.items():
                     folder.add(name, content)
                 folder.commit()
 
@@ -147,14 +147,20 @@ def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]
     """Returns the bytes of a region as a row-major tensor has them, and where in the tensor each of its contiguous runs starts
     (bytes). ``strides``: of the region in that tensor, in elements."""
     sizes, itemsize = region.shape, region.element_size()
-    dims = sorted(range(region.ndim), key=lambda dim: (sizes[dim] > 1, -strides[dim]))
-    region = region.permute(dims).resolve_conj().resolve_neg().contiguous()
+    region, dims = in_order(region, strides)
     length = 1
     while dims and (sizes[dims[-1]] == 1 or strides[dims[-1]] == length):
         length *= sizes[dims.pop()]
     steps = ([i * strides[dim] * itemsize for i in range(sizes[dim])] for dim in dims)
     data = memoryview(byte_view(region).numpy()).cast("B")  # type: ignore[arg-type]
     return data, list(map(sum, product(*steps)))
+
+
+def in_order(region: Tensor, strides: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Returns a region contiguous and in the order of a row-major tensor in which it has these strides (elements), and the dim of
+    the region that each dim was."""
+    dims = sorted(range(region.ndim), key=lambda dim: (region.shape[dim] > 1, -strides[dim]))
+    return region.permute(dims).resolve_conj().resolve_neg().contiguous(), dims
 
 
 def _write_from_device(

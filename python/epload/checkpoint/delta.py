@@ -1,0 +1,439 @@
+"""Folders with what has changed since another checkpoint, their base: the format, and reading. docs/saving.md describes it.
+
+A tensor is divided into boxes, the chunks, each with the checksum of its bytes in the base and of those that it stands for. Both
+are computed again of every chunk that is read, so that no base but the one that was compared gives a tensor. Not trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint import file_sets
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
+from epload.checkpoint.index import Index, is_plain
+from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor
+from epload.checkpoint.quantization import quantization_of
+from epload.core import dtypes
+from epload.core.columns import arange, batches, column
+from epload.core.copy_table import ALIGNMENT, CopyTable
+from epload.core.pieces import Piece, Pieces
+from epload.core.placement import Box, row_major_strides
+from epload.core.regions import Regions
+from epload.errors import CheckpointError
+from epload.native import ops
+
+VERSION = 1
+MAX_LINKS = 16
+"""Maximum number of deltas that a chain has before it ends in a whole checkpoint."""
+MAX_CHUNK_BYTES = 64 << 20
+_MAX_INDEX_BYTES = 1 << 30
+BATCH_BYTES = 16 << 20
+"""Approximate number of bytes of chunks that are read at a time, in each delta of a chain."""
+_SAMPLES, _SAMPLE_BYTES = 16, 512
+_NAMES = {dtype: name for name, dtype in dtypes.SAFETENSORS.items()}
+
+
+class DeltaChunk(NamedTuple):
+    """A box of a tensor, and the changes in it. A row of the index has the same, its box without parentheses."""
+
+    file: int
+    """Index of the file that holds the encoded changes."""
+    offset: int
+    """Offset of the changes in the file, in bytes."""
+    nbytes: int
+    """Bytes of the changes, encoded by ``ops.encode_changes``; 0 if there are none."""
+    before: int
+    """Checksum of the chunk's bytes in the base; 0 if the base has no such tensor, and the changes are those of zeros."""
+    after: int
+    """Checksum of the chunk's bytes."""
+    box: Box
+
+    def to_row(self) -> list[int]:
+        return [*self[:-1], *self.box[0], *self.box[1]]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int], dims: int) -> DeltaChunk:
+        """Raises ValueError for a row that is malformed."""
+        if len(row) != 5 + 2 * dims or not all(type(n) is int and 0 <= n < 1 << 64 for n in row):
+            raise ValueError(f"expected {5 + 2 * dims} integers for a chunk, got {str(row)[:100]}")
+        file, offset, nbytes, before, after, *box = row
+        return cls(file, offset, nbytes, before, after, (tuple(box[:dims]), tuple(box[dims:])))
+
+
+class DeltaTensor(NamedTuple):
+    """A tensor, and its chunks."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[DeltaChunk]
+
+
+_Patched = tuple[int, DeltaChunk]
+"""A chunk, and the number of its tensor in the base; -1 if the base has none."""
+
+
+class DeltaIndex(Index):
+    """The index of a folder with changes."""
+
+    def __init__(self, file: StoredFile) -> None:
+        """Raises CheckpointError if the index is malformed, or of another version."""
+        super().__init__(file, _MAX_INDEX_BYTES)
+        self.weight_map = {}  # every tensor is in one place
+        try:
+            content = json.loads(self.raw)
+            version = content["version"]
+            if version != VERSION:
+                raise ValueError(f"expected version {VERSION}, got {version!r}")
+            base, self.content_digest = content["base"], str(content["digest"])
+            self.base, self.base_digest = str(base["path"]), str(base["digest"])
+            self.config = {str(name): str(text).encode() for name, text in content["config"].items()}
+            declared = (json.loads(text) for name, text in self.config.items() if name in file_sets.CONFIGS)
+            self.quantization = next(filter(None, map(quantization_of, declared)), None)
+            self.files = [(str(name), int(nbytes)) for name, nbytes in content["files"]]
+            self.tensors = [self._parse(name, *fields) for name, fields in content["tensors"].items()]
+            if self.base.startswith("/") or "://" in self.base or "\0" in self.base or not self.base:
+                raise ValueError(f"expected the base as a relative path, got {self.base[:200]!r}")
+            if not self.files or not all(is_plain(name) for name, _ in self.files):
+                raise ValueError("expected plain names of files in the folder")
+            if sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors) >= 1 << 62:
+                raise ValueError("more bytes than a checkpoint can have")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file}: not the index of a folder with changes ({type(error).__name__}: {str(error)[:200]}); copy the folder "
+                "again, or read it with the version of epload that has written it"
+            ) from error
+
+    def _parse(self, name: str, dtype: str, shape: list[int], rows: list[list[int]]) -> DeltaTensor:
+        tensor = DeltaTensor(name, dtypes.SAFETENSORS[dtype], tuple(shape), [])
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+            raise ValueError(f"{name} has shape {str(shape)[:100]}")
+        for row in rows:
+            chunk = DeltaChunk.from_row(row, len(shape))
+            nbytes = prod(chunk.box[1]) * tensor.dtype.itemsize
+            if nbytes > MAX_CHUNK_BYTES:
+                raise ValueError(f"{name} has a chunk of {nbytes} bytes, expected at most {MAX_CHUNK_BYTES}")
+            if chunk.offset + chunk.nbytes > self.files[chunk.file][1]:
+                raise ValueError(f"{name} has changes that end outside their file")
+            if not chunk.nbytes and not chunk.before == chunk.after > 0:
+                raise ValueError(f"{name} lacks changes")
+            tensor.chunks.append(chunk)
+        if not rows and 0 not in shape:
+            raise ValueError(f"{name} has no chunks")
+        return tensor
+
+
+def encode_index(
+    base: str, base_digest: str, digest: str, config: Mapping[str, bytes], files: Sequence[tuple[str, int]],
+    tensors: Iterable[DeltaTensor],
+) -> bytes:  # fmt: skip
+    """Returns the content of an index; the arguments are the attributes of :class:`DeltaIndex`."""
+    described = {
+        name: [_NAMES[dtype], shape, [chunk.to_row() for chunk in sorted(chunks, key=lambda chunk: chunk.box)]]
+        for name, dtype, shape, chunks in tensors
+    }
+    content = {
+        "format": "epload delta",
+        "version": VERSION,
+        "base": {"path": base, "digest": base_digest},
+        "digest": digest,
+        "config": {name: text.decode() for name, text in config.items()},
+        "files": files,
+        "tensors": described,
+    }
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+class DeltaCheckpoint(FileCheckpoint):
+    """Changes, and the base that they are of."""
+
+    def __init__(self, store: _PatchingStore, manifest: Manifest, base: Checkpoint, index: DeltaIndex) -> None:
+        """Takes ownership of the store and the base."""
+        super().__init__(store, manifest)
+        self.base = base
+        self.config = index.config
+        """Content of the small files that belong to the model, such as its ``config.json``, by name."""
+        self.digest = index.content_digest
+        """Equal to :func:`content_digest` of a whole checkpoint with the same tensors."""
+
+
+def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCheckpoint:
+    """Opens the changes in a folder, and their base.
+
+    Args:
+        store: the folder.
+        open_base: opens a checkpoint, at a path or URL. Raises CheckpointError.
+
+    Raises:
+        CheckpointError: the index is malformed, a file is missing or has another size, or the base is missing or another one.
+        OSError: a file cannot be read.
+    """
+    index = DeltaIndex(store.open_description(file_sets.DELTA))
+    try:
+        files = store.open([name for name, _ in index.files])
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"cannot read {error.filename}, which {index.file} names: there is no such file; copy the folder again"
+        ) from error
+    for file, (_, nbytes) in zip(files, index.files, strict=True):
+        if file.nbytes != nbytes:
+            raise CheckpointError(
+                f"{file} has {file.nbytes} bytes, but {index.file} names one of {nbytes}: copy the folder again"
+            )
+    try:
+        base = open_base(store.resolve(index.base))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{index.file} has what has changed since {index.base}, which has to be copied with it: {error}"
+        ) from error
+    try:
+        if content_digest(base) != index.base_digest:
+            raise _other_base(index, base, "names, shapes, dtypes or values")
+        return _describe(store, base, index)
+    except BaseException:
+        base.close()
+        raise
+
+
+def _other_base(index: DeltaIndex, base: Checkpoint, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{base.manifest.source} is not the checkpoint that {index.file} has the changes of: it has other {what}; put back the "
+        "one that was there, or load a whole checkpoint"
+    )
+
+
+def _describe(store: ByteStore, base: Checkpoint, index: DeltaIndex) -> DeltaCheckpoint:
+    """Returns the checkpoint whose file, as far as others see it, is a sequence of all chunks without changes left to apply."""
+    numbers = {name: i for i, name in enumerate(base.manifest.names)}
+    dtype_of, shape_of = base.manifest.dtypes, base.manifest.shapes
+    stored: list[StoredTensor] = []
+    sources: list[_Patched] = []
+    end = 0
+    for name, dtype, shape, chunks in index.tensors:
+        number = numbers.get(name, -1)
+        if number >= 0 and (dtype_of[number], shape_of[number]) != (dtype, shape):
+            number = -1
+        empty = [DeltaChunk(0, 0, 0, 0, 0, ((0,) * len(shape), shape))] if 0 in shape else []
+        for chunk in empty or chunks:
+            if chunk.before and number < 0:
+                raise _other_base(index, base, f"tensors: no {name} of {dtypes.name(dtype)} {list(shape)}")
+            start, size = chunk.box
+            stored.append(StoredTensor(name, dtype, size, end, start))
+            sources.append((number, chunk))
+            end += prod(size) * dtype.itemsize
+    facts = [_facts(file) for file in (index.file, *store.files)]
+    patching = _PatchingStore(store, base, index, sources, stored)
+    shapes = {tensor.name: tensor.shape for tensor in index.tensors}
+    manifest = OpenFiles(patching, facts, str(store), index).checkpoint(stored, shapes=shapes).manifest
+    if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+        manifest = replace(manifest, quantization=index.quantization)
+    return DeltaCheckpoint(patching, manifest, base, index)
+
+
+def _facts(file: StoredFile) -> FileFacts:
+    return FileFacts(file.name, file.nbytes, file.identity, "") if file.identity else FileFacts.of(file)
+
+
+class _PatchingStore(ByteStore):
+    """The chunks of all tensors, one after the other, as the only file of a store: those of the base, with changes applied."""
+
+    def __init__(
+        self,
+        store: ByteStore,
+        base: Checkpoint,
+        index: DeltaIndex,
+        sources: Sequence[_Patched],
+        stored: Sequence[StoredTensor],
+    ) -> None:
+        """
+        Args:
+            store: the folder with the changes.
+            sources: of each chunk.
+            stored: each chunk as others see it, in the order of offsets.
+        """
+        super().__init__()
+        self._changes, self._base, self._index, self._sources, self._stored = store, base, index, sources, stored
+        self._offsets = column([chunk.offset for chunk in stored])
+        self._sizes = column([prod(chunk.shape) * chunk.dtype.itemsize for chunk in stored])
+        self.files = store.files
+        self._buffers: list[Tensor] = []
+        """Memory that no read uses at present."""
+
+    def names(self, standard: Sequence[str] = ()) -> list[str]:
+        return self._changes.names(standard)
+
+    def path_of(self, name: str) -> str:
+        return self._changes.path_of(name)
+
+    def open_files(self, names: Sequence[str]) -> Iterable[StoredFile]:
+        return self._changes.open_files(names)
+
+    def changed(self) -> str:
+        return self._changes.changed() or self._base.changed()
+
+    def reopen(self) -> None:
+        self._changes.reopen()
+        self._base.reopen()
+
+    def close(self) -> None:
+        self._buffers.clear()
+        self._changes.close()
+        self._base.close()
+
+    def read(self, ranges: Tensor, buffer: Tensor) -> None:
+        start = torch.zeros(1, dtype=torch.int64)
+        copies = CopyTable.of_bytes(ranges[:, 2], ranges[:, 3])
+        self.read_regions(start, start, Regions([buffer], copies, ranges[:, :2].contiguous()))
+
+    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
+        self._base.configure_reads(self.direct_io, self.threads)
+        copies, origins = regions.copies, regions.origins
+        rows = copies.nbytes().nonzero().flatten()
+        begin = (offsets[origins[:, 0]] + origins[:, 1])[rows]
+        chunk_of = torch.searchsorted(self._offsets, begin, right=True) - 1
+        chunks, number_of = torch.unique(chunk_of, return_inverse=True)
+        sizes = self._sizes[chunks]
+        for numbers in batches(sizes, BATCH_BYTES):
+            aligned = -(sizes[numbers] // -ALIGNMENT) * ALIGNMENT
+            starts, nbytes = aligned.cumsum(0) - aligned, int(aligned.sum())
+            content = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
+            content = content if len(content) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+            self._patch(chunks[numbers].tolist(), starts.tolist(), content)
+            selected = ((number_of >= numbers[0]) & (number_of <= numbers[-1])).nonzero().flatten()
+            table = copies.select(rows[selected])
+            table.offset.copy_(starts[number_of[selected] - numbers[0]] + (begin - self._offsets[chunk_of])[selected])
+            regions._replace(copies=table).unpack(content)
+            self._buffers.append(content)
+        return int(sizes.sum())
+
+    def _patch(self, chunks: Sequence[int], starts: Sequence[int], content: Tensor) -> None:
+        """Reads chunks into a buffer, and checks them.
+
+        Args:
+            chunks: their numbers.
+            starts: where each goes in the buffer, in bytes.
+        """
+        sources = [self._sources[i] for i in chunks]
+        pairs = list(zip(sources, starts, strict=True))
+        read_boxes(
+            self._base, [(number, chunk.box, begin) for (number, chunk), begin in pairs if chunk.before], content
+        )
+        encoded = self._read_changes([chunk for _, chunk in sources])
+        for i, ((_, chunk), begin), changes in zip(chunks, pairs, encoded, strict=True):
+            part, name = content[begin : begin + int(self._sizes[i])], self._stored[i].name
+            if not chunk.before:
+                part.zero_()
+            elif ops.checksum(part) != chunk.before:
+                raise _other_base(self._index, self._base, f"values in {name}")
+            if chunk.nbytes:
+                try:
+                    ops.apply_changes(changes, part)
+                    damage = "" if ops.checksum(part) == chunk.after else "they do not give what was saved"
+                except ValueError as error:
+                    damage = str(error)
+                if damage:
+                    file = self._changes.files[chunk.file]
+                    raise CheckpointError(
+                        f"{file}: the changes of {name} are damaged ({damage}); copy the folder again"
+                    )
+
+    def _read_changes(self, chunks: Sequence[DeltaChunk]) -> Sequence[Tensor]:
+        """Returns the encoded changes of each chunk."""
+        sizes = [chunk.nbytes for chunk in chunks]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        rows = [
+            [chunk.file, chunk.offset, end - chunk.nbytes, chunk.nbytes]
+            for chunk, end in zip(chunks, accumulate(sizes), strict=True)
+            if chunk.nbytes
+        ]
+        if rows:
+            self._changes.read(torch.tensor(rows, dtype=torch.int64), buffer)
+        return torch.split(buffer, sizes)
+
+    def __str__(self) -> str:
+        return str(self._changes)
+
+
+def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], buffer: Tensor) -> None:
+    """Reads boxes of tensors, whose elements come in row-major order.
+
+    Args:
+        boxes: the tensor's index in the manifest, the box, and where in the buffer it goes, in bytes: a multiple of the size of
+            an element.
+        buffer: uint8 on CPU, aligned to 16 bytes.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    if not boxes:
+        return
+    manifest = checkpoint.manifest
+    dims = max(len(start) for _, (start, _), _ in boxes) or 1
+    targets, origins = [], []
+    rows: list[list[int]] = []
+    for tensor, (start, size), begin in boxes:
+        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
+        fill = [0] * (dims - len(size))
+        rows.append([len(rows), 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
+        origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
+        targets.append(buffer[begin : begin + prod(size) * dtype.itemsize].view(dtype).view(size))
+    locations = manifest.locations
+    in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
+    copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
+    # Requests for objects join runs of several boxes; as regions each box would fetch all that it spans.
+    if in_gaps or checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
+        checkpoint.fill(buffer, Pieces(torch.cat([_runs(manifest, *each) for each in boxes])))
+
+
+def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> Tensor:
+    """Returns the contiguous runs of a box as pieces that go to a buffer from ``begin`` on: int64 [n, 4]."""
+    shape, itemsize, (start, size) = manifest.shapes[tensor], manifest.dtypes[tensor].itemsize, box
+    strides, length = row_major_strides(shape), itemsize
+    dims = list(range(len(shape)))
+    while dims and (size[dims[-1]] == 1 or strides[dims[-1]] * itemsize == length):
+        length *= size[dims.pop()]
+    offset = column([sum(map(int.__mul__, start, strides))])
+    for dim in dims:
+        offset = (offset[:, None] + arange(size[dim]) * strides[dim]).flatten()
+    number = arange(len(offset))
+    zero = torch.zeros_like(number)
+    return torch.stack([zero + tensor, offset * itemsize, begin + number * length, zero + length], 1)
+
+
+def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:
+    """Returns a digest of the names, shapes and dtypes of a checkpoint's tensors, and of samples of their bytes. It does not
+    depend on the format or the order.
+
+    The samples are up to 512 bytes at each 16th of the bytes of all tensors, sorted by name. Raises CheckpointError.
+
+    Args:
+        sampled: whether also a :class:`DeltaCheckpoint` is read, which has the digest in its index.
+    """
+    if isinstance(checkpoint, DeltaCheckpoint) and not sampled:
+        return checkpoint.digest
+    manifest = checkpoint.manifest
+    sizes = manifest.nbytes_of()
+    order = sorted(range(len(sizes)), key=manifest.names.__getitem__)
+    ends = list(accumulate(sizes[i] for i in order))
+    pieces: list[Piece] = []
+    for position in [sum(sizes) * i // _SAMPLES for i in range(_SAMPLES)] if any(sizes) else ():
+        place = bisect_right(ends, position)
+        offset = position - ends[place] + sizes[order[place]]
+        nbytes = min(_SAMPLE_BYTES, sizes[order[place]] - offset)
+        pieces.append(Piece(order[place], offset, len(pieces) * _SAMPLE_BYTES, nbytes))
+    buffer = torch.zeros(_SAMPLES * _SAMPLE_BYTES, dtype=torch.uint8)
+    checkpoint.fill(buffer, pieces)
+    described = [(manifest.names[i], dtypes.name(manifest.dtypes[i]), manifest.shapes[i]) for i in order]
+    return hashlib.sha256(json.dumps(described).encode() + bytes(buffer.tolist())).hexdigest()[:32]

@@ -1,0 +1,207 @@
+"""Writes what has changed in a model since another checkpoint, its base: each rank its own part, to a file of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint import file_sets, hub
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.delta import (
+    MAX_LINKS,
+    DeltaCheckpoint,
+    DeltaChunk,
+    DeltaTensor,
+    content_digest,
+    encode_index,
+    read_boxes,
+)
+from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes
+from epload.core.columns import arange
+from epload.core.copy_table import byte_view
+from epload.core.placement import Box, box_slices, row_major_strides
+from epload.errors import CheckpointError
+from epload.native import ops
+from epload.report import SaveReport
+from epload.saving.folder import NewFolder
+from epload.saving.layout import FilesLayout, lay_out
+from epload.saving.plan import WritePlan
+from epload.saving.source import SavedModel
+from epload.saving.writer import Wrote, in_order
+
+
+class BaseCheckpoint:
+    """The checkpoint that a model is compared with."""
+
+    def __init__(self, source: Any, path: Path, saved: SavedModel) -> None:
+        """
+        Args:
+            source: path of the base.
+            path: of the folder to be saved.
+            saved: what is saved.
+
+        Raises:
+            TypeError, ValueError: ``source`` cannot be a base of this folder.
+            CheckpointError: it cannot be read.
+        """
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(
+                f"expected base to be the path of a checkpoint, got {type(source).__name__}: readers find it by its path"
+            )
+        if "://" in str(source) or hub.parse(source) is not None:
+            raise ValueError(
+                f"expected base to be a path next to {path}, got {source}: the folder names its base by a relative path, so that "
+                "both can be copied; copy the base, or save without one"
+            )
+        padded = zip(saved.manifest.names, saved.manifest.shapes, saved.shapes, strict=True)
+        if name := next((name for name, shape, unpadded in padded if shape != unpadded), ""):
+            raise ValueError(
+                f"{name} is saved with padding, which a save with base= does not support; save without base="
+            )
+        self._checkpoint = Checkpoint.open(source)
+        with closing(self._checkpoint):
+            self._check_chain(path)
+            self.digest = content_digest(self._checkpoint)
+        base, parent = Path(source).expanduser().resolve(), path.parent.resolve()
+        self.relative = Path(os.path.relpath(base, parent / path.name)).as_posix()
+        self._saved = saved
+        manifest = self._checkpoint.manifest
+        numbers = {key: i for i, key in enumerate(_keys(manifest))}
+        self._numbers = [numbers.get(key, -1) for key in _keys(saved.manifest)]
+
+    def _check_chain(self, path: Path) -> None:
+        """Raises ValueError if the chain has no room for another delta, or the save would delete a part of it."""
+        link, links = self._checkpoint, 1
+        while True:
+            folder = Path(link.manifest.source).resolve()
+            if path.resolve() in (folder, *folder.parents):
+                raise ValueError(
+                    f"{path} cannot be saved as changes of itself: its base needs {folder}; pass another path"
+                )
+            if not isinstance(link, DeltaCheckpoint):
+                break
+            link, links = link.base, links + 1
+        if links > MAX_LINKS:
+            raise ValueError(
+                f"{self._checkpoint.manifest.source} ends a chain of {MAX_LINKS} deltas, the longest that is read: save without "
+                "base= now and then, or convert one of them"
+            )
+
+    def lay_out(self, ranks: int) -> FilesLayout:
+        """Returns the files, one of each rank. In the columns each tensor has a file of its own."""
+        layout = lay_out(self._saved.manifest, self._saved.manifest.nbytes + 1)
+        tensors = arange(len(layout.file))
+        names = [f"changes-{number:05}-of-{ranks:05}.epload" for number in range(1, ranks + 1)]
+        nothing, offset = ([b""] * ranks, [0] * ranks), torch.zeros_like(tensors)
+        return FilesLayout(names, *nothing, tensors, offset, layout.nbytes, {})
+
+    def write_changes(
+        self,
+        plan: WritePlan,
+        tensors: Sequence[Tensor],
+        folder: NewFolder,
+        number: int,
+        report: SaveReport,
+        wrote: Wrote,
+    ) -> None:
+        """Writes the changes in this rank's regions, and their table, for :meth:`describe`.
+
+        Args:
+            plan: of :meth:`lay_out`.
+            number: of this rank's file.
+
+        Raises:
+            CheckpointError: the base cannot be read, or has changed meanwhile.
+        """
+        copies, origins = plan
+        manifest, largest = self._saved.manifest, int(copies.nbytes().max()) if len(copies) else 0
+        out, base = (torch.empty(size, dtype=torch.uint8) for size in (ops.encoded_limit(largest), largest))
+        table, end = [], 0
+        for row, (tensor, offset) in zip(copies.rows.tolist(), origins.tolist(), strict=True):
+            target, _, code, ndim = row[:4]
+            start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
+            with report.timed("pack"):
+                region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code)).cpu()
+                data = byte_view(in_order(region, strides)[0])
+                box = _box(offset // region.element_size(), size, strides, manifest.shapes[tensor])
+                before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
+            with report.timed("write") as block:
+                folder.write(number, end, memoryview(out[:nbytes].numpy()).cast("B"))  # type: ignore[arg-type]
+                block.nbytes = nbytes
+            table.append([tensor, *DeltaChunk(number, end, nbytes, before, ops.checksum(data), box).to_row()])
+            end += nbytes
+            wrote(len(data))
+        folder.add(_table(folder, number).name, json.dumps(table).encode())
+        if changed := self._checkpoint.changed():
+            raise CheckpointError(f"{changed} while the model was compared with it: save again")
+        self._checkpoint.close()
+        report.written = end
+
+    def _encode(self, tensor: int, box: Box, data: Tensor, base: Tensor, out: Tensor) -> tuple[int, int]:
+        """Encodes the changes in a box. Returns the checksum of its bytes in the base, 0 if the base has no such tensor; the
+        number of bytes in ``out``, 0 if nothing has changed."""
+        before = 0
+        if (number := self._numbers[tensor]) >= 0:
+            read_boxes(self._checkpoint, [(number, box, 0)], base)
+            before = ops.checksum(base)
+            if torch.equal(base, data):
+                return before, 0
+        else:
+            base.zero_()
+        unit = min(self._saved.manifest.dtypes[tensor].itemsize, 8)
+        nbytes, _ = ops.encode_changes(base, data if data.data_ptr() % unit == 0 else data.clone(), unit, out)
+        return before, nbytes
+
+    def describe(self, folder: NewFolder) -> Mapping[str, bytes]:
+        """Returns the index, by its name. Called when all ranks have written; deletes their tables."""
+        manifest = self._saved.manifest
+        columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+        tensors = [DeltaTensor(name, dtype, shape, []) for name, dtype, shape in columns]
+        files = []
+        for number, name in enumerate(folder.layout.names):
+            files.append((name, folder.path_of(number).stat().st_size))
+            table = _table(folder, number)
+            for tensor, *row in json.loads(table.read_bytes()):
+                tensors[tensor].chunks.append(DeltaChunk.from_row(row, len(tensors[tensor].shape)))
+            table.unlink()
+
+        def encoded(digest: str) -> bytes:
+            return encode_index(self.relative, self.digest, digest, self._saved.config, files, tensors)
+
+        # The folder is next to its final place, from where the base has the same relative path.
+        draft = folder.temporary / file_sets.DELTA
+        draft.write_bytes(encoded(""))
+        with closing(Checkpoint.open(folder.temporary)) as opened:
+            assert isinstance(opened, DeltaCheckpoint)
+            digest = content_digest(opened, sampled=True)
+        draft.unlink()
+        return {file_sets.DELTA: encoded(digest)}
+
+
+def _keys(manifest: Manifest) -> list[tuple[object, ...]]:
+    return list(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True))
+
+
+def _table(folder: NewFolder, number: int) -> Path:
+    """Returns the path of the chunks that a rank has written, until the index has them."""
+    path = folder.path_of(number)
+    return path.with_name(f"{path.name}.table")
+
+
+def _box(first: int, size: Sequence[int], strides: Sequence[int], shape: Sequence[int]) -> Box:
+    """Returns a box of a row-major tensor, by the offset of its first element, and its sizes and strides in any order."""
+    steps = row_major_strides(shape)
+    start = tuple(first // step % length for step, length in zip(steps, shape, strict=True))
+    extent = [1] * len(shape)
+    for count, stride in zip(size, strides, strict=True):
+        if count > 1:
+            extent[next(dim for dim, step in enumerate(steps) if step == stride and shape[dim] > 1)] = count
+    return start, tuple(extent)

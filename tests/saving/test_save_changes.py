@@ -1,0 +1,367 @@
+"""Saves of what has changed since another checkpoint: with it they give every bit, and without it nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import epload
+from epload.checkpoint import delta
+from epload.cli.main import main
+from epload.saving import folder as folders
+from support import ranks, s3_server
+from support.checkpoint_kinds import SOURCES, opened, plain_dict, small_state
+from support.checkpoints import assert_same, read_all, read_folder, tensor
+from support.checks import as_bytes, full_values
+from support.layout_cases import cases
+from support.layout_loads import meta_model, none_fails, oracle
+from support.pretrained import random
+from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
+
+INDEX = "epload-delta.json"
+
+
+def changed(tensor: torch.Tensor, step: int = 5) -> torch.Tensor:
+    """A copy in which every so many bytes one bit differs."""
+    raw = as_bytes(tensor).clone()
+    raw[::step] ^= 1
+    return raw.view(tensor.dtype).reshape(tensor.shape)
+
+
+# ---- every placement, and chains ----
+
+
+def save_cases(rank: int, world: int, folder: str) -> list[str]:
+    failures = []
+    for number, case in enumerate(cases(world)):
+        try:
+            epload.save(oracle(case), f"{folder}/{number}", base=f"{folder}/base-{number}")
+        except Exception:
+            failures.append(f"rank {rank}: {case.name}: {traceback.format_exc(limit=-3)}")
+    return failures
+
+
+def test_every_layout(tmp_path: Path) -> None:
+    """Some bytes of each tensor have changed; some tensors are new, and others had another shape."""
+    for number, case in enumerate(cases(4)):
+        state = full_values(meta_model(case))
+        old = {name: changed(tensor, 7 + number) for name, tensor in list(state.items())[number % 2 :]}
+        if number % 3 == 0:
+            old = {name: tensor.reshape(-1) if i % 2 else tensor for i, (name, tensor) in enumerate(old.items())}
+        (tmp_path / f"base-{number}").mkdir()
+        save_file({"gone": torch.ones(3), **old}, tmp_path / f"base-{number}" / "model.safetensors")
+    none_fails(ranks.run(4, save_cases, 4, str(tmp_path), limit=300))
+    for number, case in enumerate(cases(4)):
+        found = read_all(epload.Checkpoint.open(tmp_path / str(number)))
+        expected = full_values(meta_model(case))
+        assert found.keys() <= expected.keys(), case.name
+        assert_same(found, {name: expected[name] for name in found})
+
+
+def save_chain(rank: int, folder: str) -> list[str]:
+    """Saves a version from each layout, and loads each into each layout, in every mode."""
+    for version, layout in enumerate(LAYOUTS, 1):
+        model = build(layout, 2)
+        write(model, version)
+        options: dict[str, Any] = {"base": f"{folder}/{version - 1}"} if version > 1 else {}
+        pending = epload.save_async(model, f"{folder}/{version}", **options)
+        write(model, 77)
+        pending.wait()
+    reports = []
+    for version, layout, readers in zip(
+        (2, 3, 4, 4, 4), ("fsdp", *LAYOUTS), ("auto", "one", "per_node", "partitioned", "every"), strict=True
+    ):
+        model = build(layout, 2)
+        reports.append(str(epload.load(model, f"{folder}/{version}", readers=readers, verify=True)))
+        check(model, version)
+    return reports
+
+
+def test_chains_are_loaded_by_every_rank(tmp_path: Path) -> None:
+    ranks.run(2, save_chain, str(tmp_path))
+    for version in (2, 4):
+        result = CliRunner().invoke(main, ["convert", str(tmp_path / str(version)), str(tmp_path / f"flat-{version}")])
+        assert result.exit_code == 0, result.stderr
+        assert_same(read_folder(tmp_path / f"flat-{version}"), {name: values(name, version) for name in SHAPES})
+    # What has been flattened is as good a base as what it was made of.
+    shutil.rmtree(tmp_path / "2")
+    os.rename(tmp_path / "flat-2", tmp_path / "2")
+    assert_same(read_all(epload.Checkpoint.open(tmp_path / "4")), {name: values(name, 4) for name in SHAPES})
+
+
+def legacy_file(folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    torch.save(state, folder / "old.pt", _use_new_zipfile_serialization=False)
+    return folder / "old.pt"
+
+
+def dcp_folder(folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*(each for each in SOURCES if each not in (plain_dict, opened)), legacy_file, dcp_folder],
+    ids=lambda f: f.__name__,
+)
+def test_every_format_can_be_the_base(make: Callable[..., Any], tmp_path: Path) -> None:
+    state = {**small_state(), "x": tensor(3, (40, 50)), "y": tensor(2, (31,), torch.bfloat16)}
+    (tmp_path / "base").mkdir()
+    base = make(tmp_path / "base", {name: changed(value) if name > "c" else value for name, value in state.items()})
+    epload.save(state, tmp_path / "new", base=base)
+    assert_same(read_all(epload.Checkpoint.open(tmp_path / "new")), state)
+    narrow = {name: state[name].bfloat16() for name in "xy"}
+    epload.save({name: state[name] for name in "xy"}, tmp_path / "narrow", base=tmp_path / "new", dtype=torch.bfloat16)
+    assert_same(read_all(epload.Checkpoint.open(tmp_path / "narrow")), narrow)
+
+
+def test_little_is_written_where_little_has_changed(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3_000_000, dtype=torch.int32).view(torch.bfloat16), "same": torch.randn(1000, 1000)}
+    epload.save(state, tmp_path / "1")
+    positions = torch.randperm(state["w"].numel(), generator=torch.Generator().manual_seed(1))[: len(state["w"]) // 50]
+    new = {**state, "w": state["w"].clone()}
+    new["w"].view(torch.int16)[positions] ^= 1
+    report = epload.save(new, tmp_path / "2", base=tmp_path / "1")
+    assert report.written == (tmp_path / "2" / "changes-00001-of-00001.epload").stat().st_size
+    assert report.written <= 3.3 * len(positions)
+    assert report.nbytes == sum(tensor.nbytes for tensor in new.values())
+
+
+# ---- what other libraries see ----
+
+
+def test_other_libraries_find_no_weights(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = random("llama", 1)
+    model.save_pretrained(tmp_path / "1")
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+    epload.save(model, tmp_path / "2", base=tmp_path / "1")
+    assert sorted(os.listdir(tmp_path / "2")) == ["changes-00001-of-00001.epload", INDEX]
+    for load in (AutoModelForCausalLM, AutoConfig):
+        with pytest.raises((OSError, ValueError)):
+            load.from_pretrained(tmp_path / "2")
+    other = random("llama", 2)
+    epload.load(other, tmp_path / "2")
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    epload.convert(tmp_path / "2", tmp_path / "3")
+    assert_same(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "3").state_dict()), dict(model.state_dict()))
+
+
+def test_the_index_declares_a_quantization(tmp_path: Path) -> None:
+    state = {"w.weight": torch.ones(256, 256).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    epload.save({**state, "w.weight_scale_inv": torch.zeros(2, 2)}, tmp_path / "1")
+    epload.save(state, tmp_path / "2", base=tmp_path / "1")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    rewrite(tmp_path / "2" / INDEX, lambda index: index.update(config={"config.json": json.dumps(config)}))
+    epload.convert(tmp_path / "2", tmp_path / "3")
+    declared = [epload.Checkpoint.open(tmp_path / name).manifest.quantization for name in "23"]
+    assert declared[0] == declared[1]
+    assert declared[0] is not None
+    assert declared[0].blocks == ((128, 128),)
+
+
+# ---- bases that are missing, others, or damaged ----
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """Folders 1 to 3, of which the first is whole; one element of a large tensor changes in each."""
+    state = {"big": torch.arange(3_000_000.0), "small": torch.arange(5, dtype=torch.uint8)}
+    epload.save(state, tmp_path / "1")
+    for version in (2, 3):
+        state["big"][1_234_567] += version
+        epload.save(state, tmp_path / f"{version}", base=tmp_path / f"{version - 1}")
+    return tmp_path
+
+
+def errors_of(folder: Path) -> list[str]:
+    """What a load and each command that reads tensors say. No tensor is loaded."""
+    state = {"big": torch.zeros(3_000_000), "small": torch.zeros(5, dtype=torch.uint8)}
+    with pytest.raises(epload.CheckpointError) as raised:
+        epload.load_state(state, folder)
+    texts = [str(raised.value)]
+    for command in (["verify"], ["diff", str(folder)], ["convert", str(folder / "new")]):
+        result = CliRunner().invoke(main, [command[0], str(folder), *command[1:]])
+        assert result.exit_code == 1, result.output
+        texts.append(result.stderr)
+    return texts
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_without_its_base_it_is_nothing(chain: Path) -> None:
+    os.rename(chain / "1", chain / "elsewhere")
+    texts = errors_of(chain / "3")
+    for command in ("inspect", "plan"):
+        arguments = ["--model", "support.models:Block", "--mesh", "fsdp=1"] if command == "plan" else []
+        result = CliRunner().invoke(main, [command, str(chain / "3"), *arguments])
+        texts.append(result.stderr)
+        assert result.exit_code == 1
+    assert all("no checkpoint at" in text and "has to be copied with it" in text for text in texts), texts
+    os.rename(chain / "elsewhere", chain / "1")
+    shutil.copytree(chain, chain / "copy" / "of all")
+    assert float(read_all(epload.Checkpoint.open(chain / "copy" / "of all" / "3"))["big"][1_234_567]) == 1_234_572
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_another_version_of_the_base_is_refused(version: int, chain: Path) -> None:
+    """One element differs, which no sample of the base has."""
+    flat = chain / "flat"
+    epload.convert(chain / str(version), flat)
+    state = load_file(flat / "model.safetensors")
+    state["big"][2_345_678] += 1
+    save_file(state, flat / "model.safetensors")
+    shutil.rmtree(chain / str(version))
+    os.rename(flat, chain / str(version))
+    assert all("it has other values in big" in text for text in errors_of(chain / f"{version + 1}"))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "another version": ("expected version 1, got 2", lambda index: index.update(version=2)),
+    "an absolute path": ("a relative path", lambda index: index["base"].update(path="/etc")),
+    "a URL": ("a relative path", lambda index: index["base"].update(path="s3://bucket/x")),
+    "a chunk outside": ("reaches outside", lambda index: index["tensors"]["small"][2][0].__setitem__(-2, 1)),
+    "no chunk": ("has no chunks", lambda index: index["tensors"]["small"][2].clear()),
+    "a chunk of nothing": ("lacks changes", lambda index: index["tensors"]["small"][2][0].__setitem__(slice(2, 5), [0, 0, 0])),
+    "changes outside": ("end outside their file", lambda index: index["tensors"]["big"][2][0].__setitem__(1, 10**9)),
+    "a negative offset": ("integers for a chunk", lambda index: index["tensors"]["big"][2][0].__setitem__(1, -1)),
+    "a file in another folder": ("plain names", lambda index: index["files"][0].__setitem__(0, "../x")),
+    "a file of another size": ("copy the folder again", lambda index: index["files"][0].__setitem__(1, 10**6)),
+    "another base": ("other names, shapes, dtypes or values", lambda index: index["base"].update(digest="0" * 32)),
+    "itself": ("other names, shapes, dtypes or values|more than 16", lambda index: index["base"].update(path="../3")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_index_is_refused(damage: str, chain: Path) -> None:
+    text, edit = DAMAGE[damage]
+    rewrite(chain / "3" / INDEX, edit)
+    with pytest.raises(epload.CheckpointError, match=text):
+        read_all(epload.Checkpoint.open(chain / "3"))
+
+
+def test_damaged_changes_are_refused(chain: Path) -> None:
+    (file,) = (chain / "3").glob("*.epload")
+    content = file.read_bytes()
+    assert len(content) < 50
+    for at in range(len(content)):  # those that are ignored, in the header, change nothing
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        if at not in (6, 7):
+            with pytest.raises(epload.CheckpointError, match="the changes of big are damaged"):
+                read_all(epload.Checkpoint.open(chain / "3"))
+    assert all("the changes of big are damaged" in text for text in errors_of(chain / "3"))
+
+
+def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "MAX_LINKS", 2)
+    monkeypatch.setattr("epload.saving.changes.MAX_LINKS", 2)
+    state = read_all(epload.Checkpoint.open(chain / "3"))
+    with pytest.raises(ValueError, match="ends a chain of 2 deltas"):
+        epload.save(state, chain / "4", base=chain / "3")
+    epload.convert(chain / "3", chain / "flat")
+    epload.save(state, chain / "4", base=chain / "flat")
+    os.link(chain / "flat" / "model.safetensors", chain / "4" / "model.safetensors")
+    with pytest.raises(epload.CheckpointError, match=f"several sets of weights: model.safetensors, {INDEX}"):
+        epload.Checkpoint.open(chain / "4")
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "kind", "text"),
+    [
+        ("3", {"base": "2", "overwrite": True}, None, ""),
+        ("2", {"base": "3", "overwrite": True}, ValueError, "changes of itself"),
+        ("1", {"base": "3", "overwrite": True}, ValueError, "changes of itself"),
+        ("4", {"base": "9"}, epload.CheckpointError, "no checkpoint at"),
+        ("4", {"base": "1", "files": ["1/model.safetensors"]}, ValueError, "files= are for whole checkpoints"),
+        ("4", {"base": "s3://bucket/1"}, ValueError, "a path next to"),
+        ("4", {"base": "org/name"}, ValueError, "a path next to"),
+        ("4", {"base": {"a": torch.ones(1)}}, TypeError, "expected base to be the path"),
+    ],
+)
+def test_mistakes(
+    path: str, options: dict[str, Any], kind: Any, text: str, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(chain)
+    before = sorted(os.listdir())
+    state = read_all(epload.Checkpoint.open("3"))
+    if kind is None:
+        epload.save(state, path, **options)
+    else:
+        with pytest.raises(kind, match=text):
+            epload.save(state, path, **options)
+    assert sorted(os.listdir()) == before
+    assert_same(read_all(epload.Checkpoint.open("3")), state)
+
+
+# ---- ranks that fail ----
+
+
+def save_failing(rank: int, folder: str, case: str) -> str:
+    model = build("fsdp", dist.get_world_size())
+    write(model, 2)
+    owner, name = {"disk": (folders.NewFolder, "write"), "end": (folders, "_sync")}.get(case, (folders, "list_first"))
+    base = f"{folder}/{'other' if case == 'bases' and rank == 1 else 'base'}"
+    failing = rank == {"disk": 1, "end": 0}.get(case, -1)
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        with mock.patch.object(owner, name, fail if failing else getattr(owner, name)):
+            epload.save(model, f"{folder}/new", base=base, timeout=30)
+    except (epload.LoadError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("case", "text"), [("disk", "No space"), ("end", "No space"), ("bases", "ranks 0 and 1")])
+def test_every_rank_fails_alike(case: str, text: str, tmp_path: Path) -> None:
+    for version, name in enumerate(("base", "other"), 1):
+        epload.save({name: values(name, version) for name in SHAPES}, tmp_path / name)
+    texts = ranks.run(3, save_failing, str(tmp_path), case)
+    assert len(set(texts)) == 1
+    assert text in texts[0]
+    assert sorted(os.listdir(tmp_path)) == ["base", "other"]
+
+
+# ---- object storage ----
+
+
+def test_object_storage(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = read_all(epload.Checkpoint.open(chain / "3"))
+    with s3_server.serving() as (moto, proxy):
+        for name, value in s3_server.environment(proxy.address).items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{s3_server.BUCKET}/run"
+        moto.put_folder(chain, "run")
+        for source in (f"{url}/3", f"{url}/3/{INDEX}"):
+            checkpoint = epload.Checkpoint.open(source)
+            assert_same(read_all(checkpoint), state)
+            assert checkpoint.changed() == ""
+            assert_same(read_all(epload.Checkpoint.join(source, checkpoint.manifest)), state)
+        other = {**state, "small": state["small"] + 1}
+        epload.save(other, chain / "1", overwrite=True)
+        moto.put_folder(chain / "1", "run/1")
+        assert "was replaced by another object" in checkpoint.changed()
+        checkpoint.close()
+        with pytest.raises(epload.CheckpointError, match="is not the checkpoint that"):
+            read_all(epload.Checkpoint.open(f"{url}/3"))
