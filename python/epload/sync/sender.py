@@ -24,6 +24,7 @@ from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import Participant, Participants, SenderRendezvous, Start
 from epload.sync.report import SyncReport
+from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
 from epload.sync.store import Address, connect, format_address, parse_address, serve
 
@@ -60,6 +61,7 @@ class WeightSender(Endpoint):
         transport: str = "auto",
         verify: bool = False,
         progress: bool = False,
+        only: Selection = None,
     ) -> None:
         """Collective over the topology's ranks; arguments equal on all of them.
 
@@ -81,6 +83,8 @@ class WeightSender(Endpoint):
             verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
                 from, by its checksum that it has arrived so, and by digests that it was unpacked so. Equal in both jobs.
             progress: a bar on the first rank when standard error is a terminal.
+            only: a function of the name of a tensor that is sent, equal on all ranks, or ``"adapter"``: the active adapter of a
+                PEFT model, as its ``save_pretrained`` would write it. None for all base weights.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -93,7 +97,7 @@ class WeightSender(Endpoint):
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host")
+        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host", only)
         self._snapshot = snapshot
         self._creator = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
@@ -203,6 +207,7 @@ class WeightSender(Endpoint):
         except BaseException:  # receivers may have left the generation
             self._drop_generation()
             raise
+        model.committed()
         self._version = report.version
         report.seconds = perf_counter() - began
         return report
@@ -210,7 +215,7 @@ class WeightSender(Endpoint):
     def _start_version(self, version: int, failure: Exception | None) -> Start:
         """The sender's ranks agree on the model, and learn which receivers take part."""
         control, model = self.topology.control, self._model
-        message = [version, model.manifest.digest.hex(), self._basis != model.basis] if failure is None else None
+        message = [version, model.digest, self._basis != model.basis] if failure is None else None
         if control.agree("reading the model", failure, message, _check_same_model):
             self._drop_generation()
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
@@ -235,7 +240,7 @@ class WeightSender(Endpoint):
             if self._generation is None or receivers != self._receivers:
                 self._generations += 1
             self._receivers = receivers
-            manifest = publish(self._store, self._model.manifest.compact)
+            manifest = publish(self._store, self._model.scope.encode(self._model.manifest))
             participants = Participants(len(self.topology.ranks), receivers, manifest)
             start = Start(self._generations, participants.publish(self._store))
         except BaseException as error:
