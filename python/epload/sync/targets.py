@@ -31,7 +31,7 @@ from epload.planning.holdings import Holdings, combine, full_holdings, holdings_
 from epload.saving.model_reader import read_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.generation import Generation
-from epload.sync.scope import APART, MERGED, Scope, check_not_merged, merged_bases
+from epload.sync.scope import MERGED, Scope, check_not_merged, merged_bases
 
 
 class Target(ABC):
@@ -158,7 +158,7 @@ class ModelTarget(Target):
         if self.scope.left_out:
             of_all = destinations(mapping, [*names, *self.scope.left_out], targets.shapes)
             filled |= {targets.index[name] for left_out in self.scope.left_out for name in of_all[left_out]}
-        if self.scope.adapters == APART:
+        if self.scope.adapters:
             filled |= {targets.index[name] for name in added}
         expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
         missing = [name for i, name in enumerate(targets.names) if i in expected and i not in filled]
