@@ -17,7 +17,7 @@ from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 
 T = TypeVar("T")
-PROTOCOL = 8
+PROTOCOL = 9
 """Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
