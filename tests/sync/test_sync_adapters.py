@@ -18,17 +18,23 @@ from peft import (
     PeftModel,
     PromptTuningConfig,
     get_peft_model,
+    get_peft_model_state_dict,
     inject_adapter_in_model,
     set_peft_model_state_dict,
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import DataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import epload
+from epload.mapping.wrappers import adapter_file
+from epload.sync.scope import APART, MERGED, Scope
+from epload.sync.targets import ModelTarget
 from support.checks import all_fine
 from support.jobs import Job, Meeting, run
+from support.recordings import manifest_of
 from support.small_syncs import outcome
 from support.sync_jobs import send_model
 
@@ -259,6 +265,11 @@ def receive_both(rank: int, meeting: Meeting) -> list[str]:
         for step in range(3):
             receiver = adapter_receiver if step == 1 else base_receiver
             receiver.receive_weights()
+            if step == 1:
+                model.merge_adapter()  # meanwhile
+                assert "merged weights do not mix" in outcome(receiver.commit)
+                assert (receiver.version, receiver.partially_updated) == (None, False)
+                model.unmerge_adapter()
             receiver.commit()
             train_both(reference, step)
             if step == 1:
@@ -295,6 +306,30 @@ def test_merged_weights_and_adapters_apart_never_mix() -> None:
     assert re.search(expected, refused_there)
     assert taken == ""
     assert "an engine that has these would apply the adapter twice" in twice
+
+
+def test_an_adapter_does_not_follow_merged_weights_in_a_receiver() -> None:
+    model = adapted("lora")
+    config, names = adapter_file(model, model.state_dict())
+    manifest = manifest_of({key: model.state_dict()[name] for key, name in names.items()})
+    for adapters, text in ((MERGED, "would apply the adapter twice"), (APART, "")):
+        target = ModelTarget(model, "auto", strict=True)
+        target.scope = Scope(adapters=adapters)
+        target.finish()  # as a version of base weights that was committed does
+        target.scope = Scope(config)
+        assert text in (raised := outcome(partial(target.holdings, manifest)))
+        assert bool(raised) == bool(text)
+
+
+@pytest.mark.parametrize("wrap", [DataParallel, torch.compile])
+def test_wrappers_do_not_change_the_names_of_an_adapter(wrap: Callable[[Any], Any]) -> None:
+    model = adapted("copies")
+    wrapped = wrap(model)
+    config, names = adapter_file(wrapped, wrapped.state_dict())
+    expected = get_peft_model_state_dict(model)
+    assert names.keys() == expected.keys()
+    assert all(wrapped.state_dict()[name].data_ptr() == expected[key].data_ptr() for key, name in names.items())
+    assert config["r"] == 3
 
 
 # ---- receivers that an adapter does not fit ----

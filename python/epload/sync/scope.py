@@ -31,7 +31,7 @@ class Scope:
     adapter: dict[str, Any] | None = None
     """Configuration of the adapter that is sent alone, as ``adapter_config.json`` has it; None for base weights."""
     adapters: str = ""
-    """How base weights relate to the adapters of the sender's model: :data:`MERGED`, :data:`APART`, or empty if it has none."""
+    """:data:`MERGED` or :data:`APART`: the relation of base weights to the sender's adapters; empty if its model has none."""
     left_out: tuple[str, ...] = ()
     """Names of base weights that are not sent."""
 

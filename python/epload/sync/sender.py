@@ -83,8 +83,9 @@ class WeightSender(Endpoint):
             verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
                 from, by its checksum that it has arrived so, and by digests that it was unpacked so. Equal in both jobs.
             progress: a bar on the first rank when standard error is a terminal.
-            only: a function of the name of a tensor that is sent, equal on all ranks, or ``"adapter"``: the active adapter of a
-                PEFT model, as its ``save_pretrained`` would write it. None for all base weights.
+            only: a function of the name of a tensor, equal on all ranks and for all versions, which returns True if it is sent;
+                or ``"adapter"``: the active adapter of a PEFT model, as its ``save_pretrained`` would write it. None for all base
+                weights.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
