@@ -13,7 +13,6 @@ import pytest
 import torch
 from peft import (
     IA3Config,
-    LoHaConfig,
     LoraConfig,
     PeftModel,
     PromptTuningConfig,
@@ -52,11 +51,9 @@ def base(seed: int = 0) -> LlamaForCausalLM:
 CONFIGS: dict[str, Callable[[], Any]] = {
     "lora": lambda: LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
     "copies": lambda: LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"]),
-    "dora": lambda: LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False),
     "embedding": lambda: LoraConfig(r=2, target_modules=["embed_tokens", "o_proj"], init_lora_weights=False),
     "tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5]),
     "ia3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "loha": lambda: LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
 }
 
 
@@ -156,7 +153,7 @@ def config_differences(path: str, found: dict[str, Any] | None) -> list[str]:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_adapter_alone_is_what_peft_saves_and_loads(kind: str, tmp_path: Path) -> None:
     """Two FSDP2 ranks to a PEFT model and to full tensors."""
-    stage = {"copies": "none", "dora": "device"}.get(kind, "host")
+    stage = {"copies": "none", "embedding": "device"}.get(kind, "host")
     snapshot = "host" if kind == "lora" else "none"
     sender = partial(send_model, change=change, versions=2, receivers=2, only="adapter", verify=True, snapshot=snapshot)
     jobs = [Job(2, sender, (partial(sharded, kind),)), Job(2, receive_adapter, (kind, str(tmp_path), stage))]

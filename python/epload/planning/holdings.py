@@ -260,9 +260,8 @@ def combine(dtypes: Sequence[torch.dtype], first: Holdings, second: Holdings, co
             shares = own + other
             mixed = any(share.mixed for share in shares) or len({share.dtype for share in shares}) > 1
             numbers[key] = len(classes) if shares else NO_PART
-            classes += (
-                [Share(shares[0].shape, tuple(views), dtype if mixed else shares[0].dtype, mixed)] if shares else []
-            )
+            if shares:
+                classes.append(Share(shares[0].shape, tuple(views), dtype if mixed else shares[0].dtype, mixed))
         class_of.append(numbers[key])
     return Holdings(column(class_of), tuple(classes), targets)
 

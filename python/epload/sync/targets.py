@@ -154,6 +154,8 @@ class ModelTarget(Target):
     ) -> None:
         """Raises ModelMismatch, if strict, if only one of the two jobs has a tensor that the mapping does not ignore, and that
         belongs to the part of the model that is sent. ``added``: the model's tensors that are not of its base model."""
+        if not self._strict:
+            return
         filled = {targets.index[name] for places in placed for name, _ in places}
         if self.scope.left_out:
             of_all = destinations(mapping, [*names, *self.scope.left_out], targets.shapes)
@@ -166,11 +168,9 @@ class ModelTarget(Target):
         ignored = set(ignored_keys(mapping, names, missing, unexpected))
         only = {"receiver": missing, "sender": unexpected}
         only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
-        if self._strict and not self._alone:
+        if not self._alone:
             self.unexpected, only["sender"] = only["sender"], []
-        if texts := [
-            f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra and self._strict
-        ]:
+        if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
             raise ModelMismatch(
                 f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
                 missing_keys=only["receiver"],
