@@ -42,8 +42,10 @@ CONFIGS = {
 
 def make_checkpoint(folder: Path, config: Any) -> None:
     """Writes a transformers model's configuration and checkpoint, whose elements are random."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
-    model = make_model(config)
+    model = with_draft(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     with torch.no_grad():
         for parameter in model.parameters():  # norms, too, which would all be 1
             parameter.normal_()
@@ -57,13 +59,19 @@ def has_draft(config: Any) -> bool:
     return bool(getattr(config, "num_nextn_predict_layers", 0))
 
 
-def make_model(config: Any) -> Any:
-    """The trainer's, which has the weights of the draft, too."""
+def read_model(folder: Path) -> Any:
+    """The trainer's model, which has the weights of the draft, too."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if has_draft(config):
-        layer, size = type(model.model.layers[0])(config, 0), config.hidden_size
+    model = with_draft(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    if has_draft(model.config):
+        model.load_state_dict(read_checkpoint(folder))
+    return model
+
+
+def with_draft(model: Any) -> Any:
+    if has_draft(model.config):
+        layer, size = type(model.model.layers[0])(model.config, 0), model.config.hidden_size
         for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
             layer.add_module(name, type(model.model.norm)(size))
         layer.input_proj = nn.Linear(2 * size, size, bias=False)

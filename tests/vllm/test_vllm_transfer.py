@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine import CONFIGS, has_draft, make_checkpoint, make_draft, make_engine, make_model, read_checkpoint
+from engine import CONFIGS, has_draft, make_checkpoint, make_draft, make_engine, read_checkpoint, read_model
 
 import epload
 from support import ranks
@@ -56,15 +56,13 @@ class Client:
 def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
     """Shards a transformers model as FSDP2 does, and sends versions of it."""
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoConfig
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     from epload.integrations.vllm import EploadTrainerInitInfo, register
 
     register()
-    model = make_model(AutoConfig.from_pretrained(folder))
-    model.load_state_dict(read_checkpoint(folder), strict=False)
+    model = read_model(folder)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
