@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING")
+os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
 
 
 SMALL: dict[str, Any] = {
@@ -35,6 +35,8 @@ CONFIGS = {
     ),
     "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
     "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),
+    # A Qwen2 with a layer that predicts a second token, which is the engine's draft.
+    "mimo": Qwen2Config(vocab_size=323, tie_word_embeddings=False, num_nextn_predict_layers=1, **SMALL),
 }
 
 
@@ -43,12 +45,50 @@ def make_checkpoint(folder: Path, config: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = with_draft(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     with torch.no_grad():
         for parameter in model.parameters():  # norms, too, which would all be 1
             parameter.normal_()
-    model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    saved["architectures"] = ["MiMoForCausalLM" if has_draft(config) else type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(saved))
+
+
+def has_draft(config: Any) -> bool:
+    return bool(getattr(config, "num_nextn_predict_layers", 0))
+
+
+def read_model(folder: Path) -> Any:
+    """The trainer's model, which has the weights of the draft, too."""
+    from transformers import AutoModelForCausalLM
+
+    model = with_draft(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    if has_draft(model.config):
+        model.load_state_dict(read_checkpoint(folder))
+    return model
+
+
+def with_draft(model: Any) -> Any:
+    if has_draft(model.config):
+        layer, size = type(model.model.layers[0])(model.config, 0), model.config.hidden_size
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            layer.add_module(name, type(model.model.norm)(size))
+        layer.input_proj = nn.Linear(2 * size, size, bias=False)
+        model.model.mtp_layers = nn.ModuleList([layer]).to(torch.bfloat16)
+    return model
+
+
+def make_draft(model: Any, config: Any) -> tuple[nn.Module, Any]:
+    """The draft of an engine's model, whose embedding and head it shares, and vLLM's configuration of it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    draft_config = config.speculative_config.draft_model_config
+    with set_current_vllm_config(config):
+        draft: Any = initialize_model(vllm_config=config, model_config=draft_config)
+    draft.model.embed_tokens, draft.lm_head = model.model.embed_tokens, model.lm_head
+    return draft, draft_config
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:

@@ -20,4 +20,4 @@ tar --extract --strip-components 1 --directory "$source" --file "$source"/vllm-*
 $pip install --no-deps --no-build-isolation "$source"
 # Its pin of certifi may be newer than what a package index has.
 sed --in-place 's/^certifi.*/certifi/' "$source/requirements/common.txt"
-$pip install --requirement "$source/requirements/common.txt" "$torch"
+$pip install --requirement "$source/requirements/common.txt" "$torch" peft

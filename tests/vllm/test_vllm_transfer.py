@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine import CONFIGS, make_checkpoint, make_engine, read_checkpoint
+from engine import CONFIGS, has_draft, make_checkpoint, make_draft, make_engine, read_checkpoint, read_model
 
 import epload
 from support import ranks
@@ -35,13 +35,16 @@ class Client:
         self._calls += 1
         self._meeting.say(f"call-{self._calls}", json.dumps([method, argument]))
         for worker in range(self._workers):
-            self._meeting.hear(f"done-{self._calls}-{worker}")
+            self._meeting.hear(f"done-{self._calls}-{worker}", 200)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
         self._call("start_weight_update")
+
+    def start_draft_weight_update(self) -> None:
+        self._call("start_draft_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         self._call("update_weights", update_info)
@@ -53,18 +56,17 @@ class Client:
 def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
     """Shards a transformers model as FSDP2 does, and sends versions of it."""
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
     from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     from epload.integrations.vllm import EploadTrainerInitInfo, register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = read_model(folder)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=rank, timeout=60)
+    info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=rank, timeout=200, draft=has_draft(model.config))
     engine = WeightTransferTrainerFactory.trainer_init(
         info, client=Client(meeting, workers), source=ModuleSource(model)
     )
@@ -95,32 +97,53 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
         transfer._is_processed = lambda layer: False
     elif processing == "reversing":
         UnquantizedLinearMethod.process_weights_after_loading = reverse_columns
-    model, config = make_engine(folder, tensor_parallel, weight_transfer_config=WeightTransferConfig(backend="epload"))
+    draft_options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+    drafted = "num_nextn_predict_layers" in json.loads((folder / "config.json").read_text())
+    model, config = make_engine(
+        folder,
+        tensor_parallel,
+        weight_transfer_config=WeightTransferConfig(backend="epload"),
+        speculative_config=draft_options if drafted else None,
+    )
+    drafts = [make_draft(model, config)] if drafted else []
+    parts = [(model, config.model_config), *drafts]
     record_metadata_for_reloading(model)
     weights = read_checkpoint(folder)
     with set_current_vllm_config(config):
-        model.load_weights(iter(weights.items()))
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        for part, part_config in parts:
+            part.load_weights(iter(weights.items()))
+            process_weights_after_loading(part, part_config, torch.device("cpu"))
+    tensors = {f"{i}.{name}": tensor for i, (part, _) in enumerate(parts) for name, tensor in part.named_parameters()}
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     device = torch.device("cpu")
     engine = WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, device, model)
     found: list[Any] = []
     calls = 1 + 3 * len(VERSIONS)
     for number in range(1, calls + 1):
-        method, argument = json.loads(meeting.hear(f"call-{number}"))
+        method, argument = json.loads(meeting.hear(f"call-{number}", 200))
         with set_current_vllm_config(config):
             if method == "init_weight_transfer_engine":
                 engine.init_transfer_engine(engine.parse_init_info(argument))
+            elif method == "start_draft_weight_update":  # as vLLM's worker does
+                with pytest.raises(
+                    ValueError, match="expected start_draft_weight_update: the trainer's versions are for"
+                ):
+                    engine.start_weight_update()
+                engine.set_weight_update_target(*drafts[0])
+                engine.start_weight_update()
             else:
                 getattr(engine, method)(*[argument] * (argument is not None))
         if method == "finish_weight_update":
+            engine.reset_weight_update_target()
             # Elements of bfloat16 after as many additions as the trainer has made.
             for name in weights:
                 weights[name] = weights[name] + 1
-            found.append(differences(model, config, weights))
+            found.append(
+                [name for part, part_config in parts for name in differences(part, config, weights, part_config)]
+            )
         meeting.say(f"done-{number}-{rank}")
     engine.shutdown()
-    found.append([name for name, parameter in model.named_parameters() if parameter.data_ptr() != pointers[name]])
+    found.append([name for name, tensor in tensors.items() if tensor.data_ptr() != pointers[name]])
     return found
 
 
@@ -131,7 +154,7 @@ def reverse_columns(method: Any, layer: Any) -> None:
     replace_parameter(layer, "weight", layer.weight.data.flip(-1).contiguous())
 
 
-def differences(model: Any, config: Any, weights: dict[str, torch.Tensor]) -> list[str]:
+def differences(model: Any, config: Any, weights: dict[str, torch.Tensor], model_config: Any = None) -> list[str]:
     """Names of parameters and buffers that vLLM's own layer-wise reload leaves with other values."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -142,7 +165,7 @@ def differences(model: Any, config: Any, weights: dict[str, torch.Tensor]) -> li
     with reload_context(config):
         initialize_layerwise_reload(model)
         model.load_weights(iter(weights.items()))
-        finalize_layerwise_reload(model, config.model_config)
+        finalize_layerwise_reload(model, model_config or config.model_config)
     return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, before[name])]
 
 
@@ -154,7 +177,10 @@ def reload_context(config: Any) -> Any:
         yield
 
 
-CASES = [("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 4, "own"), ("llama_tied", 2, "own")]
+CASES = [
+    ("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 4, "own"), ("llama_tied", 2, "own"),
+    ("mimo", 2, "reversing"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "workers", "processing"), CASES)

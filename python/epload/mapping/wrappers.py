@@ -6,10 +6,12 @@ files of its own, whose keys lack the adapter's name, and its modules hold what 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +32,11 @@ PEFT_ALIASES = (Rename(r"^base_model\.model\.", ""), TOKEN_LAYER, BASE_LAYER)
 """PEFT moves the whole model two modules deeper."""
 TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
 """PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
+_ORIGINAL = "original_module"
 NamePairs = tuple[tuple[str, str], ...]
 _DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
+_SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+"""Fields of an adapter's configuration on which it depends what is computed with its tensors."""
 
 
 def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[Rename, ...], NamePairs]:
@@ -105,8 +110,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     are active, or base weights are still on meta."""
     if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
         return ()
-    is_peft = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
-    prefix, adapted = next((pair for pair in is_peft if hasattr(pair[1], "peft_config")), ("", None))
+    prefix, adapted = _find_peft_model(model)
     if adapted is None:
         return ()
     inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
@@ -114,7 +118,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     saved: dict[str, str] = {}
     """Name inside the PEFT model of each key of an adapter file."""
     for adapter in active:
-        saved |= {strip_wrappers(key, aliases): name for key, name in _saved_keys(adapted, inner, adapter).items()}
+        saved |= {key: name for key, name in _saved_keys(adapted, inner, adapter).items() if name}
     keys = dict(zip(checkpoint, apply_renames(aliases, checkpoint), strict=True))
     # The file of a whole PEFT model has the model's own names, which include the adapter's.
     if not any(key in saved and key not in inner for key in keys.values()):
@@ -136,51 +140,135 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     return tuple(pairs)
 
 
+class AdapterFile(NamedTuple):
+    """The file of a model's active adapter, as PEFT would save it."""
+
+    config: dict[str, Any]
+    """Content of ``adapter_config.json``."""
+    names: dict[str, str]
+    """Names of the model's tensors, by key."""
+
+
+def adapter_file(model: nn.Module, names: Collection[str]) -> AdapterFile:
+    """Returns the file of the active adapter.
+
+    Raises ModelMismatch: there is no PEFT model with one active adapter, an adapter is merged into the base weights, or PEFT
+    computes what it saves."""
+    prefix, adapted = _find_peft_model(model)
+    if adapted is None:
+        raise ModelMismatch(
+            f"expected a PeftModel to send an adapter of, got a {type(model).__name__} that has none; get_peft_model() makes one"
+        )
+    active = _active(adapted)
+    if len(active) != 1:
+        raise ModelMismatch(
+            f"expected one active adapter, got {len(active)} ({', '.join(active)}); select one with model.set_adapter(name)"
+        )
+    if _is_prompt_tuned(adapted):
+        raise ModelMismatch(f"adapter {active[0]} is a prompt that is trained, whose saved tensors PEFT computes")
+    check_unmerged(model)
+    inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
+    keys = _saved_keys(adapted, inner, active[0], embeddings="auto")
+    if computed := [key for key, name in keys.items() if not name]:
+        raise ModelMismatch(
+            f"PEFT computes {computed[0]} when it saves adapter {active[0]}: no tensor of the model has it"
+        )
+    fields = adapted.peft_config[active[0]].to_dict()
+    config = json.loads(json.dumps(fields, default=sorted))  # which PEFT has as sets, too
+    return AdapterFile(config, {key: inner[name] for key, name in keys.items()})
+
+
+def check_unmerged(model: nn.Module) -> None:
+    """Raises ModelMismatch if an adapter is merged into the base weights."""
+    for prefix, module in Modules(model).named:
+        if is_adapter(module) and (merged := list(getattr(module, "merged_adapters", ()))):
+            raise ModelMismatch(
+                f"the base weights of {prefix[:-1]} have an adapter merged into them ({', '.join(merged)}), and merged weights "
+                "do not mix with those of adapters apart; call unmerge_adapter() first"
+            )
+
+
+def check_same_scale(model: nn.Module, config: dict[str, Any]) -> None:
+    """Raises ModelMismatch if the model's active adapter would compute something else with the tensors of another of this
+    configuration."""
+    _, adapted = _find_peft_model(model)
+    own = adapted.peft_config[_active(adapted)[0]] if adapted is not None else None
+    for field in _SCALES if own is not None else ():
+        if (value := getattr(own, field, None)) != (other := config.get(field)) and (value or other):
+            raise ModelMismatch(
+                f"the sender's adapter has {field}={other!r} and the receiver's {value!r}, so that it would compute something "
+                "else with the same tensors; make both from one configuration"
+            )
+
+
+def _find_peft_model(model: nn.Module) -> tuple[str, Any]:
+    """Returns the prefix of the outermost PEFT model's names and the PEFT model; None if there is none."""
+    is_peft = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
+    return next((pair for pair in is_peft if hasattr(pair[1], "peft_config")), ("", None))
+
+
 def _active(module: Any) -> list[str]:
     active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", [])
     return [active] if isinstance(active, str) else list(active)
 
 
-def _saved_keys(adapted: Any, names: Collection[str], adapter: str) -> dict[str, str]:
-    """Returns the model's names of the tensors that PEFT saves for an adapter, by their keys in the file."""
+def _saved_keys(
+    adapted: Any, names: Collection[str], adapter: str, embeddings: bool | Literal["auto"] = False
+) -> dict[str, str]:
+    """Returns the model's names of the tensors that PEFT saves for an adapter, by their keys in the file; empty names for tensors
+    that it computes.
+
+    ``embeddings``: PEFT's ``save_embedding_layers``. With "auto", embeddings are saved if the adapter has matrices for them, but
+    not because the vocabulary has another size than that of the base model, for which PEFT may ask the hub."""
     from peft import get_peft_model_state_dict
 
-    if adapted.peft_config[adapter].is_prompt_learning:  # saved tensors are computed, and not in the model
+    config = adapted.peft_config[adapter]
+    if config.is_prompt_learning:  # saved tensors are computed, and not in the model
         return {}
     # PEFT renames the state dict that it is given; placeholders show which key each name becomes.
     placeholders = {name: torch.empty(0, device="meta") for name in names}
-    saved = get_peft_model_state_dict(
-        adapted, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=False
-    )
-    key_of = {id(tensor): key for key, tensor in saved.items()}
-    return {key_of[id(tensor)]: name for name, tensor in placeholders.items() if id(tensor) in key_of}
+    base, config.base_model_name_or_path = config.base_model_name_or_path, None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            saved = get_peft_model_state_dict(
+                adapted, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=embeddings
+            )
+    finally:
+        config.base_model_name_or_path = base
+    name_of, aliases = {id(tensor): name for name, tensor in placeholders.items()}, _compile_aliases(names)
+    return {strip_wrappers(key, aliases): name_of.get(id(tensor), "") for key, tensor in saved.items()}
 
 
 # ---- a checkpoint of an adapted model ----
 
 
-def names_added_by_adapters(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+def names_added_by_adapters(model: nn.Module, names: Collection[str], computes: bool = True) -> frozenset[str]:
     """Returns which of a model's tensors a checkpoint of it lacks: those of adapters, and of modules in ``modules_to_save`` all
     but what the model computes with, which is the copy of the active adapter.
 
-    Raises ModelMismatch if an active adapter is not merged, so that the base weights are not what the model computes with."""
+    ``computes``: False for base weights that adapters have not changed, whatever is active: all copies are then added.
+
+    Raises ModelMismatch, if ``computes``: an active adapter is not merged, so that the base weights are not what the model
+    computes with."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     base_part: dict[str, str] = {}
     """Prefix of the tensors that a checkpoint has, by the prefix of the module that adds others."""
     for prefix, module in Modules(model).named:
         path = prefix[:-1]
         if is_adapter(module):
-            _check_merged(path, module)
+            if computes:
+                _check_merged(path, module)
             base_part[prefix] = f"{prefix}base_layer."
         elif not is_from_package(module, "peft"):
             continue
-        elif _is_prompt_tuned(module):
+        elif computes and _is_prompt_tuned(module):
             raise ModelMismatch(
                 f"{path or 'the model'} has a prompt that is trained, which its base weights lack; save it with "
                 "save_pretrained(), and pass get_base_model() for the base weights"
             )
         elif isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
-            base_part[prefix] = f"{prefix}{_active_copy(path, module)}."
+            base_part[prefix] = f"{prefix}{_active_copy(path, module) if computes else _ORIGINAL}."
         elif tuners is not None and isinstance(module, tuners.BaseTuner):  # may have tensors that its layers share
             base_part[prefix] = f"{prefix}model."
 
@@ -200,16 +288,13 @@ def _is_prompt_tuned(module: Any) -> bool:
 
 def _check_merged(path: str, layer: Any) -> None:
     """Raises ModelMismatch unless a layer computes with its base weights as they are."""
-    merged, disabled = set(getattr(layer, "merged_adapters", ())), getattr(layer, "disable_adapters", False)
-    parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ("lora_A",))]
-    own = {name for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict) for name in part}
-    unmerged = [name for name in _active(layer) if name in own - merged]
-    if disabled and merged:
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if merged and getattr(layer, "disable_adapters", False):
         raise ModelMismatch(
             f"the adapters of {path} are merged into its base weights and disabled at once ({', '.join(sorted(merged))}); call "
             "unmerge_adapter() or enable them"
         )
-    if unmerged and not disabled:
+    if unmerged := _unmerged(layer):
         raise ModelMismatch(
             f"{path} has an active adapter that is not merged ({', '.join(unmerged)}), so that its base weights are not what the "
             "model computes with; call merge_adapter() before and unmerge_adapter() after, or disable the adapters to get the "
@@ -217,13 +302,37 @@ def _check_merged(path: str, layer: Any) -> None:
         )
 
 
+def _unmerged(layer: Any) -> list[str]:
+    """Returns the adapters that a layer applies next to its base weights."""
+    parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ("lora_A",))]
+    own = {name for part in parts if isinstance(part, nn.ModuleDict | nn.ParameterDict) for name in part}
+    if getattr(layer, "disable_adapters", False):
+        return []
+    return [name for name in _active(layer) if name in own - set(getattr(layer, "merged_adapters", ()))]
+
+
 def _active_copy(path: str, wrapper: Any) -> str:
     """Returns where in a wrapper the module is that it computes with."""
     copies = [name for name in _active(wrapper) if name in wrapper.modules_to_save]
     if wrapper.disable_adapters or not copies:
-        return "original_module"
+        return _ORIGINAL
     if len(copies) > 1:
         raise ModelMismatch(
             f"{path} has several active copies ({', '.join(copies)}); select one with set_adapter(name)"
         )
     return f"modules_to_save.{copies[0]}"
+
+
+def adapters_in_base(model: nn.Module) -> tuple[str, str]:
+    """Returns the path of a module whose base weights have an adapter merged into them, or that computes with a trained copy, and
+    that of a module that applies an adapter next to its base weights; empty if there is none."""
+    merged = applied = ""
+    for prefix, module in Modules(model).named:
+        path = prefix[:-1]
+        if is_adapter(module):
+            merged = merged or (path if getattr(module, "merged_adapters", ()) else "")
+            applied = applied or (path if _unmerged(module) else "")
+        elif isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict) and is_from_package(module, "peft"):
+            copied = path if _active_copy(path, module) != _ORIGINAL else ""
+            merged, applied = merged or copied, applied or copied
+    return merged, applied

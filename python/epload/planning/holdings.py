@@ -238,6 +238,34 @@ def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Hol
     return Holdings(column(class_of), shares, [(i,) for i in range(len(kinds))])
 
 
+def combine(dtypes: Sequence[torch.dtype], first: Holdings, second: Holdings, count: int) -> Holdings:
+    """Returns the holdings of a rank that has both of two holdings of the same tensors.
+
+    Args:
+        dtypes: of the tensors.
+        count: local tensors of the first, before those of the second.
+    """
+    numbers: dict[object, int] = {}
+    classes: list[Share] = []
+    class_of, targets = [], []
+    pairs = zip(first.class_of.tolist(), second.class_of.tolist(), strict=True)
+    for dtype, (a, b), before, after in zip(dtypes, pairs, first.targets, second.targets, strict=True):
+        targets.append((*before, *(count + number for number in after)))
+        key = dtype, a, b, len(before)
+        if key not in numbers:
+            own = first.classes[a : a + 1] if a != NO_PART else ()
+            other = second.classes[b : b + 1] if b != NO_PART else ()
+            views = [view for share in own for view in share.views]
+            views += [(len(before) + place, view) for share in other for place, view in share.views]
+            shares = own + other
+            mixed = any(share.mixed for share in shares) or len({share.dtype for share in shares}) > 1
+            numbers[key] = len(classes) if shares else NO_PART
+            if shares:
+                classes.append(Share(shares[0].shape, tuple(views), dtype if mixed else shares[0].dtype, mixed))
+        class_of.append(numbers[key])
+    return Holdings(column(class_of), tuple(classes), targets)
+
+
 def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: int, nbytes: int) -> list[Copy]:
     """Returns the copies between some bytes of a tensor, which lie at offset 0 of a bucket, and what a rank has of them.
 

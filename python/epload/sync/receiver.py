@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,9 @@ from epload.sync.joining import JoinMessage
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
+from epload.sync.scope import Scope
 from epload.sync.store import Address, connect
-from epload.sync.targets import FullTensors, ModelTarget, Target, TargetProvider
+from epload.sync.targets import FullTensors, TargetProvider, make_target
 
 
 class WeightReceiver(Endpoint):
@@ -51,7 +53,7 @@ class WeightReceiver(Endpoint):
     @on_cpu
     def __init__(
         self,
-        target: nn.Module | TargetProvider | None,
+        target: nn.Module | TargetProvider | Sequence[nn.Module | TargetProvider] | None,
         address: Address,
         *,
         mapping: Mapping | str = "auto",
@@ -67,11 +69,12 @@ class WeightReceiver(Endpoint):
         """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
 
         Args:
-            target: a model with storage: any mix of DTensors and plain tensors; an :class:`epload.EngineModel`; or None, for
-                :meth:`tensors` alone.
+            target: a model with storage: any mix of DTensors and plain tensors; an :class:`epload.EngineModel`; a list of these,
+                such as a model and its draft, which have each version together; or None, for :meth:`tensors` alone.
             address: of the sender. Waits until it is there.
             mapping: how the sender's names become regions of the model's tensors; see ``HierarchicalLoader.load``.
-            strict: whether tensors that only one of the two jobs has are an error.
+            strict: whether tensors that only one of the two jobs has are an error, as far as they belong to the part of its model
+                that the sender sends.
             topology: the ranks of the engine; those of the job if None, or this process alone without ``torch.distributed``.
             engine: in place of a topology, for ranks that have no process group.
             node: ranks of a machine with different texts share no memory: each node receives for itself.
@@ -98,11 +101,7 @@ class WeightReceiver(Endpoint):
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
         self._stage = stage
-        self._target: Target = FullTensors()
-        if isinstance(target, TargetProvider):
-            self._target = target.sync_target(strict)
-        elif target is not None:
-            self._target = ModelTarget(target, mapping, strict)
+        self._target = make_target(target, mapping, strict)
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
@@ -219,8 +218,7 @@ class WeightReceiver(Endpoint):
     def _read(self, name: str) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
         with garbage_collection.paused():
-            compact = fetch(self._store, name, self._timeout)
-            manifest = Manifest.from_compact(compact, ["the sender's model", None, []])
+            self._target.scope, manifest = Scope.decode(fetch(self._store, name, self._timeout))
             self._holdings = self._target.holdings(manifest)
         for warning in self._target.warnings:
             log.logger.warning("%s", warning)
@@ -300,6 +298,11 @@ class WeightReceiver(Endpoint):
                 raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
             yield name, tensor
         self._finish(version)
+
+    @property
+    def adapter_config(self) -> dict[str, Any] | None:
+        """Content of ``adapter_config.json`` for the adapter that was received last; None for base weights."""
+        return self._target.scope.adapter
 
     def _staged_version(self) -> tuple[Generation, int]:
         if self.staged is None or self._generation is None:

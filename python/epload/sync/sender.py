@@ -26,6 +26,7 @@ from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import Participant, Participants, SenderRendezvous, Start
 from epload.sync.report import SyncReport
+from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
 from epload.sync.store import Address, connect, format_address, parse_address, serve
 
@@ -63,6 +64,7 @@ class WeightSender(Endpoint):
         transport: str = "auto",
         verify: bool = False,
         progress: bool = False,
+        only: Selection = None,
     ) -> None:
         """Collective over the topology's ranks; arguments equal on all of them.
 
@@ -88,6 +90,9 @@ class WeightSender(Endpoint):
             verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
                 from, by its checksum that it has arrived so, and by digests that it was unpacked so. Equal in both jobs.
             progress: a bar on the first rank when standard error is a terminal.
+            only: a function of the name of a tensor, equal on all ranks and for all versions, which returns True if it is sent;
+                or ``"adapter"``: the active adapter of a PEFT model, as its ``save_pretrained`` would write it. None for all base
+                weights.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -101,7 +106,8 @@ class WeightSender(Endpoint):
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        self._model = SentModel(model, mapping, names_from, snapshot == "host", transport == "host", delta)
+        through_host = transport == "host"
+        self._model = SentModel(model, mapping, names_from, snapshot == "host", through_host, delta, only)
         self._snapshot = snapshot
         self._creator = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]
@@ -178,7 +184,7 @@ class WeightSender(Endpoint):
             may_change.set()
 
         self._sending = threads.start("epload-send", send), outcomes
-        if self._model.base is not None:
+        if self._model.base_version is not None:
             may_change.wait()
         return None
 
@@ -221,7 +227,7 @@ class WeightSender(Endpoint):
                         self._basis = model.basis
                 assert self._generation is not None
                 show_progress = self._progress and self._first
-                self._generation.sync(start, model.tensors, report, model.base, show_progress, begins=begins)
+                self._generation.sync(start, model.tensors, report, model.base_version, show_progress, begins=begins)
                 model.commit(start.key, in_full=report.changed is None)
         except Refused as refused:
             raise refused.failure.error() from None
@@ -235,7 +241,7 @@ class WeightSender(Endpoint):
     def _start_version(self, version: int, failure: Exception | None) -> Start:
         """The sender's ranks agree on the model, and learn which receivers take part."""
         control, model = self.topology.control, self._model
-        message = [version, model.manifest.digest.hex(), self._basis != model.basis] if failure is None else None
+        message = [version, model.digest, self._basis != model.basis] if failure is None else None
         if control.agree("reading the model", failure, message, _check_same_model):
             self._drop_generation()
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
@@ -260,9 +266,9 @@ class WeightSender(Endpoint):
             if self._generation is None or receivers != self._receivers:
                 self._generations += 1
             self._receivers = receivers
-            manifest = publish(self._store, self._model.manifest.compact)
+            manifest = publish(self._store, self._model.scope.encode(self._model.manifest))
             participants = Participants(len(self.topology.ranks), receivers, manifest)
-            key = f"{version} {secrets.token_hex(8)}" if self._model.base is not None else ""
+            key = f"{version} {secrets.token_hex(8)}" if self._model.base_version is not None else ""
             start = Start(self._generations, participants.publish(self._store), key=key)
         except BaseException as error:
             rendezvous.start(Start(failed=f"the sender canceled version {version}: {message_of(error)}"))

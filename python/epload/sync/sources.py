@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.core.views import View
+from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping
-from epload.mapping.wrappers import names_added_by_adapters
+from epload.mapping.place import Place
+from epload.mapping.wrappers import AdapterFile, adapter_file, adapters_in_base, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
-from epload.planning.holdings import Holdings, holdings_of_targets
+from epload.observe.render import list_keys
+from epload.planning.holdings import Holdings, digest_of, holdings_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
 from epload.sync.committed import CommittedTensors
 from epload.sync.devices import DeviceAccess
+from epload.sync.scope import ADAPTER, APART, MERGED, Scope, Selection, check_not_merged, check_selection, merged_bases
+
+_Part = AdapterFile | tuple[frozenset[str], str]
+"""The adapter that is sent alone; or the names that adapters have added to the base weights, and how these relate to them."""
+_adapter_senders: WeakSet[SentModel] = WeakSet()
+"""All models that are open and send an adapter alone."""
 
 
 class SentModel:
@@ -22,72 +34,143 @@ class SentModel:
 
     manifest: Manifest
     """The tensors that are sent, once :meth:`read` was called."""
+    scope: Scope
+    """The part of the model that they are, likewise."""
     holdings: Holdings
     """The parts of them that this rank has."""
     tensors: list[Tensor]
-    """The model's own local tensors, or a copy of them in host memory."""
+    """The model's own local tensors that are sent, or a copy of them in host memory."""
     access: DeviceAccess
 
     def __init__(
-        self, model: nn.Module, mapping: Mapping | str, names_from: Any, snapshot: bool, through_host: bool, delta: str
+        self,
+        model: nn.Module,
+        mapping: Mapping | str,
+        names_from: Any,
+        snapshot: bool,
+        through_host: bool,
+        delta: str,
+        only: Selection = None,
     ) -> None:
         """
         Args:
+            only: see :class:`epload.WeightSender`.
             snapshot: whether a copy of the tensors is sent, so that the model may change.
             through_host: whether versions pass through host memory wherever the tensors are.
             delta: see :class:`~epload.WeightSender`.
         """
+        check_selection(only, mapping != "auto" or names_from is not None)
         self._model = model
         self._reader = ModelReader(model)
+        self._base: nn.Module = unwrap(model, ())[0]
+        self._only = only
         self._mapping = mapping
         self._names_from = names_from
         self._snapshot = snapshot
         self._through_host = through_host
-        self.committed = CommittedTensors(delta)
+        self.copies = CommittedTensors(delta)
         """The copy of the tensors that is sent, or with which they are compared."""
-        self.base = self.committed if delta != "off" else None
+        self.base_version = self.copies if delta != "off" else None
         """The same if changes may be sent."""
-        self._last: tuple[Targets, frozenset[str]] | None = None
-        """Targets of the version before, with the names that adapters have added: reading the rest anew takes long."""
+        self._last: tuple[Targets, _Part] | None = None
+        """Targets and part of the version before: reading the rest anew takes long."""
+        self._sent: list[int] = []
+        """Numbers of the targets that are sent."""
 
     def read(self) -> None:
-        """Reads a version. Reshards FSDP2 modules."""
+        """Reads a version. Reshards FSDP2 modules. Raises ModelMismatch: merged adapters would mix with adapters apart."""
         targets = self._reader.read()
-        added = names_added_by_adapters(self._model, targets.index)
-        if self._last is None or not targets.matches(self._last[0]) or added != self._last[1]:
-            self.manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
-            self.holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, targets, placed)
-            self._last = targets, added
-            self.committed.key = ""
-        self.tensors = targets.local()
+        part = self._read_part(targets)
+        if self._last is None or not targets.matches(self._last[0]) or part != self._last[1]:
+            self.manifest, placed, self.scope = self._select(targets, part)
+            holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, targets, placed)
+            self._sent = sorted({number for numbers in holdings.targets for number in numbers})
+            position = {number: i for i, number in enumerate(self._sent)}
+            own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]
+            self.holdings = replace(holdings, targets=own)
+            self._last = targets, part
+            self.copies.key = ""
+        local = targets.local()
+        self.tensors = [local[number] for number in self._sent]
         through_host = self._through_host or self._snapshot
         self.access = DeviceAccess() if through_host else DeviceAccess.of_sender(self.tensors)
-        if self.base is None:
+        if self.base_version is None:
             self.let_change()
 
     def let_change(self) -> list[Tensor] | None:
         """Makes the copy, if one is sent; then the model may change. Returns it."""
         if not self._snapshot:
             return None
-        if self.tensors is not self.committed.tensors:
-            self.committed.copy(self.tensors)
-            self.tensors = self.committed.tensors
+        if self.tensors is not self.copies.tensors:
+            self.copies.copy(self.tensors)
+            self.tensors = self.copies.tensors
         return self.tensors
 
     def commit(self, key: str, in_full: bool) -> None:
-        """Makes what was sent the version with which the next one is compared. See :meth:`CommittedTensors.commit`."""
-        if self.base is not None:
+        """Called when receivers have the version that was read last, with which the next one is compared. See
+        :meth:`CommittedTensors.commit`."""
+        if self.scope.adapter is None and self.scope.adapters != MERGED and not self.scope.left_out:
+            merged_bases.discard(self._base)
+        if self.base_version is not None:
             if not self._snapshot:
-                self.base.copy(self.tensors)
-            self.base.commit(key, in_full)
+                self.copies.copy(self.tensors)
+            self.copies.commit(key, in_full)
+
+    def _read_part(self, targets: Targets) -> _Part:
+        """Returns the part of the model that is sent."""
+        if self._only == ADAPTER:
+            part = adapter_file(self._model, targets.index)
+            check_not_merged(self._base)
+            _adapter_senders.add(self)
+            return part
+        added = names_added_by_adapters(self._model, targets.index)
+        merged = adapters_in_base(self._model)[0] if added else ""
+        if merged and any(other._base is self._base for other in _adapter_senders):
+            raise ModelMismatch(
+                f"the adapter of {merged} is merged into the base weights, and another sender sends the adapter alone, so that "
+                "an engine would apply it twice; call unmerge_adapter() and disable the adapters for the base weights, or close "
+                "the other sender"
+            )
+        if merged:
+            merged_bases.add(self._base)
+        return added, MERGED if merged else APART if added else ""
+
+    def _select(self, targets: Targets, part: _Part) -> tuple[Manifest, list[tuple[Place, ...]], Scope]:
+        """Returns the manifest of what is sent, its places in the model, and what it is of the model."""
+        if isinstance(part, AdapterFile):
+            numbers = [targets.index[name] for name in part.names.values()]
+            shapes = tuple(targets.layouts[targets.layout[number]].shape for number in numbers)
+            dtypes = tuple(targets.dtypes[number] for number in numbers)
+            places = [((name, View.whole(shape)),) for name, shape in zip(part.names.values(), shapes, strict=True)]
+            return Manifest(tuple(part.names), shapes, dtypes, "the adapter"), [*places], Scope(part.config)
+        manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
+        if not callable(self._only):
+            return manifest, placed, Scope(adapters=part[1])
+        chosen = dict.fromkeys(i for i, name in enumerate(manifest.names) if self._only(name))
+        if not chosen:
+            raise ModelMismatch(
+                f"only= selects none of the tensors that are sent: {list_keys(manifest.names)}; only='adapter' sends an adapter"
+            )
+        left_out = tuple(name for i, name in enumerate(manifest.names) if i not in chosen)
+        columns: list[Any] = [
+            [column[i] for i in chosen] for column in (manifest.names, manifest.shapes, manifest.dtypes)
+        ]
+        names, shapes, dtypes = map(tuple, columns)
+        return Manifest(names, shapes, dtypes, "the model"), [placed[i] for i in chosen], Scope(None, part[1], left_out)
+
+    @property
+    def digest(self) -> str:
+        """Digest of what is sent, without its values."""
+        return self.manifest.digest.hex() + digest_of(repr(self.scope).encode())
 
     @property
     def basis(self) -> tuple[object, ...]:
         """The facts that a plan follows from on a sending rank."""
         access = self.access
-        return self.holdings, access.device, access.kind, access.identity, bool(access.handle)
+        return self.scope, self.holdings, access.device, access.kind, access.identity, bool(access.handle)
 
     def clear(self) -> None:
         """Frees memory."""
         self._last, self.tensors = None, []
-        self.committed.tensors = []
+        self.copies.tensors = []
+        _adapter_senders.discard(self)

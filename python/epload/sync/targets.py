@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,24 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys
-from epload.mapping.place import Place, place
+from epload.mapping.place import Place, destinations, place
 from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
+from epload.mapping.wrappers import (
+    adapters_in_base,
+    check_same_scale,
+    check_unmerged,
+    names_added_by_adapters,
+    unwrap,
+)
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.observe.render import list_keys
-from epload.planning.holdings import Holdings, full_holdings, holdings_of_targets
+from epload.planning.holdings import Holdings, combine, full_holdings, holdings_of_targets
 from epload.saving.model_reader import ModelReader
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.node_version import NodeVersion
+from epload.sync.scope import MERGED, Scope, check_not_merged, merged_bases
 
 
 class Target(ABC):
@@ -34,6 +43,10 @@ class Target(ABC):
     """Devices of the local tensors that the holdings count, once :meth:`holdings` was called."""
     warnings: Sequence[str] = ()
     """Warnings that the report of every received version has, once :meth:`holdings` was called."""
+    scope = Scope()
+    """The part of the sender's model that versions are; set before :meth:`holdings` is called."""
+    unexpected: Collection[str] = ()
+    """The sender's tensors that the target has no place for, where that is an error unless another target has one."""
 
     @abstractmethod
     def holdings(self, manifest: Manifest) -> Holdings:
@@ -62,22 +75,32 @@ class TargetProvider(Protocol):
 
 
 class ModelTarget(Target):
-    """The parameters and persistent buffers of a model."""
+    """The parameters and persistent buffers of a model, or those of its active adapter."""
 
-    def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
+    def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool, alone: bool = True) -> None:
+        """``alone``: whether tensors that the model has no place for are an error, if ``strict``, or in :attr:`unexpected`."""
         self._model = model
         self._reader = ModelReader(model, filled=True)
+        self._base: nn.Module = unwrap(model, ())[0]
         self._mapping = mapping
         self._strict = strict
+        self._alone = alone
         self._filled: Targets | None = None
 
     def holdings(self, manifest: Manifest) -> Holdings:
         targets = self._reader.read()
         mapping = resolve_mapping(self._mapping, self._model, targets.index, manifest.names)
+        self._check_scope(mapping)
+        if self.scope.left_out:
+            mapping = replace(mapping, required=False)  # its rules may be for tensors that are not sent
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
+        added: frozenset[str] = frozenset()
+        if self.scope.adapter is None and (
+            added := names_added_by_adapters(self._model, targets.index, computes=False)
+        ):
+            placed = [tuple(place for place in places if place[0] not in added) for places in placed]
         _check_ties(manifest.names, placed, targets)
-        if self._strict:
-            _check_names(mapping, manifest.names, placed, targets)
+        self._check_names(mapping, manifest.names, placed, targets, added)
         self._filled = targets
         self.devices = {tensor.device for tensor in targets.local()}
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
@@ -89,23 +112,71 @@ class ModelTarget(Target):
             raise LoadError(
                 "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
             )
+        self._check_mixing()
         return targets.local()
 
+    def finish(self) -> None:
+        if self.scope.adapters == MERGED:
+            merged_bases.add(self._base)
+        elif self.scope.adapter is None and not self.scope.left_out:
+            merged_bases.discard(self._base)
 
-def _check_names(mapping: Mapping, names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
-    """Raises ModelMismatch if only one of the two jobs has a tensor that the mapping does not ignore."""
-    filled = {targets.index[name] for places in placed for name, _ in places}
-    missing = [name for i, name in enumerate(targets.names) if i not in filled]
-    unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
-    ignored = set(ignored_keys(mapping, names, missing, unexpected))
-    only = {"receiver": missing, "sender": unexpected}
-    only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
-    if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
-        raise ModelMismatch(
-            f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
-            missing_keys=only["receiver"],
-            unexpected_keys=only["sender"],
-        )
+    def _check_scope(self, mapping: Mapping) -> None:
+        """Raises ModelMismatch if the model cannot take the part of the sender's model that is sent."""
+        self._check_mixing()
+        if self.scope.adapter is None:
+            return
+        if not mapping.only and self._mapping == "auto":
+            raise ModelMismatch(
+                "the sender sends an adapter alone, for which the receiver's model has no place; pass a PeftModel with that "
+                "adapter, or take its tensors from WeightReceiver(None, address)"
+            )
+        check_same_scale(self._model, self.scope.adapter)
+
+    def _check_mixing(self) -> None:
+        """Raises ModelMismatch if adapters that are merged, in either job, would mix with adapters apart."""
+        check_unmerged(self._model)
+        if self.scope.adapter is not None:
+            check_not_merged(self._base)
+        elif self.scope.adapters == MERGED and (path := adapters_in_base(self._model)[1]):
+            raise ModelMismatch(
+                f"the sender's base weights have an adapter merged into them, and {path} of the receiver's model would apply one "
+                "to them again; disable its adapters (model.base_model.disable_adapter_layers()), or have the sender unmerge and "
+                "disable its own"
+            )
+
+    def _check_names(
+        self,
+        mapping: Mapping,
+        names: Sequence[str],
+        placed: Sequence[tuple[Place, ...]],
+        targets: Targets,
+        added: Collection[str],
+    ) -> None:
+        """Raises ModelMismatch, if strict, if only one of the two jobs has a tensor that the mapping does not ignore, and that
+        belongs to the part of the model that is sent. ``added``: the model's tensors that are not of its base model."""
+        if not self._strict:
+            return
+        filled = {targets.index[name] for places in placed for name, _ in places}
+        if self.scope.left_out:
+            of_all = destinations(mapping, [*names, *self.scope.left_out], targets.shapes)
+            filled |= {targets.index[name] for left_out in self.scope.left_out for name in of_all[left_out]}
+        if self.scope.adapters:
+            filled |= {targets.index[name] for name in added}
+        expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
+        missing = [name for i, name in enumerate(targets.names) if i in expected and i not in filled]
+        unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
+        ignored = set(ignored_keys(mapping, names, missing, unexpected))
+        only = {"receiver": missing, "sender": unexpected}
+        only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
+        if not self._alone:
+            self.unexpected, only["sender"] = only["sender"], []
+        if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
+            raise ModelMismatch(
+                f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
+                missing_keys=only["receiver"],
+                unexpected_keys=only["sender"],
+            )
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -122,6 +193,69 @@ def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targe
                     f"receiver's model, {targets.names[targets.index[name]]}; tie them in the sender's model, or untie them in "
                     "the receiver's (tie_word_embeddings=False in its config)"
                 )
+
+
+class CombinedTarget(Target):
+    """Several targets that are filled together: an engine's model and its draft, both or neither."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self.changes_on_prepare = any(target.changes_on_prepare for target in targets)
+        self._counts: list[int] = []
+        """Local tensors of each target that its holdings count."""
+
+    def holdings(self, manifest: Manifest) -> Holdings:
+        combined, self._counts = full_holdings((), ()), []
+        for i, target in enumerate(self._targets):
+            target.scope = self.scope
+            holdings = target.holdings(manifest)
+            combined = combine(manifest.dtypes, combined, holdings, sum(self._counts)) if i else holdings
+            self._counts.append(1 + max((number for numbers in holdings.targets for number in numbers), default=-1))
+        self.devices = {device for target in self._targets for device in target.devices}
+        self.warnings = [warning for target in self._targets for warning in target.warnings]
+        first, *others = (target.unexpected for target in self._targets)
+        if unexpected := [name for name in first if all(name in of_target for of_target in others)]:
+            raise ModelMismatch(
+                f"the sender's model does not match the receiver's: only the sender has {list_keys(unexpected)}; pass mapping=, "
+                "or strict=False",
+                unexpected_keys=unexpected,
+            )
+        return combined
+
+    def tensors(self) -> list[Tensor]:
+        return self._concatenate([target.tensors() for target in self._targets])
+
+    def layouts(self) -> list[TensorLayout]:
+        return self._concatenate([target.layouts() for target in self._targets])
+
+    def finish(self) -> None:
+        for target in self._targets:
+            target.finish()
+
+    def _concatenate(self, columns: Sequence[list[Any]]) -> list[Any]:
+        return [value for column, count in zip(columns, self._counts, strict=True) for value in column[:count]]
+
+
+def make_target(
+    target: nn.Module | TargetProvider | Sequence[nn.Module | TargetProvider] | None,
+    mapping: Mapping | str,
+    strict: bool,
+) -> Target:
+    """Returns the target that a receiver was given. Raises TypeError: none of those."""
+    if target is None:
+        return FullTensors()
+    targets: list[Any] = list(target) if isinstance(target, list | tuple) else [target]
+    if not targets:
+        raise TypeError("expected a model, an EngineModel, a list of these, or None to receive into, got an empty list")
+    for part in targets:
+        if not isinstance(part, nn.Module | TargetProvider):
+            raise TypeError(f"expected a model, an EngineModel, a list of these, or None to receive into, got {part!r}")
+    alone = len(targets) == 1
+    parts = [
+        part.sync_target(strict) if isinstance(part, TargetProvider) else ModelTarget(part, mapping, strict, alone)
+        for part in targets
+    ]
+    return parts[0] if alone else CombinedTarget(parts)
 
 
 class FullTensors(Target):

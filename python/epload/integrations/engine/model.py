@@ -138,7 +138,7 @@ class EngineTarget(Target):
             and (name in written or identity not in reached)
             and not covers(tensors[name].shape, written.get(name, ()))
         ]
-        if missing and self._strict:
+        if missing and self._strict and not self.scope.left_out:
             listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that it is given, load_weights leaves {len(missing)} of the engine's parameters unwritten, in "
@@ -148,6 +148,11 @@ class EngineTarget(Target):
             )
 
     def holdings(self, manifest: Manifest) -> Holdings:
+        if self.scope.adapter is not None:
+            raise ModelMismatch(
+                "the sender sends an adapter alone, and load_weights takes base weights; take the adapter's tensors from "
+                "WeightReceiver(None, address)"
+            )
         tensors, recording = self.record(manifest), self.recording
         self._filled = {name: layout_of(tensors[name]) for places in recording.regions for name, _ in places}
         self._full = {}

@@ -7,7 +7,7 @@ engine.send_weights()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +57,7 @@ class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     verify: bool = False
     stage: str = "host"
     strict: bool = True
+    draft: bool = False
 
 
 @dataclass
@@ -65,20 +66,42 @@ class EploadUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """A worker's side: ``update_weights`` receives a version, ``finish_weight_update`` copies it into the model."""
+    """A worker's side: ``update_weights`` receives a version, ``finish_weight_update`` copies it into the model.
+
+    With ``draft=True`` in the trainer's information, a version is for the model and its draft: vLLM's
+    ``start_draft_weight_update``, which says what the draft is, begins it in place of ``start_weight_update``.
+    """
 
     init_info_cls = EploadInitInfo
     update_info_cls = EploadUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
+    _info: EploadInitInfo | None = None
     _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: EploadInitInfo) -> None:
         self.shutdown()
-        target = VllmModel(self.model, self.vllm_config, self.device)
-        self._receiver = WeightReceiver(target, init_info.address, **_options(init_info, *_RECEIVER_OPTIONS))
+        self._info = init_info
+        if not init_info.draft:
+            self._connect(init_info)
 
     def start_weight_update(self) -> None:
-        self._connected()
+        info = self._info
+        if info is None:
+            raise ValueError("expected init_weight_transfer_engine to be called before a weight update")
+        if info.draft != (self.model is not self._default_model):
+            raise ValueError(
+                "expected start_draft_weight_update: the trainer's versions are for the model and its draft"
+                if info.draft
+                else "expected start_weight_update: pass draft=True in the trainer's EploadTrainerInitInfo to update the draft, "
+                "together with the model"
+            )
+        if self._receiver is None:
+            self._connect(info)
+
+    def _connect(self, info: EploadInitInfo) -> None:
+        drafts = [(self.model, self.model_config)] if info.draft else []
+        target = VllmModel(self._default_model, self.vllm_config, self.device, drafts)
+        self._receiver = WeightReceiver(target, info.address, **_options(info, *_RECEIVER_OPTIONS))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Unlike the base class, without waiting for the device, on which nothing happens before the commit.
@@ -114,6 +137,9 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     verify: bool = False
     stage: str = "host"
     strict: bool = True
+    draft: bool = False
+    """True if engines have a draft model whose weights the trainer's model has too. The client then needs a
+    ``start_draft_weight_update``."""
 
 
 class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -122,6 +148,8 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
     init_info_cls = EploadTrainerInitInfo
     _sender: WeightSender
     _version = 0
+    _start = "start_weight_update"
+    """Method of the client that begins a version."""
 
     @classmethod
     def trainer_init(
@@ -131,11 +159,17 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected source to be a vllm ModuleSource of the trainer's model, got {source!r}")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        if init_info.draft and init_info.is_sender:
+            engine._start = "start_draft_weight_update"
+            if not callable(getattr(client, engine._start, None)):
+                raise TypeError(
+                    f"expected a client with {engine._start}() for draft=True, got a {type(client).__name__}"
+                )
         engine._sender = WeightSender(
             model, init_info.address, receivers=init_info.receivers, **_options(init_info, "timeout", "verify")
         )
         if init_info.is_sender:
-            options = _options(init_info, *_RECEIVER_OPTIONS)
+            options = _options(init_info, *_RECEIVER_OPTIONS, "draft")
             client.init_weight_transfer_engine({"address": engine._sender.address, **options})
         return engine
 
@@ -144,7 +178,7 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
         if not self.is_sender:
             self._sender.send_weights(self._version)
             return
-        self.client.start_weight_update()
+        getattr(self.client, self._start)()
         received = self._update_engines()
         try:
             self._sender.send_weights(self._version)
@@ -178,11 +212,16 @@ def _options(init_info: Any, *names: str) -> dict[str, Any]:
 
 
 class VllmModel(EngineModel):
-    """A worker's model. Layers that vLLM processes after loading are filled as before that, and then processed again, as in its
-    own layer-wise reload."""
+    """A worker's model, and perhaps its draft, which may share layers. Layers that vLLM processes after loading are filled as
+    before that, and then processed again, as in its own layer-wise reload."""
 
-    def __init__(self, model: nn.Module, config: Any, device: torch.device) -> None:
-        super().__init__(model, self._load)
+    def __init__(
+        self, model: nn.Module, config: Any, device: torch.device, drafts: Sequence[tuple[nn.Module, Any]] = ()
+    ) -> None:
+        """``drafts``: models, each with vLLM's configuration of it, that have each version together with the model."""
+        self._parts: list[tuple[Any, Any]] = [(model, config.model_config), *drafts]
+        models = [part for part, _ in self._parts]
+        super().__init__(nn.ModuleList(models) if drafts else model, self._load)
         self._config = config
         self._device = device
         self._open: set[nn.Module] = set()
@@ -190,8 +229,10 @@ class VllmModel(EngineModel):
         with, also after a failure."""
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        tensors = list(weights) if len(self._parts) > 1 else weights  # of which each takes what it has
         with self._context():
-            self.model.load_weights(weights)  # type: ignore[operator]
+            for model, _ in self._parts:
+                model.load_weights(iter(tensors))
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -252,12 +293,12 @@ class VllmModel(EngineModel):
                     layer.update_param_tp_status()
                 _copy_and_restore_kernel_tensors(layer, get_layerwise_info(layer))
                 self._close(layer)
-            model: Any = self.model
-            for module in model.modules():
-                if is_deferred_attention_layer(module):
-                    module.process_weights_after_loading(self._config.model_config.dtype)
-            if hasattr(model, "process_weights_after_loading"):
-                model.process_weights_after_loading()
+            for model, model_config in self._parts:
+                for module in model.modules():
+                    if is_deferred_attention_layer(module):
+                        module.process_weights_after_loading(model_config.dtype)
+                if hasattr(model, "process_weights_after_loading"):
+                    model.process_weights_after_loading()
 
 
 def _is_processed(layer: nn.Module) -> bool:

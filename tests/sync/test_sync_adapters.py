@@ -1,0 +1,414 @@
+"""Parts of a model: the active adapter alone, as PEFT itself saves and loads it, and base weights that a function selects."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import DataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import epload
+from epload.mapping.wrappers import adapter_file
+from epload.sync.scope import APART, MERGED, Scope
+from epload.sync.targets import ModelTarget
+from support.checks import all_fine
+from support.jobs import Job, Meeting, run
+from support.recordings import manifest_of
+from support.small_syncs import outcome
+from support.sync_jobs import send_model
+
+IDS = torch.arange(7)[None]
+
+
+def base(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=31,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    "copies": lambda: LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"]),
+    "embedding": lambda: LoraConfig(r=2, target_modules=["embed_tokens", "o_proj"], init_lora_weights=False),
+    "tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5]),
+    "ia3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+def change(model: nn.Module, version: int) -> None:
+    """Writes every tensor of an adapter, equal in all layouts and different in all versions."""
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.requires_grad:
+            values = torch.arange(parameter.numel()).reshape(parameter.shape) * 0.013 + number + version * 0.3
+            parameter.copy_(like(parameter, torch.sin(values), name))
+
+
+def like(parameter: Tensor, full: Tensor, name: str) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
+    return full
+
+
+def adapted(kind: str, seed: int = 0) -> Any:
+    return get_peft_model(base(seed), CONFIGS[kind]())
+
+
+def sharded(kind: str) -> Any:
+    """One whose other adapter, which is not active, has the same shapes."""
+    model = adapted(kind)
+    if kind in ("lora", "copies"):
+        model.add_adapter("other", CONFIGS[kind]())
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def trained(kind: str, version: int) -> Any:
+    """The reference: what the sender's model is in this version, without shards."""
+    model = adapted(kind)
+    if kind in ("lora", "copies"):
+        model.add_adapter("other", CONFIGS[kind]())
+    with torch.no_grad():
+        change(model, version)
+    return model
+
+
+def receive_adapter(rank: int, meeting: Meeting, kind: str, folder: str, stage: str) -> list[str]:
+    """Fills a PEFT model, whose other tensors stay, and takes full tensors, which are the file that PEFT writes."""
+    address, problems = meeting.hear("address"), []
+    # Another name of the adapter than the sender's.
+    model = get_peft_model(base(), CONFIGS[kind](), adapter_name="policy") if rank == 0 else None
+    if kind == "lora" and model is not None:
+        model.add_adapter("idle", CONFIGS[kind]())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()} if model is not None else {}
+    engine = epload.EngineRank(f"engine-{rank}")
+    stage = stage if model is not None else "host"
+    with epload.WeightReceiver(model, address, engine=engine, timeout=60, stage=stage, verify=True) as receiver:
+        for version in (1, 2):
+            path = f"{folder}/{kind}-{version}-{rank}"
+            reference = trained(kind, version)
+            reference.save_pretrained(path, selected_adapters=["default"])
+            saved = load_file(f"{path}/adapter_model.safetensors")
+            receiver.receive_weights(version)
+            if model is None:
+                tensors = dict(receiver.tensors())
+                problems += differences(saved, tensors)
+                fresh = get_peft_model(base(), CONFIGS[kind]())
+                result = set_peft_model_state_dict(fresh, tensors)
+                problems += result.unexpected_keys
+                problems += config_differences(f"{path}/adapter_config.json", receiver.adapter_config)
+            else:
+                receiver.commit()
+                expected = PeftModel.from_pretrained(base(), path, adapter_name="policy").eval()
+                with torch.no_grad():
+                    if not torch.equal(model(IDS).logits, expected(IDS).logits):
+                        problems.append(f"{kind}: logits of version {version}")
+                state, own = model.state_dict(), expected.state_dict()
+                problems += [
+                    name for name in state if not torch.equal(state[name], own[name] if name in own else before[name])
+                ]
+    return problems
+
+
+def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    if expected.keys() != found.keys():
+        return [f"other names: {sorted(expected.keys() ^ found.keys())}"]
+    return [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+
+
+def config_differences(path: str, found: dict[str, Any] | None) -> list[str]:
+    # PEFT sets these when it saves, and has no order of modules.
+    set_by_peft = {"inference_mode": None, "base_model_name_or_path": None, "auto_mapping": None}
+    expected, found = (
+        {**config, **set_by_peft, "target_modules": sorted(config["target_modules"])}
+        for config in (json.loads(Path(path).read_text()), found or {})
+    )
+    return [f"{key}: {found.get(key)}" for key in expected.keys() | found.keys() if expected[key] != found.get(key)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapter_alone_is_what_peft_saves_and_loads(kind: str, tmp_path: Path) -> None:
+    """Two FSDP2 ranks to a PEFT model and to full tensors."""
+    stage = {"copies": "none", "embedding": "device"}.get(kind, "host")
+    snapshot = "host" if kind == "lora" else "none"
+    sender = partial(send_model, change=change, versions=2, receivers=2, only="adapter", verify=True, snapshot=snapshot)
+    jobs = [Job(2, sender, (partial(sharded, kind),)), Job(2, receive_adapter, (kind, str(tmp_path), stage))]
+    sent, received = run(jobs)
+    assert sent == [["", ""]] * 2
+    all_fine(received)
+
+
+# ---- what is refused before anything moves ----
+
+
+def refused(model: nn.Module, **options: Any) -> str:
+    """Returns what a sender says of a model."""
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=5, **options) as sender:
+        return outcome(partial(sender.send_weights, 1))
+
+
+def merged(kind: str = "copies") -> Any:
+    model = adapted(kind)
+    model.merge_adapter()
+    return model
+
+
+def several() -> Any:
+    model = adapted("lora")
+    model.add_adapter("second", CONFIGS["lora"]())
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "merged": (merged, "adapter", r"layers\.0\.self_attn\.q_proj have an adapter merged into them \(default\).*unmerge_adapter"),
+    "no adapter": (base, "adapter", "expected a PeftModel to send an adapter of, got a LlamaForCausalLM"),
+    "injected": (lambda: inject_adapter_in_model(CONFIGS["lora"](), base()), "adapter", "expected a PeftModel"),
+    "several": (several, "adapter", r"expected one active adapter, got 2 \(default, second\)"),
+    "prompt": (
+        lambda: get_peft_model(base(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        "adapter",
+        "adapter default is a prompt that is trained",
+    ),
+    "nothing selected": (base, lambda name: "lora_" in name, r"only= selects none of the tensors that are sent: 21 tensors"),
+    "an adapter next to selected base weights": (
+        lambda: adapted("lora"), lambda name: "mlp" in name, "has an active adapter that is not merged",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sent_alone_is_refused_by_name(case: str) -> None:
+    make, only, text = REFUSED[case]
+    assert re.search(text, refused(make(), only=only))
+
+
+def test_a_selection_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected only to be a function of a name, 'adapter' or None, got 'lora'"):
+        refused(base(), only="lora")
+    with pytest.raises(ValueError, match="no mapping= and no names_from= with only='adapter'"):
+        refused(adapted("lora"), only="adapter", mapping=epload.mapping.Mapping())
+    with pytest.raises(TypeError, match="expected a model, an EngineModel, a list of these, or None"):
+        epload.WeightReceiver([base(), "draft"], "127.0.0.1:1")
+
+
+# ---- the base and the adapter, each by a sender of its own ----
+
+
+def train_both(model: nn.Module, step: int) -> None:
+    """Changes the adapter, and the base weights, too."""
+    with torch.no_grad():
+        change(model, step)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.add_(0.5)
+
+
+def send_both(rank: int, meeting: Meeting) -> list[str]:
+    """The base, the adapter and the base anew, and then what would mix with these."""
+    model = adapted("copies")
+    outcomes = []
+    options: dict[str, Any] = {"receivers": 1, "timeout": 60}
+    with epload.WeightSender(model, ("127.0.0.1", 0), **options) as sender:
+        adapter_sender = epload.WeightSender(model, ("127.0.0.1", 0), only="adapter", **options)
+        meeting.say("address", f"{sender.address} {adapter_sender.address}")
+        for step in range(3):
+            train_both(model, step)
+            if step == 1:
+                adapter_sender.send_weights(40)
+            else:
+                with model.disable_adapter():
+                    sender.send_weights(step)
+        model.merge_adapter()
+        outcomes += [outcome(partial(sending.send_weights, 50)) for sending in (sender, adapter_sender)]
+        adapter_sender.close()
+        outcomes += [outcome(partial(sender.send_weights, version)) for version in (51, 52)]
+        model.unmerge_adapter()
+    with epload.WeightSender(model, ("127.0.0.1", 0), only="adapter", **options) as adapter_sender:
+        outcomes.append(outcome(partial(adapter_sender.send_weights, 41)))
+    return outcomes
+
+
+def receive_both(rank: int, meeting: Meeting) -> list[str]:
+    """Into one PEFT model, which then computes what the sender's does. Returns what is refused."""
+    model, reference = get_peft_model(base(3), CONFIGS["copies"]()), adapted("copies")
+    addresses = meeting.hear("address").split()
+    base_receiver, adapter_receiver = (epload.WeightReceiver(model, address, timeout=60) for address in addresses)
+    with base_receiver, adapter_receiver, torch.no_grad():
+        for step in range(3):
+            receiver = adapter_receiver if step == 1 else base_receiver
+            receiver.receive_weights()
+            if step == 1:
+                model.merge_adapter()  # meanwhile
+                assert "merged weights do not mix" in outcome(receiver.commit)
+                assert (receiver.version, receiver.partially_updated) == (None, False)
+                model.unmerge_adapter()
+            receiver.commit()
+            train_both(reference, step)
+            if step == 1:
+                weights = [tensor.clone() for tensor in (model.base_model.model.lm_head.modules_to_save.parameters())]
+            if step:
+                change(reference, 1)
+                assert torch.equal(model(IDS).logits, reference(IDS).logits) == (step == 2), step
+        copies = model.base_model.model.lm_head.modules_to_save.parameters()
+        assert all(map(torch.equal, weights, copies)), "the base has overwritten the adapter's copy"
+        assert (base_receiver.version, adapter_receiver.version) == (2, 40)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        text = outcome(base_receiver.receive_weights)
+        assert differences(before, model.state_dict()) == []
+        model.base_model.disable_adapter_layers()
+        base_receiver.receive_weights()
+        base_receiver.commit()
+        change(reference, 2)
+        reference.merge_adapter()
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        return [text]
+
+
+def test_merged_weights_and_adapters_apart_never_mix() -> None:
+    ((sent,), ((refused_there,),)) = run([Job(1, send_both), Job(1, receive_both)])
+    together, merged_alone, refused_here, taken, twice = sent
+    assert re.search(
+        "adapter of .* is merged into the base weights, and another sender sends the adapter alone", together
+    )
+    assert "have an adapter merged into them (default)" in merged_alone
+    expected = (
+        r"the sender's base weights have an adapter merged into them, and .*q_proj of the receiver's model would apply"
+    )
+    assert re.search(expected, refused_here)
+    assert re.search(expected, refused_there)
+    assert taken == ""
+    assert "an engine that has these would apply the adapter twice" in twice
+
+
+def test_an_adapter_does_not_follow_merged_weights_in_a_receiver() -> None:
+    model = adapted("lora")
+    config, names = adapter_file(model, model.state_dict())
+    manifest = manifest_of({key: model.state_dict()[name] for key, name in names.items()})
+    for adapters, text in ((MERGED, "would apply the adapter twice"), (APART, "")):
+        target = ModelTarget(model, "auto", strict=True)
+        target.scope = Scope(adapters=adapters)
+        target.finish()  # as a version of base weights that was committed does
+        target.scope = Scope(config)
+        assert text in (raised := outcome(partial(target.holdings, manifest)))
+        assert bool(raised) == bool(text)
+
+
+@pytest.mark.parametrize("wrap", [DataParallel, torch.compile])
+def test_wrappers_do_not_change_the_names_of_an_adapter(wrap: Callable[[Any], Any]) -> None:
+    model = adapted("copies")
+    wrapped = wrap(model)
+    config, names = adapter_file(wrapped, wrapped.state_dict())
+    expected = get_peft_model_state_dict(model)
+    assert names.keys() == expected.keys()
+    assert all(wrapped.state_dict()[name].data_ptr() == expected[key].data_ptr() for key, name in names.items())
+    assert config["r"] == 3
+
+
+# ---- receivers that an adapter does not fit ----
+
+
+def rescaled() -> Any:
+    return get_peft_model(base(), LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_alpha=64))
+
+
+def other_modules() -> Any:
+    return get_peft_model(base(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+
+
+def with_value_head() -> Any:
+    model: Any = base()
+    model.value_head = nn.Linear(12, 1)
+    return model
+
+
+def is_attention(name: str) -> bool:
+    return "self_attn" in name or name == "lm_head.weight"
+
+
+UNFIT: dict[str, dict[str, tuple[Callable[[], Any], bool, str]]] = {
+    "adapter": {
+        "no adapter": (base, False, "for which the receiver's model has no place; pass a PeftModel with that adapter"),
+        "another scale": (rescaled, False, "the sender's adapter has lora_alpha=8 and the receiver's 64"),
+        "merged": (partial(merged, "lora"), False, "have an adapter merged into them (default)"),
+        "other modules": (other_modules, True, "only the receiver has 4 tensors: base_model.model.model.layers.0.self_attn.v"),
+        "an engine": (lambda: epload.EngineModel(base(), list), False, "load_weights takes base weights"),
+    },
+    "attention": {
+        "a tensor that nobody sends": (with_value_head, True, "only the receiver has 2 tensors: value_head.weight"),
+        "no place for what is sent": (lambda: base().model, True, "only the sender has 1 tensor: lm_head.weight"),
+    },
+}  # fmt: skip
+
+
+def receive_unfit(rank: int, meeting: Meeting, sent: str) -> list[str]:
+    problems = []
+    for case, (make, strict, text) in UNFIT[sent].items():
+        with epload.WeightReceiver(make(), meeting.hear("address"), strict=strict, timeout=30) as receiver:
+            if text not in (raised := outcome(receiver.receive_weights)):
+                problems.append(f"{case}: {raised}")
+    return problems
+
+
+@pytest.mark.parametrize("sent", UNFIT)
+def test_receivers_that_a_part_does_not_fit_are_refused(sent: str) -> None:
+    only = is_attention if sent == "attention" else sent
+    sender = partial(send_model, versions=len(UNFIT[sent]), only=only)
+    (outcomes,), received = run(
+        [Job(1, sender, (partial(adapted, "lora") if sent == "adapter" else base,)), Job(1, receive_unfit, (sent,))]
+    )
+    assert all(outcomes)
+    all_fine(received)
+
+
+# ---- base weights that a function selects ----
+
+
+def send_selected(rank: int, meeting: Meeting) -> list[str]:
+    model = base(1)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return send_model(rank, meeting, partial(fully_shard, model), receivers=2, only=is_attention, snapshot="host")
+
+
+def receive_selected(rank: int, meeting: Meeting) -> list[str]:
+    """Takes full tensors on the first rank."""
+    model, before, sent = base(2), base(2).state_dict(), base(1).state_dict()
+    engine = epload.EngineRank(f"engine-{rank}")
+    with epload.WeightReceiver(model if rank else None, meeting.hear("address"), engine=engine, timeout=30) as receiver:
+        receiver.receive_weights()
+        if rank == 0:
+            return differences({name: sent[name] for name in sent if is_attention(name)}, dict(receiver.tensors()))
+        receiver.commit()
+    state = model.state_dict()
+    return [name for name in state if not torch.equal(state[name], (sent if is_attention(name) else before)[name])]
+
+
+def test_selected_base_weights_arrive_and_no_others() -> None:
+    sent, received = run([Job(2, send_selected), Job(2, receive_selected)])
+    assert sent == [[""]] * 2
+    all_fine(received)
