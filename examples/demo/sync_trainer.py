@@ -26,6 +26,8 @@ logging.disable_progress_bar()
 
 STEPS = 3
 ENGINE_RANKS = 2
+ENGINE_DTYPE = torch.bfloat16
+"""Tensors are converted on the way."""
 
 
 def prompt() -> Tensor:
@@ -33,12 +35,14 @@ def prompt() -> Tensor:
 
 
 def leave_for_the_engine(model: nn.Module, path: Path) -> None:
-    """Saves all weights, gathered by torch, and the logits of a prompt."""
+    """Saves all weights, gathered by torch, in the engine's dtype, and a prompt's logits of a model that has them."""
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
-    with torch.no_grad():
-        logits = model(prompt()).logits
     if dist.get_rank() == 0:
-        torch.save({"weights": full, "logits": logits}, path)
+        weights = {name: tensor.to(ENGINE_DTYPE) for name, tensor in full.items()}
+        served = AutoModelForCausalLM.from_config(model.config, dtype=ENGINE_DTYPE).eval()
+        served.load_state_dict(weights)
+        with torch.no_grad():
+            torch.save({"weights": weights, "logits": served(prompt()).logits}, path)
 
 
 def main(folder: Path) -> None:
@@ -48,11 +52,12 @@ def main(folder: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     torch.manual_seed(rank)
 
     # Port 0: the system chooses one. In a cluster, pass a port that the engines know, such as "trainer0:29600".
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=ENGINE_RANKS, timeout=60) as sender:
+    # With delta, the engine gets what has changed since the step before: a step moves few weights to another bf16 value.
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=ENGINE_RANKS, timeout=60, delta="auto") as sender:
         if rank == 0:
             (folder / "address.new").write_text(sender.address)
             os.rename(folder / "address.new", folder / "address")
@@ -65,7 +70,11 @@ def main(folder: Path) -> None:
             leave_for_the_engine(model, folder / f"expected-{step}.pt")
             report = sender.send_weights(step)
             if rank == 0:
-                print(f"trainer, step {step}, loss {loss.item():.3f}: {report}", flush=True)
+                print(f"trainer, step {step}, loss {loss.item():.3f}: {report}")
+                print(
+                    f"  {report.wire_bytes:,} bytes sent by this rank {report.why_full and f'({report.why_full})'}",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 
