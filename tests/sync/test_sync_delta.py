@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import epload
 from epload.sync.changes import ReceivedChanges
 from epload.sync.participants import EngineRank
-from support import checks
+from support import checks, fakedev
+from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_model import local_of
 from support.small_syncs import many_waves, outcome
@@ -134,25 +135,27 @@ FSDP, PLAIN, FULL = ("fsdp", 2, None, "cpu"), ("plain", 1, None, "cpu", "host"),
         (("tp1", 2, None, "cpu"), [("fsdp", 2, None, "cpu", "host"), FULL], HALF, False, {"delta": "auto"}),
         (("plain", 1, None, "cpu"), [("tp0", 2, None, "cpu", "none"), PLAIN], HALF, True, {"delta": "auto"}),
         (FSDP, [("tp0", 2, None, "cpu", "host")], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
+        (("fsdp", 2, None, DEVICE), [("tp1", 2, None, DEVICE, "host")], HALF, True, {"delta": "auto"}),
+        (
+            ("fsdp", 2, None, DEVICE), [("plain", 1, None, DEVICE, "none"), ("tp0", 2, None, "cpu", "host")],
+            FLOAT, False, {"delta": "always", "snapshot": "host"},
+        ),
     ],
-    ids=["always", "two nodes", "two engines", "one in place", "snapshot"],
+    ids=["always", "two nodes", "two engines", "one in place", "snapshot", "devices", "devices, one in place"],
 )  # fmt: skip
+@pytest.mark.usefixtures("fake_device")
 def test_every_version_arrives_bit_for_bit(
     trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, options: Any
 ) -> None:
     versions = 6
     layout, world, nodes, where = trainer
     receivers = sum(count for _, count, *_ in engines)
-    jobs = [
-        Job(
-            world,
-            partial(send, nodes=nodes, where=where, verify=verify, **options),
-            (layout, world, receivers, versions, dtype),
-        )
-    ]
+    setup = partial(fakedev.setup, "nccl", shares=False) if where != "cpu" else None
+    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
+    jobs = [Job(world, sends, (layout, world, receivers, versions, dtype), setup=setup)]
     for other, count, other_nodes, there, stage in engines:
         receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify)
-        jobs.append(Job(count, receives, (other, count, versions, dtype)))
+        jobs.append(Job(count, receives, (other, count, versions, dtype), setup=setup))
     for sent in run(jobs)[0]:
         assert "committed no version" in sent[0].why_full
         for version in range(2, versions + 1):

@@ -71,10 +71,11 @@ def test_every_version_is_copied_out_of_the_sender(
         assert min(of_each) > 0.4 * TOTAL, "replicas take turns"
 
 
-@pytest.mark.parametrize("stage", ["host", "none"])
-def test_what_is_not_within_reach_moves(stage: str) -> None:
-    """The trainer is on two machines, an engine on each and one on a third."""
-    jobs = [Job(3, partial(on_device, machines=("a", "a", "b"), verify=True), ("fsdp", 3, 4), setup=setup)]
+@pytest.mark.parametrize(("stage", "delta"), [("host", "off"), ("none", "off"), ("host", "always")])
+def test_what_is_not_within_reach_moves(stage: str, delta: str) -> None:
+    """The trainer is on two machines, an engine on each and one on a third. What is within reach is never sent as changes."""
+    sends = partial(on_device, machines=("a", "a", "b"), verify=True, delta=delta)
+    jobs = [Job(3, sends, ("fsdp", 3, 4), setup=setup)]
     for layout, count, machine in (("tp0", 2, "a"), ("plain", 1, "b"), ("plain", 1, "c")):
         receives = partial(into_device, stage=stage, machine=machine, verify=True)
         jobs.append(Job(count, receives, (layout, count), setup=setup))
