@@ -28,16 +28,20 @@ class CommittedTensors:
         self.obstacle = ""
         """Why :meth:`usable_key` was empty."""
 
-    def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copies tensors, which are committed once :meth:`commit` is called."""
-        self.key = ""
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Allocates memory for the copy of tensors, unless there is some."""
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(copy.shape, copy.dtype) for copy in self.tensors]:
-            self.tensors = []  # before more is allocated
+            self.key, self.tensors = "", []  # before more is allocated
             self.tensors = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
                 for tensor in tensors
             ]
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Copies tensors, which are committed once :meth:`commit` is called."""
+        self.reserve(tensors)
+        self.key = ""
         for copy, tensor in zip(self.tensors, tensors, strict=True):
             copy.copy_(tensor.detach())
 

@@ -270,16 +270,16 @@ class Generation:
         Returns:
             The receiving nodes that have the sender's base.
         """
-        digest, key = "", ""
+        digest, key, token = "", "", ""
         if self.plan.lent and tensors and failure is None:
             published = Attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
             digest, failure = published.result or "", published.failure
         if base is not None:
             key = base.usable_key(self._own.verify)
         elif self.node_version is not None and self.node_version.is_base_of(self.plan, self.number):
-            key = self.node_version.key
-        view = [report.version, digest, key]
-        digests, ranks = self.control.agree("getting ready", failure, view, partial(_check_views, self.members))
+            key, token = self.node_version.key, self.node_version.memory.token
+        view = [report.version, digest, key, token]
+        digests, with_base = self.control.agree("getting ready", failure, view, partial(_check_views, self.members))
         if self.plan.borrowers:
             problem = None
             if (puller := self.puller) is not None:
@@ -287,7 +287,7 @@ class Generation:
                 problem = Attempt(lambda: puller.plan(by_rank, self._store, self._timeout)).failure
             self.control.agree("planning copies between devices", problem)
         moving = {*chain.from_iterable(self.plan.node_sets)}
-        nodes = [number for number in moving if {*self.members.nodes[number]} <= {*ranks}]
+        nodes = moving.intersection(with_base)
         if base is not None and len(nodes) < len(moving):
             report.why_full = (
                 base.obstacle or f"{len(moving) - len(nodes)} of {len(moving)} receiving nodes have another base"
@@ -468,8 +468,9 @@ class Generation:
         self.control.processes.close()
 
 
-def _check_views(members: Members, views: dict[int, tuple[int, str, str]]) -> tuple[dict[int, str], list[int]]:
-    """Returns the digests of where senders' tensors lie, by rank; the receivers that have the base that all senders have."""
+def _check_views(members: Members, views: dict[int, tuple[int, str, str, str]]) -> tuple[dict[int, str], list[int]]:
+    """Returns the digests of where senders' tensors lie, by rank; the receiving nodes whose ranks have the base of all senders, in
+    one memory."""
     for rank, (version, *_) in views.items():
         if version != views[0][0]:
             raise LoadError(
@@ -477,5 +478,8 @@ def _check_views(members: Members, views: dict[int, tuple[int, str, str]]) -> tu
             )
     keys = {views[rank][2] for rank in members.senders}
     base = keys.pop() if len(keys) == 1 else ""
-    with_base = [rank for rank in members.receivers if base and views[rank][2] == base]
-    return {rank: memory for rank, (_, memory, _) in views.items() if memory}, with_base
+    of_nodes = [{tuple(views[rank][2:]) for rank in node} for node in members.nodes]
+    with_base = [
+        number for number, of_ranks in enumerate(of_nodes) if base and len(of_ranks) == 1 and base in min(of_ranks)
+    ]
+    return {rank: memory for rank, (_, memory, *_) in views.items() if memory}, with_base

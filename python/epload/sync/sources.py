@@ -94,7 +94,9 @@ class SentModel:
         self.tensors = [local[number] for number in self._sent]
         through_host = self._through_host or self._snapshot
         self.access = DeviceAccess() if through_host else DeviceAccess.of_sender(self.tensors)
-        if self.base_version is None:
+        if self.base_version is not None:
+            self.copies.reserve(self.tensors)
+        else:
             self.let_change()
 
     def let_change(self) -> list[Tensor] | None:

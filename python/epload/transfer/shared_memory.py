@@ -45,6 +45,8 @@ class NodeMemory:
         self.waves_before = 0
         """Number of waves of a sync that went through the buffers before, in which no rank has a part any more."""
         self.buffers = [memory[i * _rounded(nbytes) :][:nbytes] for i in range(count)]
+        self.token = bytes(memory[-_TOKEN_BYTES:].tolist()).hex()
+        """Equal on ranks with the same memory only."""
         words = memory[count * _rounded(nbytes) : -_TOKEN_BYTES].view(torch.int32)
         self.counters = ProgressCounters(words, ranks, rank)
 
@@ -58,6 +60,7 @@ class NodeMemory:
         """Returns memory for one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
         memory = torch.empty(_total(1, nbytes, count), dtype=torch.uint8)
         memory[count * _rounded(nbytes) :] = 0
+        memory[-_TOKEN_BYTES:] = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
         return cls(memory, nbytes, (rank,), rank, shared, count)
 
     @classmethod
