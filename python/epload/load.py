@@ -22,6 +22,7 @@ from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping as Rules
 from epload.mapping.precision import DTypes
+from epload.mapping.quantize import Quantize
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.planning.schedule import WAVE_BYTES
@@ -35,7 +36,7 @@ def load(
     model: nn.Module,
     checkpoint: Any,
     *,
-    mapping: Rules | str = "auto",
+    mapping: Rules | Quantize | str = "auto",
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
     dtype: DTypes = None,

@@ -15,6 +15,7 @@ from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import Mapping as Rules
+from epload.mapping.quantize import Quantize
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import SaveJob
@@ -31,7 +32,7 @@ def save(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,
     *,
-    mapping: Rules | str = "auto",
+    mapping: Rules | Quantize | str = "auto",
     names_from: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -84,7 +85,7 @@ def save_async(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,
     *,
-    mapping: Rules | str = "auto",
+    mapping: Rules | Quantize | str = "auto",
     names_from: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,

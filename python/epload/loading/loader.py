@@ -28,6 +28,7 @@ from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes, below_fp32_warning
+from epload.mapping.quantize import Quantize
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.observe.render import count, list_keys
@@ -138,7 +139,7 @@ class HierarchicalLoader:
         model: nn.Module,
         checkpoint: Any,
         *,
-        mapping: Mapping | str = "auto",
+        mapping: Mapping | Quantize | str = "auto",
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
         dtype: DTypes = None,

@@ -11,6 +11,7 @@ from torch import nn
 
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import DTypes
+from epload.mapping.quantize import Quantize
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.planning.algorithms import ALGORITHMS
@@ -79,7 +80,7 @@ class Request:
 
     model: nn.Module
     checkpoint: Any
-    mapping: Mapping | str
+    mapping: Mapping | Quantize | str
     strict: bool
     ignore_mismatched_shapes: bool
     dtype: DTypes

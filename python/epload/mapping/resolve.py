@@ -13,6 +13,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
 from epload.mapping.mapping import Mapping
+from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
 
@@ -42,17 +43,19 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
 
 
 def resolve_mapping(
-    mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+    mapping: Mapping | Quantize | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
 ) -> Mapping:
     """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
-    adapter.
+    adapter. A Quantize is added to what ``"auto"`` is.
 
     Raises:
-        ValueError: neither a Mapping nor ``"auto"``.
+        ValueError: neither a Mapping, nor a Quantize, nor ``"auto"``.
         ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
     if isinstance(mapping, Mapping):
         return mapping
+    if isinstance(mapping, Quantize):
+        return replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping)
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
     if pairs := adapter_pairs(model, names, checkpoint):

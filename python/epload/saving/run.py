@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from epload.core import garbage_collection, log
 from epload.core.attempt import Attempt
 from epload.mapping.mapping import Mapping as Rules
+from epload.mapping.quantize import Quantize
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
@@ -36,7 +37,7 @@ class SaveJob:
         self,
         model: nn.Module | Mapping[str, Any],
         path: str | Path,
-        mapping: Rules | str,
+        mapping: Rules | Quantize | str,
         names_from: Any,
         dtype: torch.dtype | None,
         max_shard_bytes: int,
@@ -60,7 +61,11 @@ class SaveJob:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self, model: nn.Module | Mapping[str, Any], mapping: Rules | str, names_from: Any, dtype: torch.dtype | None
+        self,
+        model: nn.Module | Mapping[str, Any],
+        mapping: Rules | Quantize | str,
+        names_from: Any,
+        dtype: torch.dtype | None,
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:

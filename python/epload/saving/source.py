@@ -18,6 +18,7 @@ from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import kept_in_fp32
+from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
@@ -41,7 +42,9 @@ class SavedModel:
     """Small files that belong to the model, by name."""
 
 
-def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype: torch.dtype | None) -> SavedModel:
+def read_model(
+    model: nn.Module, mapping: Mapping | Quantize | str, names_from: Any, dtype: torch.dtype | None
+) -> SavedModel:
     """Reads a model. Reshards FSDP2 modules.
 
     Args:
