@@ -24,7 +24,8 @@ _ALL = 0
 """The length of a block that spans a dim."""
 _MX_GROUP = 32
 """Elements of a row that share a scale in MXFP8 (https://www.opencompute.org, OCP Microscaling Formats 1.0)."""
-_DEFAULT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DEFAULT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""DeepSeek's layout."""
 
 
 class Fp8Format(NamedTuple):
@@ -119,11 +120,10 @@ class Declaration(NamedTuple):
         return any(re.match(rf"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skip)
 
 
-def read_declaration(config: Mapping[str, Any] | None) -> Declaration:
-    """Reads a ``quantization_config`` as weights are to be quantized; None for blocks of 128 x 128 in DeepSeek's layout.
+def read_declaration(config: Mapping[str, Any]) -> Declaration:
+    """Reads a ``quantization_config`` as weights are to be quantized.
 
     Raises ValueError for one that declares something else than fp8 weights with scales computed from the weights alone."""
-    config = _DEFAULT if config is None else config
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method"))).lower()
     if method == "fp8":
         return _fine_grained(config)

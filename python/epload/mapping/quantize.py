@@ -16,7 +16,7 @@ from torch import nn
 
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.quantization import quantization_section
-from epload.mapping.fp8 import Declaration, is_quantizable, read_declaration
+from epload.mapping.fp8 import DEFAULT, Declaration, is_quantizable, read_declaration
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 
@@ -64,9 +64,9 @@ class Quantize:
         self.declaration  # noqa: B018 raises if it is not supported
 
     @property
-    def quantization_config(self) -> dict[str, Any] | None:
-        """The configuration, as ``config.json`` has it; None if none was passed."""
-        return None if self.config is None else dict(json.loads(self.config))
+    def quantization_config(self) -> dict[str, Any]:
+        """The configuration, as ``config.json`` has it."""
+        return DEFAULT if self.config is None else dict(json.loads(self.config))
 
     @cached_property
     def declaration(self) -> Declaration:

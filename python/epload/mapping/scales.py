@@ -11,6 +11,7 @@ shapes leave no other choice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -186,30 +187,27 @@ def block_maxima(scalings: Sequence[Scaling], targets: Targets, local: Sequence[
 
 
 def shared_blocks(scalings: Sequence[Scaling], targets: Targets) -> Tensor:
-    """Returns which blocks of one weight may be divided among ranks: bool, one entry per block. Equal on all ranks.
+    """Returns which blocks of one weight have to be compared: some rank has a part of it, or only its scale in the box of scales
+    that it needs. bool, one entry per block. Equal on all ranks.
 
     ``scalings``: all of the weight."""
     shape, blocks = scalings[0].shape, scalings[0].blocks
-    grid = _grid(shape, blocks)
-    divided = torch.zeros(grid, dtype=torch.bool)
+    shared = torch.zeros(_grid(shape, blocks), dtype=torch.bool)
     for scaling in scalings:
         view, layout = scaling.view, targets.layouts[targets.layout[scaling.target]]
-        (begin, size), runs = _span(view, shape)
-        boundaries = [shard_boundaries(layout, i) for i in range(len(layout.shape))]
-        if not any(boundaries):
-            continue
-        cuts = [(dim, at) for dim, (a, n) in enumerate(zip(begin, size, strict=True)) for at in (a, a + n)]
-        for i, (dim, step) in enumerate(runs):
-            if not boundaries[i] or view.size[i] == 1:
+        (begin, _), runs = _span(view, shape)
+        cuts = [shard_boundaries(layout, i) for i in range(len(layout.shape))]
+        along = Counter(dim for (dim, _), n in zip(runs, view.size, strict=True) if n > 1)
+        for i, ((dim, step), (boundaries, is_interleaved)) in enumerate(zip(runs, cuts, strict=True)):
+            if not boundaries:
                 continue
-            if step != 1 or sum(other == dim and n > 1 for (other, _), n in zip(runs, view.size, strict=True)) > 1:
-                divided[:] = True
-            inside = (min(max(at - view.start[i], 0), view.size[i]) for at in boundaries[i])
-            cuts += [(dim, begin[dim] + at) for at in inside]
-        for dim, at in cuts:
-            if at % blocks[dim] and at < shape[dim]:
-                divided.select(dim, at // blocks[dim])[:] = True
-    return divided
+            if is_interleaved or len(scalings) > 1 or (view.size[i] > 1 and (step != 1 or along[dim] > 1)):
+                shared[:] = True
+            for boundary in boundaries if view.size[i] > 1 else ():
+                at = begin[dim] + min(max(boundary - view.start[i], 0), view.size[i])
+                if at % blocks[dim] and at < shape[dim]:
+                    shared.select(dim, at // blocks[dim])[:] = True
+    return shared
 
 
 def quantize(

@@ -67,4 +67,4 @@ def _check_equal(counts: dict[int, int]) -> None:
 
 def as_integers(maxima: Tensor) -> Tensor:
     """Returns float32 values of at least 0, or NaN, as integers of the same order, in which NaN is the largest."""
-    return maxima.contiguous().view(torch.int32)
+    return maxima.contiguous().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign

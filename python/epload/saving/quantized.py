@@ -6,8 +6,10 @@ each weight. Its manifest and places are those of any other model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
 from epload.ranks.maxima import as_integers
 
+CONFIG = "config.json"
 Exchange = Callable[[Attempt[Tensor]], Tensor]
 """Returns the elementwise maximum over all ranks of integers (int32 on CPU), as many on each; raises if any rank has none."""
 
@@ -150,6 +153,11 @@ class QuantizedModel:
             tensors[number] = old
         self._tensors = tensors
         return tensors
+
+
+def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:
+    """Returns a ``config.json`` that declares how weights are quantized."""
+    return json.dumps(config | {"quantization_config": rule.quantization_config}, indent=2).encode()
 
 
 def _select(
