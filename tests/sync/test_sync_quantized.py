@@ -1,0 +1,106 @@
+"""Syncs in which the sender quantizes to fp8: what arrives is what the library of reference makes of the sender's weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import epload
+from epload.mapping import Quantize
+from support.checks import all_fine, as_bytes, local_of
+from support.fp8 import Tree
+from support.jobs import Job, Meeting, run
+from support.models import mesh
+from support.quantized import FORMATS, Trainer, assert_same, expected, with_skipped
+from support.small_syncs import many_waves
+
+VERSIONS = (1, 2, 3)
+FORMAT = "128 x 128"
+
+
+def change(model: nn.Module, version: int) -> None:
+    """Another maximum in another block for each version, in bits that bfloat16 rounds away and in others."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_of(parameter).mul_(1 + 0.37 * version)
+
+
+def trainer(version: int) -> Trainer:
+    model = Trainer()
+    for number in range(1, version + 1):
+        change(model, number)
+    return model
+
+
+def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
+    with many_waves(lease_seconds=10):
+        model = fully_shard(Trainer(), mesh=mesh(("all", 3)))
+        rule, snapshot = Quantize(with_skipped(FORMATS[FORMAT])), "none" if waits else "host"
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, mapping=rule, snapshot=snapshot
+        ) as sender:
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in VERSIONS:
+                change(model, version)
+                report = sender.send_weights(version, wait=waits)
+                if not waits:
+                    with torch.no_grad():  # what is sent is what it was
+                        saved = [local_of(parameter).clone() for parameter in model.parameters()]
+                        for parameter in model.parameters():
+                            local_of(parameter).zero_()
+                    report = sender.wait()
+                    with torch.no_grad():
+                        for parameter, old in zip(model.parameters(), saved, strict=True):
+                            local_of(parameter).copy_(old)
+                assert report is not None
+
+
+def engine(like: dict[str, torch.Tensor], shards: int | None) -> nn.Module:
+    """A model with fp8 weights and scales, sharded or not."""
+    model = Tree(like).to_empty(device="cpu")
+    for path, module in list(model.named_modules()) if shards is not None else ():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > shards:
+                made = distribute_tensor(parameter.detach(), mesh(("tp", 2)), [Shard(shards)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(made, requires_grad=False))
+    return model
+
+
+def receive(rank: int, meeting: Meeting, shards: int | None, stage: str) -> list[str]:
+    with many_waves(lease_seconds=10):
+        like = expected(trainer(0), FORMATS[FORMAT])
+        model = engine(like, shards)
+        problems = []
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, verify=False) as receiver:
+            for version in VERSIONS:
+                receiver.receive_weights(version)
+                receiver.commit()
+                wanted = engine(expected(trainer(version), FORMATS[FORMAT]), None)
+                values = expected(trainer(version), FORMATS[FORMAT])
+                for name, tensor in model.state_dict().items():
+                    whole = values[name]
+                    if isinstance(tensor, torch.distributed.tensor.DTensor):
+                        whole = distribute_tensor(whole, mesh(("tp", 2)), [Shard(shards)], src_data_rank=None)
+                    if not torch.equal(as_bytes(local_of(tensor)), as_bytes(local_of(whole))):
+                        problems.append(f"version {version}: {name} differs")
+                del wanted
+        return problems
+
+
+def take(rank: int, meeting: Meeting) -> None:
+    with many_waves(lease_seconds=10), epload.WeightReceiver(None, meeting.hear("address"), timeout=60) as receiver:
+        for version in VERSIONS:
+            receiver.receive_weights(version)
+            assert_same(dict(receiver.tensors()), expected(trainer(version), FORMATS[FORMAT]), f"version {version}")
+
+
+def test_engines_receive_fp8_weights_and_scales() -> None:
+    jobs = [Job(3, send, (4, True)), Job(2, receive, (0, "host")), Job(2, receive, (1, "none"))]
+    all_fine([problems for job in run(jobs)[1:] for problems in job])
+
+
+def test_full_tensors_of_a_snapshot() -> None:
+    run([Job(3, send, (1, False)), Job(1, take)])
