@@ -61,7 +61,7 @@ def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
 def engine(like: dict[str, torch.Tensor], shards: int | None) -> nn.Module:
     """A model with fp8 weights and scales, sharded or not."""
     model = Tree(like).to_empty(device="cpu")
-    for path, module in list(model.named_modules()) if shards is not None else ():
+    for module in list(model.modules()) if shards is not None else ():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim > shards:
                 made = distribute_tensor(parameter.detach(), mesh(("tp", 2)), [Shard(shards)], src_data_rank=None)

@@ -53,9 +53,9 @@ def resolve_mapping(
         ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
     if isinstance(mapping, Mapping):
-        return mapping
+        return _configured(mapping, model)
     if isinstance(mapping, Quantize):
-        return replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping)
+        return _configured(replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping), model)
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
     if pairs := adapter_pairs(model, names, checkpoint):
@@ -71,8 +71,19 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
     """
     if manifest.quantization is not None or set(FP8).isdisjoint(manifest.kinds.dtypes):
         return manifest
-    config = getattr(unwrap(model, ())[0], "config", None)
-    declared: Any = getattr(config, "quantization_config", None)
-    if hasattr(declared, "to_dict"):
-        declared = declared.to_dict()
-    return replace(manifest, quantization=declared_quantization(declared) if isinstance(declared, dict) else None)
+    declared = _declared(model)
+    return replace(manifest, quantization=declared_quantization(declared) if declared is not None else None)
+
+
+def _configured(mapping: Mapping, model: nn.Module) -> Mapping:
+    """Returns the mapping with the quantization that the model's configuration declares, if it is to quantize as that says."""
+    rule = mapping.quantize
+    declared = _declared(model) if rule is not None and rule.config is None else None
+    return replace(mapping, quantize=replace(rule, config=declared)) if rule is not None and declared else mapping
+
+
+def _declared(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the quantization that a model's configuration declares."""
+    declared: Any = getattr(getattr(unwrap(model, ())[0], "config", None), "quantization_config", None)
+    declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    return declared if isinstance(declared, dict) else None

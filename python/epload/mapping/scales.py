@@ -140,10 +140,11 @@ class ScaleBoxes:
         return first, View((0,) * len(size), size, sum(map(int.__mul__, first, strides)), strides)
 
 
-def scale_tensors(targets: Targets, count: int, device: torch.device) -> list[Tensor]:
-    """Returns uninitialized tensors for the scales: the targets from index ``count`` on."""
-    shapes = [targets.layouts[layout].shape for layout in targets.layout[count:]]
-    return [torch.empty(s, dtype=dtype, device=device) for s, dtype in zip(shapes, targets.dtypes[count:], strict=True)]
+def scale_tensors(targets: Targets, scalings: Sequence[Scaling], device: torch.device) -> list[Tensor]:
+    """Returns uninitialized tensors for the scales, in the order of the targets."""
+    numbers = sorted({scaling.scale for scaling in scalings})
+    shapes = [targets.layouts[targets.layout[number]].shape for number in numbers]
+    return [torch.empty(s, dtype=targets.dtypes[n], device=device) for n, s in zip(numbers, shapes, strict=True)]
 
 
 def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
