@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.quantization import quantized_with
 from epload.core.attempt import Attempt
 from epload.core.placement import box_slices
 from epload.core.views import Shape, View
@@ -62,7 +63,7 @@ class QuantizedModel:
             ValueError: there is nothing to quantize, or a weight cannot be.
         """
         self._format, self._count = rule.declaration.format, len(targets.names)
-        weights = _select(model, targets, manifest, placed, rule)
+        weights = select_weights(model, targets, manifest, placed, rule)
         boxes, self._scalings = ScaleBoxes(targets), list[Scaling]()
         names, sizes, dtypes = list[str](), list[Shape](), list(targets.dtypes)
         rows: list[tuple[str, Shape, torch.dtype, tuple[Place, ...]]] = []
@@ -86,8 +87,6 @@ class QuantizedModel:
             sizes.append(view.size)
             rows.append((name, shape, FP8, places))
             rows.append((scale, self._format.scale_shape(shape), self._format.scale_dtype, ((names[-1], view),)))
-        if len({name for name, *_ in rows}) < len(rows):
-            raise ModelMismatch("the checkpoint has scales already, under the names that quantizing gives them")
         all_names, shapes, all_dtypes, self.placed = map(list, zip(*rows, strict=True))
         self.manifest = replace(manifest, names=tuple(all_names), shapes=tuple(shapes), dtypes=tuple(all_dtypes))
         scale_dtypes = [self._format.scale_dtype] * len(names)
@@ -160,10 +159,17 @@ def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:
     return json.dumps(config | {"quantization_config": rule.quantization_config}, indent=2).encode()
 
 
-def _select(
+def select_weights(
     model: nn.Module, targets: Targets, manifest: Manifest, placed: Sequence[tuple[Place, ...]], rule: Quantize
 ) -> dict[int, list[tuple[int, View]]]:
-    """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor."""
+    """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor.
+
+    Raises ModelMismatch, ValueError: see :class:`QuantizedModel`."""
+    if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
+        scale, weight = next(iter(quantized.items()))
+        raise ValueError(
+            f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
+        )
     chosen = set(range(len(targets.names)))
     if not rule.weights:
         aliases = unwrap(model, targets.index)[1]
