@@ -288,7 +288,9 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     mapping = Mapping(
         converts=(Convert(("^query.weight$", "^key.weight$"), ("joint.weight",), (Concatenate(0),)),), quantize=rule
     )
-    with pytest.raises(ModelMismatch, match=r"key\.weight is not quantized but query\.weight is, and both are part of joint"):
+    with pytest.raises(
+        ModelMismatch, match=r"key\.weight is not quantized but query\.weight is, and both are part of joint"
+    ):
         epload.save(fused, tmp_path / "x", mapping=mapping, names_from=tmp_path / "names.safetensors")
     wide, narrow = Tree({"w.weight": torch.empty(4, 4)}), Tree({"w.weight": torch.empty(4, 4, dtype=FP8)})
     source = {"w.weight": torch.ones(4, 4)}

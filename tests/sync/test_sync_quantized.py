@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import epload
 from epload.mapping import Quantize
@@ -13,8 +18,10 @@ from support.checks import all_fine, as_bytes, local_of
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
 from support.models import mesh
-from support.quantized import FORMATS, Trainer, assert_same, expected, with_skipped
+from support.pretrained import config
+from support.quantized import FORMATS, FP8, Trainer, assert_same, expected, fine_grained, reference, with_skipped
 from support.small_syncs import many_waves
+from support.sync_jobs import send_model
 
 VERSIONS = (1, 2, 3)
 FORMAT = "128 x 128"
@@ -78,7 +85,6 @@ def receive(rank: int, meeting: Meeting, shards: int | None, stage: str) -> list
             for version in VERSIONS:
                 receiver.receive_weights(version)
                 receiver.commit()
-                wanted = engine(expected(trainer(version), FORMATS[FORMAT]), None)
                 values = expected(trainer(version), FORMATS[FORMAT])
                 for name, tensor in model.state_dict().items():
                     whole = values[name]
@@ -86,7 +92,6 @@ def receive(rank: int, meeting: Meeting, shards: int | None, stage: str) -> list
                         whole = distribute_tensor(whole, mesh(("tp", 2)), [Shard(shards)], src_data_rank=None)
                     if not torch.equal(as_bytes(local_of(tensor)), as_bytes(local_of(whole))):
                         problems.append(f"version {version}: {name} differs")
-                del wanted
         return problems
 
 
@@ -95,6 +100,42 @@ def take(rank: int, meeting: Meeting) -> None:
         for version in VERSIONS:
             receiver.receive_weights(version)
             assert_same(dict(receiver.tensors()), expected(trainer(version), FORMATS[FORMAT]), f"version {version}")
+
+
+SIZES = {"moe_intermediate_size": 32, "num_hidden_layers": 1, "mlp_only_layers": []}
+BLOCKS = fine_grained((16, 16), modules_to_not_convert=["lm_head"])
+
+
+def make_pretrained() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config("qwen3_moe", **SIZES), dtype=torch.bfloat16)
+
+
+def make_sharded() -> nn.Module:
+    return fully_shard(make_pretrained())
+
+
+def receive_fused(rank: int, meeting: Meeting) -> None:
+    """An engine of the library, whose experts and their scales are fused. They arrive one by one."""
+    settings = transformers.FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=["lm_head"])
+    model = replace_with_fp8_linear(
+        make_pretrained(), modules_to_not_convert=["lm_head"], quantization_config=settings
+    ).to_empty(device="cpu")
+    with pytest.raises(ValueError, match="expected mapping= without Quantize on a receiver"):
+        epload.WeightReceiver(model, meeting.hear("address"), mapping=Quantize())
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        receiver.receive_weights()
+        receiver.commit()
+    wanted = dict(make_pretrained().state_dict())
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype == FP8:
+            wanted |= reference(name, wanted[name], BLOCKS)
+    assert_same(dict(model.state_dict()), wanted)
+
+
+def test_a_model_of_transformers_receives_fused_experts() -> None:
+    sender = partial(send_model, mapping=Quantize(BLOCKS))
+    run([Job(2, sender, (make_sharded,)), Job(1, receive_fused)])
 
 
 def test_engines_receive_fp8_weights_and_scales() -> None:

@@ -53,15 +53,16 @@ def with_quantized(
             sources.setdefault(number, []).append(i)
     format, quantized = rule.declaration.format, list[QuantizedTarget]()
     names, sizes, kinds = list[str](), list[Shape](), list[torch.dtype]()
+    name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
     for weight, numbers in sources.items():
         if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
             continue
-        scale = _scale_of(manifest, targets, sources, weight, format)
+        scale = _scale_of(manifest, targets, sources, weight, name_of[weight], format)
         boxes = _needed_boxes(targets, weight, scale, format.blocks(_shape(targets, weight)))
         first = len(targets.names) + len(names)
         quantized.append(QuantizedTarget(weight, scale, tuple(enumerate(boxes, first)), format))
         of_sources = {manifest.dtypes[i] for i in numbers}
-        names += [f"{targets.names[weight]} before it is quantized, {i}" for i in range(len(boxes))]
+        names += [f"{name_of[weight]} before it is quantized, {i}" for i in range(len(boxes))]
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
         _replace_places(manifest, targets, placed, numbers, weight, list(zip(names[-len(boxes) :], boxes, strict=True)))
@@ -137,12 +138,17 @@ def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) 
 
 
 def _scale_of(
-    manifest: Metadata, targets: Targets, sources: Mapping[int, Sequence[int]], weight: int, format: Fp8Format
+    manifest: Metadata,
+    targets: Targets,
+    sources: Mapping[int, Sequence[int]],
+    weight: int,
+    name: str,
+    format: Fp8Format,
 ) -> int:
     """Returns the target that has the scales of a weight. Raises ModelMismatch if none fits.
 
     ``sources``: the checkpoint tensors that fill each target."""
-    name, dtype, shape = targets.names[weight], targets.dtypes[weight], _shape(targets, weight)
+    dtype, shape = targets.dtypes[weight], _shape(targets, weight)
     scale = targets.index.get(f"{name}{format.suffix}")
     if scale is None or len(shape) < 2 or dtype is not FP8:
         raise ModelMismatch(

@@ -45,8 +45,9 @@ _USUAL_BLOCKS = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of scales. uint8 holds E8M0 exponents (the byte b stands for 2^(b - 127), 255 for NaN), and is refused where the
 configuration does not declare them."""
-_PIECE_ELEMENTS = 8 << 20
-"""Elements that are computed with at once: the memory for it is bounded."""
+_PIECE_ELEMENTS, _PIECE_ELEMENTS_ON_CPU = 8 << 20, 128 << 10
+"""Elements that are computed with at once: the memory for it is bounded, and on CPU stays in the cache. Two threads quantized
+0.8 GB/s of bfloat16 in pieces of 128 Ki there, and 0.1 to 0.3 in pieces of 8 Mi."""
 _WAY_OUT = (
     "pass the folder with the checkpoint's config.json, whose quantization_config declares it, or set "
     "model.config.quantization_config"
@@ -149,7 +150,7 @@ def scale_tensors(targets: Targets, scalings: Sequence[Scaling], device: torch.d
 
 def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
     """Multiplies what this rank owns of each region, in place. ``local`` are the local tensors of ``targets``."""
-    for scaling, view, where in _owned_pieces(scalings, targets):
+    for scaling, view, where in _owned_pieces(scalings, targets, local):
         part = local[scaling.target][where]
         scale = local[scaling.scale].to(part.device)
         factors = (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
@@ -166,7 +167,7 @@ def block_maxima(scalings: Sequence[Scaling], targets: Targets, local: Sequence[
     boxes = {scaling.scale: targets.layouts[targets.layout[scaling.scale]].shape for scaling in scalings}
     device = {scaling.scale: local[scaling.target].device for scaling in scalings}
     maxima = {scale: torch.zeros(box, device=device[scale]) for scale, box in boxes.items()}
-    for scaling, view, where in _owned_pieces(scalings, targets):
+    for scaling, view, where in _owned_pieces(scalings, targets, local):
         (start, size), runs = _span(view, scaling.shape)
         low = tuple(map(int.__floordiv__, start, scaling.blocks))
         counts = tuple(
@@ -226,7 +227,7 @@ def quantize(
         factors: for each block whose maximum :func:`block_maxima` returns, the first result of :meth:`Fp8Format.scales`.
         into: tensors of the same shapes, of which those of the regions are fp8.
     """
-    for scaling, view, where in _owned_pieces(scalings, targets):
+    for scaling, view, where in _owned_pieces(scalings, targets, local):
         part = rounded(local[scaling.target][where].detach())
         expanded = _expand(factors[scaling.scale].to(part.device), scaling, view)
         into[scaling.target][where].copy_(format.narrow(part, expanded))
@@ -336,7 +337,9 @@ def _grid(shape: Shape, blocks: Shape) -> Shape:
 # ---- geometry ----
 
 
-def _owned_pieces(scalings: Sequence[Scaling], targets: Targets) -> Iterator[tuple[Scaling, View, tuple[slice, ...]]]:
+def _owned_pieces(
+    scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]
+) -> Iterator[tuple[Scaling, View, tuple[slice, ...]]]:
     """Yields what this rank owns of each region, in pieces of bounded size: the view of the weight, and the index of the same
     elements in the local tensor."""
     owned: dict[int, list[OwnedRegion]] = {}
@@ -345,10 +348,13 @@ def _owned_pieces(scalings: Sequence[Scaling], targets: Targets) -> Iterator[tup
         if layout not in owned:
             owned[layout] = owned_regions(targets.layouts[layout], targets.coordinates[layout])
         for start, size, local_start in owned_parts((whole.start, whole.size), owned[layout]):
-            rows = max(1, _PIECE_ELEMENTS * size[0] // prod(size)) if size else 1
-            for row in range(0, size[0], rows) if size else (0,):
-                n = (min(rows, size[0] - row), *size[1:]) if size else ()
-                steps = (row, *(0,) * (len(size) - 1)) if size else ()
+            if not size:
+                yield scaling, whole, ()
+                continue
+            limit = _PIECE_ELEMENTS_ON_CPU if local[scaling.target].is_cpu else _PIECE_ELEMENTS
+            rows = max(1, limit * size[0] // prod(size))
+            for row in range(0, size[0], rows):
+                n, steps = (min(rows, size[0] - row), *size[1:]), (row, *(0,) * (len(size) - 1))
                 at = tuple(map(int.__add__, local_start, steps))
                 yield scaling, whole.crop(tuple(map(int.__add__, start, steps)), n), box_slices(at, n)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
-from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.mapping import Mapping, ignored_keys, quantize_rule
 from epload.mapping.place import Place, place
 from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
@@ -65,6 +65,10 @@ class ModelTarget(Target):
     """The parameters and persistent buffers of a model."""
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool) -> None:
+        if quantize_rule(mapping) is not None:
+            raise ValueError(
+                "expected mapping= without Quantize on a receiver: pass it to the WeightSender, which sends fp8"
+            )
         self._model = model
         self._mapping = mapping
         self._strict = strict
