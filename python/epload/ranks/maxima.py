@@ -58,11 +58,12 @@ def reduce_maxima(topology: Topology, own: Attempt[Tensor]) -> Tensor:
 
 
 def _check_equal(counts: dict[int, int]) -> None:
-    if len(set(counts.values())) > 1:
-        (first, a), (other, b) = next(iter(counts.items())), max(counts.items(), key=lambda item: item[1])
-        raise LoadError(
-            f"rank {first} quantizes {a} blocks that ranks share, rank {other} {b}; use one model on all ranks"
-        )
+    first, expected = next(iter(counts.items()))
+    for rank, count in counts.items():
+        if count != expected:
+            raise LoadError(
+                f"rank {first} quantizes {expected} blocks that ranks share, rank {rank} {count}; use one model on all ranks"
+            )
 
 
 def as_integers(maxima: Tensor) -> Tensor:
