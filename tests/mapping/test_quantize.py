@@ -171,6 +171,34 @@ def test_a_load_quantizes_into_every_layout(tmp_path: Path) -> None:
     all_fine(ranks.run(4, load_layouts, tmp_path))
 
 
+def load_own_experts(rank: int) -> None:
+    """Each rank has experts that others lack, and a part of a stack that does not say so; loaded again and again."""
+    config = FORMATS["128 x 128"]
+    like = {f"experts.{i}.w.weight": torch.empty(150, 140, dtype=FP8) for i in range(2)}
+    like |= {f"{name}_scale_inv": torch.empty(2, 2) for name in like}
+    like |= {"stack": torch.empty(2, 30, 40, dtype=FP8), "stack_scale_inv": torch.empty(2, 1, 1)}
+    model, generator = Tree(like), torch.Generator().manual_seed(1)
+    with epload.HierarchicalLoader(readers="one", bucket_bytes=30_000, progress=False) as loader:
+        for _ in range(2):
+            source = {f"experts.{i}.w.weight": torch.randn(150, 140, generator=generator) for i in range(4)}
+            source["stack"] = torch.randn(4, 30, 40, generator=generator)
+            loader.load(
+                model, source, mapping=Quantize(),
+                local_modules=[epload.LocalModules(r"experts\.(\d+)\.", first=2 * rank)],
+                outer_shards=[epload.OuterShard("stack.*", mesh(("ep", 2)), 0)],
+            )  # fmt: skip
+            wanted = {}
+            for i in range(2):
+                wanted |= reference(f"experts.{i}.w.weight", source[f"experts.{2 * rank + i}.w.weight"], config)
+            whole = reference("stack", source["stack"], config)
+            wanted |= {name: tensor[2 * rank : 2 * rank + 2] for name, tensor in whole.items()}
+            assert_same(dict(model.state_dict()), wanted)
+
+
+def test_a_load_quantizes_experts_of_each_rank() -> None:
+    ranks.run(2, load_own_experts)
+
+
 # ---- models of transformers ----
 
 BLOCKS = fine_grained((16, 16), modules_to_not_convert=["lm_head", "model.layers.0.mlp"])

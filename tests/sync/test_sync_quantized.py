@@ -46,7 +46,7 @@ def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
         model = fully_shard(Trainer(), mesh=mesh(("all", 3)))
         rule, snapshot = Quantize(with_skipped(FORMATS[FORMAT])), "none" if waits else "host"
         with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, mapping=rule, snapshot=snapshot
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, mapping=rule, snapshot=snapshot, verify=not waits
         ) as sender:
             if rank == 0:
                 meeting.say("address", sender.address)
@@ -96,10 +96,15 @@ def receive(rank: int, meeting: Meeting, shards: int | None, stage: str) -> list
 
 
 def take(rank: int, meeting: Meeting) -> None:
-    with many_waves(lease_seconds=10), epload.WeightReceiver(None, meeting.hear("address"), timeout=60) as receiver:
+    with (
+        many_waves(lease_seconds=10),
+        epload.WeightReceiver(None, meeting.hear("address"), timeout=60, verify=True) as receiver,
+    ):
         for version in VERSIONS:
-            receiver.receive_weights(version)
-            assert_same(dict(receiver.tensors()), expected(trainer(version), FORMATS[FORMAT]), f"version {version}")
+            report = receiver.receive_weights(version)
+            wanted = expected(trainer(version), FORMATS[FORMAT])
+            assert_same(dict(receiver.tensors()), wanted, f"version {version}")
+            assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
 
 
 SIZES = {"moe_intermediate_size": 32, "num_hidden_layers": 1, "mlp_only_layers": []}
