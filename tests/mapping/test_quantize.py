@@ -26,8 +26,10 @@ import epload
 from epload import ModelMismatch
 from epload.mapping import Concatenate, Convert, Mapping, Quantize
 from epload.transfer import quantizing
-from support import fp8, ranks
+from support import fakedev, fp8, ranks
+from support.accelerator import DEVICE, SEMANTICS
 from support.checks import all_fine, local_of
+from support.fakedev import build
 from support.fp8 import Tree
 from support.models import mesh
 from support.pretrained import config
@@ -335,3 +337,26 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     epload.convert(source, tmp_path / "x", quantize=Quantize(weights=(r"^w\.",)))
     with pytest.raises(ValueError, match=r"expected weights that are not quantized, but w\.weight is"):
         epload.save(load_file(tmp_path / "x" / "model.safetensors"), tmp_path / "y", mapping=Quantize(weights=("w",)))
+
+
+# ---- devices ----
+
+
+def on_a_device(rank: int, folder: Path) -> None:
+    config = with_skipped(FORMATS["128 x 128"])
+    wanted = expected(Trainer(), FORMATS["128 x 128"])
+    for verify in (False, True):
+        model = Tree(wanted).to_empty(device=DEVICE)
+        epload.load(model, dict(Trainer().state_dict()), mapping=Quantize(config), verify=verify, progress=False)
+        assert_same({name: tensor.cpu() for name, tensor in model.state_dict().items()}, wanted)
+    pending = epload.save_async(Trainer().to(DEVICE), folder / "x", mapping=Quantize(config))
+    pending.wait()
+    epload.save(Trainer().to(DEVICE), folder / "y", mapping=Quantize(config))
+    for name in ("x", "y"):
+        assert_same(load_file(folder / name / "model.safetensors"), wanted)
+
+
+@SEMANTICS
+def test_devices(semantics: str, tmp_path: Path) -> None:
+    build.library()
+    ranks.run(1, on_a_device, tmp_path, setup=partial(fakedev.setup, semantics))

@@ -14,7 +14,10 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import epload
 from epload.mapping import Quantize
+from support import fakedev
+from support.accelerator import DEVICE
 from support.checks import all_fine, as_bytes, local_of
+from support.fakedev import build
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
 from support.models import mesh
@@ -150,3 +153,33 @@ def test_engines_receive_fp8_weights_and_scales() -> None:
 
 def test_full_tensors_of_a_snapshot() -> None:
     run([Job(3, send, (1, False)), Job(1, take)])
+
+
+def send_from_device(rank: int, meeting: Meeting) -> None:
+    model = Trainer().to(DEVICE)
+    with epload.WeightSender(
+        model, ("127.0.0.1", 0), receivers=2, timeout=60, mapping=Quantize(with_skipped(FORMATS[FORMAT]))
+    ) as sender:
+        meeting.say("address", sender.address)
+        for version in VERSIONS:
+            change(model, version)
+            sender.send_weights(version)
+
+
+def receive_on(rank: int, meeting: Meeting, where: str, stage: str, pulls: bool) -> None:
+    model = engine(expected(trainer(0), FORMATS[FORMAT]), None).to(where)
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+        for version in VERSIONS:
+            report = receiver.receive_weights(version)
+            receiver.commit()
+            found = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+            assert_same(found, expected(trainer(version), FORMATS[FORMAT]), f"version {version}")
+            assert bool(report.pulled) == pulls, report
+
+
+def test_engines_pull_what_a_device_has_quantized() -> None:
+    build.library()
+    setup = partial(fakedev.setup, "nccl")
+    engines = [(DEVICE, "device", True), ("cpu", "host", False)]
+    jobs = [Job(1, receive_on, arguments, setup=setup) for arguments in engines]
+    run([Job(1, send_from_device, setup=setup), *jobs])

@@ -103,7 +103,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 class Declaration(NamedTuple):
-    """What a ``quantization_config`` says of weights."""
+    """States which weights a ``quantization_config`` quantizes, and how."""
 
     format: Fp8Format
     skip: tuple[str, ...]

@@ -68,7 +68,7 @@ class QuantizedModel:
         names, sizes, dtypes = list[str](), list[Shape](), list(targets.dtypes)
         rows: list[tuple[str, Shape, torch.dtype, tuple[Place, ...]]] = []
         self._shared: dict[int, Tensor] = {}
-        """Of the weights that ranks divide within blocks, by the index of the scales: which blocks these are."""
+        """The blocks that ranks compare, of the weights that have any, by the index of the scales."""
         for i, row in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, placed, strict=True)):
             if i not in weights:
                 rows.append(row)

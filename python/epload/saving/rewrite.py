@@ -1,4 +1,4 @@
-"""What each tensor of a checkpoint becomes in a conversion: cast, or quantized."""
+"""Casts or quantizes the tensors of a checkpoint that is converted."""
 
 from __future__ import annotations
 
