@@ -20,9 +20,9 @@ from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loading.hints import list_first
 from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
+from epload.mapping.mapping import AnyMapping
 from epload.mapping.mapping import Mapping as Rules
 from epload.mapping.precision import DTypes
-from epload.mapping.quantize import Quantize
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.planning.schedule import WAVE_BYTES
@@ -36,7 +36,7 @@ def load(
     model: nn.Module,
     checkpoint: Any,
     *,
-    mapping: Rules | Quantize | str = "auto",
+    mapping: AnyMapping = "auto",
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
     dtype: DTypes = None,

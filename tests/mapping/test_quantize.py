@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +25,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import epload
 from epload import ModelMismatch
+from epload.cli.main import main
 from epload.mapping import Concatenate, Convert, Mapping, Quantize
 from epload.transfer import quantizing
 from support import fakedev, fp8, ranks
@@ -250,6 +252,16 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
             if tensor.dtype == FP8:
                 tensors |= reference(name, tensors[name], BLOCKS)
         assert_same(dict(fused.state_dict()), tensors)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = {"a.weight": torch.randn(130, 40).to(BF16), "a.bias": torch.ones(3), "b.weight": torch.randn(4, 4)}
+    save_file(source, tmp_path / "m.safetensors")
+    arguments = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "new"), "--weights", r"^a\."]
+    assert "expected --quantize with it" in CliRunner().invoke(main, arguments).output
+    assert CliRunner().invoke(main, [*arguments, "--quantize", "fp8"]).exit_code == 0
+    wanted = source | reference("a.weight", source["a.weight"], FORMATS["128 x 128"])
+    assert_same(load_file(tmp_path / "new" / "model.safetensors"), wanted)
 
 
 # ---- memory ----

@@ -26,9 +26,8 @@ from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes, below_fp32_warning
-from epload.mapping.quantize import Quantize
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.observe.render import count, list_keys
@@ -139,7 +138,7 @@ class HierarchicalLoader:
         model: nn.Module,
         checkpoint: Any,
         *,
-        mapping: Mapping | Quantize | str = "auto",
+        mapping: AnyMapping = "auto",
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
         dtype: DTypes = None,

@@ -190,6 +190,10 @@ def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str,
                 ) from error
 
 
-def quantize_rule(mapping: Mapping | Quantize | str) -> Quantize | None:
+AnyMapping = Mapping | Quantize | str
+"""The mappings that callers may pass: rules; a Quantize, which is added to ``"auto"``; or ``"auto"``."""
+
+
+def quantize_rule(mapping: AnyMapping) -> Quantize | None:
     """Returns the rule by which a mapping quantizes weights; None if it quantizes none."""
     return mapping if isinstance(mapping, Quantize) else mapping.quantize if isinstance(mapping, Mapping) else None

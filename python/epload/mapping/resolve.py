@@ -12,7 +12,7 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping, Mapping
 from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
@@ -43,7 +43,7 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
 
 
 def resolve_mapping(
-    mapping: Mapping | Quantize | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+    mapping: AnyMapping, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
 ) -> Mapping:
     """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
     adapter. A Quantize is added to what ``"auto"`` is.

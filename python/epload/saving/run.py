@@ -17,9 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log
 from epload.core.attempt import Attempt
-from epload.mapping.mapping import Mapping as Rules
-from epload.mapping.mapping import quantize_rule
-from epload.mapping.quantize import Quantize
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
@@ -41,7 +39,7 @@ class SaveJob:
         self,
         model: nn.Module | Mapping[str, Any],
         path: str | Path,
-        mapping: Rules | Quantize | str,
+        mapping: AnyMapping,
         names_from: Any,
         dtype: torch.dtype | None,
         max_shard_bytes: int,
@@ -67,7 +65,7 @@ class SaveJob:
     def _read(
         self,
         model: nn.Module | Mapping[str, Any],
-        mapping: Rules | Quantize | str,
+        mapping: AnyMapping,
         names_from: Any,
         dtype: torch.dtype | None,
     ) -> SavedModel:

@@ -16,7 +16,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
-from epload.mapping.mapping import Mapping, quantize_rule
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
@@ -45,9 +45,7 @@ class SavedModel:
     """The model whose tensors are saved, if that is another one."""
 
 
-def read_model(
-    model: nn.Module, mapping: Mapping | Quantize | str, names_from: Any, dtype: torch.dtype | None
-) -> SavedModel:
+def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None) -> SavedModel:
     """Reads a model. Reshards FSDP2 modules.
 
     Args:

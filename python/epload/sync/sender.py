@@ -15,8 +15,7 @@ from epload.core import garbage_collection, threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
-from epload.mapping.mapping import Mapping
-from epload.mapping.quantize import Quantize
+from epload.mapping.mapping import AnyMapping
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, Refused, exclusive
@@ -53,7 +52,7 @@ class WeightSender(Endpoint):
         address: Address,
         *,
         receivers: int,
-        mapping: Mapping | Quantize | str = "auto",
+        mapping: AnyMapping = "auto",
         names_from: Any = None,
         topology: Topology | None = None,
         timeout: timedelta | float | None = None,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
-from epload.mapping.mapping import Mapping, quantize_rule
-from epload.mapping.quantize import Quantize
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.mapping.wrappers import names_added_by_adapters
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
@@ -40,7 +39,7 @@ class SentModel:
     def __init__(
         self,
         model: nn.Module,
-        mapping: Mapping | Quantize | str,
+        mapping: AnyMapping,
         names_from: Any,
         snapshot: bool,
         through_host: bool,
