@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -252,6 +254,21 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
             if tensor.dtype == FP8:
                 tensors |= reference(name, tensors[name], BLOCKS)
         assert_same(dict(fused.state_dict()), tensors)
+
+
+def test_wrapped_models(tmp_path: Path) -> None:
+    """Activation checkpointing hides its wrapper in the state dict; torch.compile and PEFT do not."""
+    rule, wanted = Quantize(with_skipped(FORMATS["128 x 128"])), expected(Trainer(), FORMATS["128 x 128"])
+    model = Trainer()
+    model.up = checkpoint_wrapper(model.up)
+    wanted["down.weight"].view(torch.uint8)[0, 0] = 0  # merging adds 0 to -0.0
+    adapted = peft.get_peft_model(Trainer(), peft.LoraConfig(target_modules=["up", "down"]))
+    adapted.merge_adapter()
+    for name, wrapped in {"checkpointed": model, "compiled": torch.compile(Trainer()), "adapted": adapted}.items():
+        epload.save(wrapped, tmp_path / name, mapping=rule)
+        found = load_file(tmp_path / name / "model.safetensors")
+        found["down.weight"].view(torch.uint8)[0, 0] &= 0x7F
+        assert_same(found, wanted, name)
 
 
 def test_the_command(tmp_path: Path) -> None:

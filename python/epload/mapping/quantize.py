@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,24 +91,21 @@ def linear_targets(
 
     ``bare_names``: the name without wrappers of each of the model's names."""
     head, names_of = _output_embeddings(model), Counter(targets.index.values())
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
     chosen = set()
-    for prefix, module in Modules(model).named:
-        for name in _weights_of(prefix, module):
-            number, path = targets.index.get(name), bare_names.get(name, name).rpartition(".")[0]
-            if number is None or names_of[number] > 1 or module is head or name in wide:
+    for _, module in Modules(model).named:
+        for leaf, parameter in module._parameters.items():
+            number = number_of.get(id(parameter))
+            if parameter is None or number is None or names_of[number] > 1 or module is head:
                 continue
-            if not _KEPT.search(path) and not rule.declaration.skips(path):
+            name = targets.names[number]
+            path = bare_names[name].rpartition(".")[0]
+            is_stack = path.endswith("experts") and parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
+                continue
+            if name not in wide and not _KEPT.search(path) and not rule.declaration.skips(path):
                 chosen.add(number)
     return chosen
-
-
-def _weights_of(prefix: str, module: nn.Module) -> Iterable[str]:
-    """Returns the names of what is multiplied with activations in a module."""
-    if isinstance(module, nn.Linear):
-        return [f"{prefix}weight"]
-    if prefix.endswith("experts."):
-        return [prefix + name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    return []
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
