@@ -6,7 +6,7 @@ needs no other rank for the largest values, and every layout gives the same byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -54,18 +54,31 @@ def with_quantized(
     format, quantized = rule.declaration.format, list[QuantizedTarget]()
     names, sizes, kinds = list[str](), list[Shape](), list[torch.dtype]()
     name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
+    # Weights that are divided alike share boxes and views.
+    boxes_of: dict[tuple[int, int], list[Box]] = {}
+    views_of: dict[tuple[int, int, int], tuple[View, list[View]]] = {}
     for weight, numbers in sources.items():
         if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
             continue
         scale = _scale_of(manifest, targets, sources, weight, name_of[weight], format)
-        boxes = _needed_boxes(targets, weight, scale, format.blocks(_shape(targets, weight)))
+        layouts = targets.layout[weight], targets.layout[scale]
+        if layouts not in boxes_of:
+            boxes_of[layouts] = _needed_boxes(targets, weight, scale, format.blocks(_shape(targets, weight)))
+        boxes = boxes_of[layouts]
         first = len(targets.names) + len(names)
         quantized.append(QuantizedTarget(weight, scale, tuple(enumerate(boxes, first)), format))
         of_sources = {manifest.dtypes[i] for i in numbers}
         names += [f"{name_of[weight]} before it is quantized, {i}" for i in range(len(boxes))]
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
-        _replace_places(manifest, targets, placed, numbers, weight, list(zip(names[-len(boxes) :], boxes, strict=True)))
+
+        def views(view: View, boxes: Sequence[Box] = boxes, layouts: tuple[int, int] = layouts) -> list[View]:
+            key = id(view), *layouts
+            if key not in views_of:  # the view is kept, so that no other gets its id
+                views_of[key] = view, [_within(view, box) for box in boxes]
+            return views_of[key][1]
+
+        _replace_places(manifest, targets, placed, numbers, weight, names[-len(boxes) :], views)
     return targets.with_extra(names, sizes, kinds), tuple(quantized)
 
 
@@ -75,9 +88,11 @@ def _replace_places(
     placed: list[tuple[Place, ...]],
     numbers: Sequence[int],
     weight: int,
-    boxes: Sequence[tuple[str, Box]],
+    boxes: Sequence[str],
+    views: Callable[[View], Sequence[View]],
 ) -> None:
-    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given with their names.
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name. ``views``: of a view of the
+    weight the part in each box.
 
     Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
     first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
@@ -87,7 +102,7 @@ def _replace_places(
             if targets.index.get(name) != weight:
                 new_places.append((name, view))
             elif name == first:
-                new_places += [(extra, _within(view, box)) for extra, box in boxes]
+                new_places += zip(boxes, views(view), strict=True)
             elif (first, view) not in placed[i]:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "

@@ -110,6 +110,8 @@ class ScaleBoxes:
         self._owned = [owned_regions(*layout) for layout in zip(targets.layouts, targets.coordinates, strict=True)]
         self._boxes: dict[tuple[object, ...], list[Box]] = {}
         """Boxes of a weight that this rank owns of a region, by what they depend on."""
+        self._views: dict[tuple[Shape, Shape, Shape], View] = {}
+        """Views of scales; those of weights that are divided alike are one object."""
 
     def find(self, name: str, regions: Sequence[tuple[int, View]], shape: Shape, blocks: Shape) -> tuple[Shape, View]:
         """Returns the start of the box of all scales that this rank needs, one entry per dim of the weight, and the view of the
@@ -137,8 +139,12 @@ class ScaleBoxes:
                 self._boxes[key] = [_span(view.crop(part.start, part.size), shape)[0] for part in parts]
             boxes += self._boxes[key]
         first, size = _box_of_scales(boxes, blocks)
-        strides = row_major_strides(_grid(shape, blocks))
-        return first, View((0,) * len(size), size, sum(map(int.__mul__, first, strides)), strides)
+        grid = _grid(shape, blocks)
+        if (first, size, grid) not in self._views:
+            strides = row_major_strides(grid)
+            view = View((0,) * len(size), size, sum(map(int.__mul__, first, strides)), strides)
+            self._views[first, size, grid] = view
+        return first, self._views[first, size, grid]
 
 
 def scale_tensors(targets: Targets, scalings: Sequence[Scaling], device: torch.device) -> list[Tensor]:

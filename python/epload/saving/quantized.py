@@ -67,6 +67,7 @@ class QuantizedModel:
         boxes, self._scalings = ScaleBoxes(targets), list[Scaling]()
         names, sizes, dtypes = list[str](), list[Shape](), list(targets.dtypes)
         rows: list[tuple[str, Shape, torch.dtype, tuple[Place, ...]]] = []
+        shared_of: dict[tuple[object, ...], Tensor] = {}
         self._shared: dict[int, Tensor] = {}
         """The blocks that ranks compare, of the weights that have any, by the index of the scales."""
         for i, row in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, placed, strict=True)):
@@ -78,8 +79,11 @@ class QuantizedModel:
             first, view = boxes.find(name, weights[i], shape, blocks)
             number = self._count + len(names)
             scalings = [Scaling(target, region, shape, number, first, blocks) for target, region in weights[i]]
-            if (shared := scales.shared_blocks(scalings, targets)).any():
-                self._shared[number] = shared
+            key = shape, *((targets.layout[target], id(region)) for target, region in weights[i])
+            if key not in shared_of:
+                shared_of[key] = scales.shared_blocks(scalings, targets)
+            if shared_of[key].any():
+                self._shared[number] = shared_of[key]
             self._scalings += scalings
             for scaling in scalings:
                 dtypes[scaling.target] = FP8
