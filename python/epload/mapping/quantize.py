@@ -118,16 +118,16 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 
 def _section(config: Any) -> Mapping[str, Any]:
     """Returns the ``quantization_config`` that a caller means."""
-    given = config
+    passed = config
     if isinstance(config, str | os.PathLike):
         config = read_config(config)
     elif hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise TypeError(f"expected a quantization_config, or a folder whose config.json has one, got {given!r}")
+        raise TypeError(f"expected a quantization_config, or a folder whose config.json has one, got {passed!r}")
     section = config if "quant_method" in config else quantization_section(config)
     if section is None:
         raise ValueError(
-            f"expected a quantization_config, but {given!r} has none; pass a dict, or None for the default"
+            f"expected a quantization_config, but {passed!r} has none; pass a dict, or None for the default"
         )
     return section

@@ -171,12 +171,12 @@ def _scale_of(
             f"float8_e4m3fn, and its scales next to it as {name}{format.suffix}; pass Quantize() the quantization_config of the "
             "model"
         )
-    stored, expected, found = targets.dtypes[scale], format.scale_shape(shape), _shape(targets, scale)
+    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), _shape(targets, scale)
     same_bits = {torch.uint8, torch.float8_e8m0fnu}
     exact = stored is format.scale_dtype or (stored is torch.float32 and format.scale_dtype is torch.bfloat16)
-    if not (exact or {stored, format.scale_dtype} == same_bits) or (found != expected and {*found, *expected} != {1}):
+    if not (exact or {stored, format.scale_dtype} == same_bits) or (actual != expected and {*actual, *expected} != {1}):
         raise ModelMismatch(
-            f"{name}{format.suffix} is {dtypes.name(stored)} of shape {list(found)} in the model, expected "
+            f"{name}{format.suffix} is {dtypes.name(stored)} of shape {list(actual)} in the model, expected "
             f"{dtypes.name(format.scale_dtype)} of shape {list(expected)}, as the quantization_config of Quantize() says"
         )
     if (others := sources.get(scale)) is not None:
@@ -209,8 +209,8 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
         high = tuple(min(-(-b // block) * block, n) for b, block, n in zip(end, blocks, shape, strict=True))
         whole.append((low, tuple(map(int.__sub__, high, low))))
     distinct = list(dict.fromkeys(whole))
-    kept = [box for box in distinct if not any(intersect(box, other) == box for other in distinct if other != box)]
-    return kept or [((0,) * len(shape), (0,) * len(shape))]
+    largest = [box for box in distinct if not any(intersect(box, other) == box for other in distinct if other != box)]
+    return largest or [((0,) * len(shape), (0,) * len(shape))]
 
 
 def _within(view: View, box: Box) -> View:
