@@ -20,6 +20,7 @@ from epload.errors import CheckpointError, ModelMismatch, message_of
 from epload.loading.hints import list_first
 from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
+from epload.mapping.mapping import AnyMapping
 from epload.mapping.mapping import Mapping as Rules
 from epload.mapping.precision import DTypes
 from epload.model.flat_state import FlatState, assign
@@ -35,7 +36,7 @@ def load(
     model: nn.Module,
     checkpoint: Any,
     *,
-    mapping: Rules | str = "auto",
+    mapping: AnyMapping = "auto",
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
     dtype: DTypes = None,

@@ -14,7 +14,7 @@ from torch import nn
 from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
-from epload.mapping.mapping import Mapping as Rules
+from epload.mapping.mapping import AnyMapping
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import SaveJob
@@ -31,7 +31,7 @@ def save(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,
     *,
-    mapping: Rules | str = "auto",
+    mapping: AnyMapping = "auto",
     names_from: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -89,7 +89,7 @@ def save_async(
     model: nn.Module | Mapping[str, Any],
     path: str | Path,
     *,
-    mapping: Rules | str = "auto",
+    mapping: AnyMapping = "auto",
     names_from: Any = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import epload
 from epload.cli.main import main
-from epload.saving import convert as converting
+from epload.saving import rewrite as converting
 from support import ranks
 from support.checkpoints import read_folder
 from support.checks import as_bytes

@@ -60,10 +60,16 @@ def quantization_of(config: Any) -> Quantization | None:
     """Reads the content of a ``config.json`` or ``hf_quant_config.json``; None if it declares no quantization."""
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a JSON object, got {type(config).__name__}")
+    section = quantization_section(config)
+    return declared_quantization(section) if section is not None else None
+
+
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the part of a ``config.json`` or ``hf_quant_config.json`` that declares a quantization; None if there is none."""
     for section in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config", "quantization"):
             if isinstance(section, Mapping) and isinstance(declared := section.get(key), Mapping):
-                return declared_quantization(declared)
+                return declared
     return None
 
 

@@ -13,6 +13,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.cli.output import json_option, print_json, show, variant_option
 from epload.core import dtypes
 from epload.mapping.mapping import Rename
+from epload.mapping.quantize import Quantize
 from epload.observe.progress import Progress
 from epload.ranks.topology import Topology
 from epload.saving.convert import convert as rewrite
@@ -29,6 +30,14 @@ _file = click.Path(exists=True, dir_okay=False)
 @click.option(
     "--rename", "renames", multiple=True, metavar="PATTERN=TEXT", help="Replace a regular expression in names."
 )
+@click.option(
+    "--quantize",
+    metavar="CONFIG",
+    help='Quantize weights to fp8, as the quantization_config of this folder or config.json says; "fp8" for blocks of 128 x 128.',
+)
+@click.option(
+    "--weights", multiple=True, metavar="PATTERN", help="Quantize those whose names match, not those of layers."
+)
 @click.option("--prefix", default="", help="Of a DCP folder: where in it the model is.")
 @click.option(
     "--max-shard-gb",
@@ -42,8 +51,8 @@ _file = click.Path(exists=True, dir_okay=False)
 @variant_option
 @json_option
 def convert(
-    source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], prefix: str, max_shard_gb: float,
-    files: tuple[str, ...], overwrite: bool, variant: str, as_json: bool,
+    source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], quantize: str | None, weights: tuple[str, ...],
+    prefix: str, max_shard_gb: float, files: tuple[str, ...], overwrite: bool, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Write the tensors of SOURCE to FOLDER, as safetensors files.
 
@@ -56,13 +65,16 @@ def convert(
         if not separator:
             raise click.BadParameter(f"expected PATTERN=TEXT, got {rename}", param_hint="--rename")
         rules.append(Rename(pattern, text))
+    if weights and quantize is None:
+        raise click.BadParameter("expected --quantize with it", param_hint="--weights")
+    rule = None if quantize is None else Quantize(None if quantize == "fp8" else quantize, weights)
     opened = Checkpoint.open(source, prefix=prefix, variant=variant)
     with _ranks() as topology:
         first = topology is None or topology.rank == topology.ranks[0]
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
         with Progress(total, first and not as_json) as bar:
             report = rewrite(
-                opened, folder, dtype=dtypes.from_name(dtype) if dtype else None, renames=rules,
+                opened, folder, dtype=dtypes.from_name(dtype) if dtype else None, renames=rules, quantize=rule,
                 max_shard_bytes=int(max_shard_gb * 1e9), files=files, overwrite=overwrite, topology=topology,
                 progress=bar.update,
             )  # fmt: skip

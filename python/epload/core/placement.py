@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -135,6 +136,20 @@ def _owned_intervals(layout: Layout, coordinate: Sequence[int]) -> Iterator[list
     """The intervals of each dim."""
     for dim, length in enumerate(layout.shape):
         yield owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
+
+
+@lru_cache(maxsize=1024)
+def shard_boundaries(layout: Layout, dim: int) -> tuple[frozenset[int], bool]:
+    """Returns the indices of a dim at which what some rank owns starts or ends, none if the dim is not sharded, and True if some
+    rank owns more than one interval."""
+    axes = {axis for axis, p in enumerate(layout.placements) if isinstance(p, Sharded) and p.dim == dim}
+    if all(layout.mesh_shape[axis] == 1 for axis in axes):
+        return frozenset(), False
+    ranks = product(*(range(n if axis in axes else 1) for axis, n in enumerate(layout.mesh_shape)))
+    rest = layout.shape[dim], dim, layout.mesh_shape, layout.placements
+    owned = [owned_intervals(*rest, coordinate) for coordinate in ranks]
+    boundaries = frozenset(at for intervals in owned for start, size in intervals for at in (start, start + size))
+    return boundaries, any(len(intervals) > 1 for intervals in owned)
 
 
 def owned_parts(box: Box, owned: Iterable[OwnedRegion]) -> Iterator[OwnedRegion]:

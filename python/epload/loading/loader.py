@@ -26,7 +26,7 @@ from epload.loading.recorder import record_events
 from epload.loading.request import Options, Request
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes, below_fp32_warning
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
@@ -138,7 +138,7 @@ class HierarchicalLoader:
         model: nn.Module,
         checkpoint: Any,
         *,
-        mapping: Mapping | str = "auto",
+        mapping: AnyMapping = "auto",
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
         dtype: DTypes = None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
 from epload.model.initialization import InitMissing
@@ -79,7 +79,7 @@ class Request:
 
     model: nn.Module
     checkpoint: Any
-    mapping: Mapping | str
+    mapping: AnyMapping
     strict: bool
     ignore_mismatched_shapes: bool
     dtype: DTypes

@@ -57,8 +57,10 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
                 _prove(control, load, topology.ranks if load.all_read else route.flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
         scalings = load.plan.scalings
-        with resources.device.entered() if scalings and device != CPU else nullcontext():
+        computes = scalings or load.plan.quantized
+        with resources.device.entered() if computes and device != CPU else nullcontext():
             fp8_scales.multiply(scalings, load.plan.targets, local.tensors)
+            local.quantize()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)
         _finish(topology, load, report)
 
@@ -73,8 +75,8 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint
             report.stream = resources.device.describe_stream(device)
-        scales = fp8_scales.scale_tensors(plan.targets, len(targets.names), device)
-        return Local(plan, targets.local() + scales, staging)
+        scales = fp8_scales.scale_tensors(plan.targets, plan.scalings, device)
+        return Local(plan, targets.local() + scales, staging, keeps=resources.options.verify)
 
 
 def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: Local) -> None:

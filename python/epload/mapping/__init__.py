@@ -20,6 +20,7 @@
 
 from epload.mapping.mapping import Convert, Mapping, Rename
 from epload.mapping.operations import Concatenate, Operation, Reshape, Split, Stack, Transpose, Unstack
+from epload.mapping.quantize import Quantize
 from epload.mapping.resolve import from_model
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Convert",
     "Mapping",
     "Operation",
+    "Quantize",
     "Rename",
     "Reshape",
     "Split",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from epload.core.views import View
 from epload.mapping.operations import Operation
+from epload.mapping.quantize import Quantize
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Mapping:
     only: tuple[tuple[str, str], ...] = ()
     """Pairs of checkpoint key and model name. Unless empty, tensors of the model that are not listed are not expected in the
     checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
+    quantize: Quantize | None = None
+    """Quantizes weights after all other rules."""
     places: tuple[tuple[tuple[str, View], ...], ...] | None = field(default=None, compare=False, repr=False)
     """Places of each checkpoint tensor in one rank's model, as :func:`epload.mapping.place.place` returns them, where they are
     known; the rules then do not count."""
@@ -106,6 +109,8 @@ class Mapping:
         of what it should hold."""
         check_tuples(self, renames=Rename, converts=Convert, ties=tuple, aliases=Rename, only=tuple)
         check_tuples(self, ignore_unexpected=str, ignore_missing=str)
+        if not isinstance(self.quantize, Quantize | None):
+            raise TypeError(f"expected quantize to be a Quantize, got {self.quantize!r}")
         for pattern in (*self.ignore_unexpected, *self.ignore_missing):
             try:
                 re.compile(pattern)
@@ -183,3 +188,12 @@ def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str,
                 raise ValueError(
                     f"expected valid regular expressions, and targets that refer to groups they define, got {rule}: {error}"
                 ) from error
+
+
+AnyMapping = Mapping | Quantize | str
+"""The mappings that callers may pass: rules; a Quantize, which is added to ``"auto"``; or ``"auto"``."""
+
+
+def quantize_rule(mapping: AnyMapping) -> Quantize | None:
+    """Returns the rule by which a mapping quantizes weights; None if it quantizes none."""
+    return mapping if isinstance(mapping, Quantize) else mapping.quantize if isinstance(mapping, Mapping) else None

@@ -20,7 +20,7 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import apply_renames
-from epload.mapping.place import place
+from epload.mapping.place import Place, place
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import strip_wrappers, unwrap
 from epload.model.initialization import is_pretrained, new_on_meta, preserve_generators
@@ -84,22 +84,32 @@ def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.d
 
     ``config`` is that of its ``config.json``, which names a class of transformers. No code next to it is run. Raises ValueError
     if the class is unknown, or the checkpoint does not fit it."""
+    model, placed = model_by_config(config, manifest, dtype)
+    in_fp32 = kept_in_fp32(model, list(model.state_dict()), dtype)
+    return {
+        n for n, places in zip(manifest.names, placed, strict=True) if any(target in in_fp32 for target, _ in places)
+    }
+
+
+def model_by_config(
+    config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype
+) -> tuple[nn.Module, list[tuple[Place, ...]]]:
+    """Returns the model on meta that a checkpoint's ``config.json`` names, and the places of the checkpoint's tensors in it.
+
+    Raises ValueError as :func:`kept_by_config`."""
     try:
         import transformers
 
         kind = getattr(transformers, config["architectures"][0])
         with torch.device("meta"), preserve_generators():
-            model = kind._from_config(kind.config_class.from_dict(dict(config)), dtype=dtype)
+            model: nn.Module = kind._from_config(kind.config_class.from_dict(dict(config)), dtype=dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         placed = place(from_model(model), manifest.names, manifest.shapes, shapes, mismatches=[])
         if not any(placed):
             raise ValueError(f"no tensor of the checkpoint fits {kind.__name__}")
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
-    in_fp32 = kept_in_fp32(model, list(shapes), dtype)
-    return {
-        n for n, places in zip(manifest.names, placed, strict=True) if any(target in in_fp32 for target, _ in places)
-    }
+    return model, placed
 
 
 def below_fp32_warning(targets: Targets) -> str:

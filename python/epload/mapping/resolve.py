@@ -12,7 +12,8 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping, Mapping
+from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
 
@@ -42,17 +43,19 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
 
 
 def resolve_mapping(
-    mapping: Mapping | str, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+    mapping: AnyMapping, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
 ) -> Mapping:
     """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
-    adapter.
+    adapter. A Quantize is added to what ``"auto"`` is.
 
     Raises:
-        ValueError: neither a Mapping nor ``"auto"``.
+        ValueError: neither a Mapping, nor a Quantize, nor ``"auto"``.
         ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
     if isinstance(mapping, Mapping):
-        return mapping
+        return _configured(mapping, model)
+    if isinstance(mapping, Quantize):
+        return _configured(replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping), model)
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
     if pairs := adapter_pairs(model, names, checkpoint):
@@ -68,8 +71,19 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
     """
     if manifest.quantization is not None or set(FP8).isdisjoint(manifest.kinds.dtypes):
         return manifest
-    config = getattr(unwrap(model, ())[0], "config", None)
-    declared: Any = getattr(config, "quantization_config", None)
-    if hasattr(declared, "to_dict"):
-        declared = declared.to_dict()
-    return replace(manifest, quantization=declared_quantization(declared) if isinstance(declared, dict) else None)
+    declared = _declared(model)
+    return replace(manifest, quantization=declared_quantization(declared) if declared is not None else None)
+
+
+def _configured(mapping: Mapping, model: nn.Module) -> Mapping:
+    """Returns the mapping with the quantization that the model's configuration declares, if it is to quantize as that says."""
+    rule = mapping.quantize
+    declared = _declared(model) if rule is not None and rule.config is None else None
+    return replace(mapping, quantize=replace(rule, config=declared)) if rule is not None and declared else mapping
+
+
+def _declared(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the quantization that a model's configuration declares."""
+    declared: Any = getattr(getattr(unwrap(model, ())[0], "config", None), "quantization_config", None)
+    declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    return declared if isinstance(declared, dict) else None

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Mapping as MappingType
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,9 @@ from epload.mapping.operations import Operation, TargetShapes, TensorLists
 from epload.mapping.tracking import ElementTracker, track
 from epload.model.initialization import class_before_fsdp
 
+_SCALES = "_scale_inv"
+"""Appended to a weight's name, the name of its scales in the library's fp8."""
+_WHOLE_WORD = r"(?!\w)"
 SUPPORTED = ("5.19", "5.24")
 """The oldest and the newest version of transformers that epload is tested with."""
 
@@ -40,9 +43,10 @@ def from_transformers(model: Any) -> Mapping:
     transforms = get_model_conversion_mapping(_without_fsdp(modules))
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     unexpected, missing = _ignored_patterns(model, modules)
+    names = "\n".join(name for name, _ in model.named_parameters())
     return Mapping(
         tuple(LibraryRename.of(transform) for transform in transforms if transform not in converters),
-        tuple(convert_of(converter, model.config) for converter in converters),
+        tuple(chain.from_iterable(_with_scales(converter, model, names) for converter in converters)),
         model.base_model_prefix,
         tuple((getattr(model, "all_tied_weights_keys", None) or {}).items()),
         required=False,
@@ -165,13 +169,25 @@ def _scopes(transform: Any) -> tuple[str, ...]:
     return (base + scope, scope)
 
 
+def _with_scales(converter: Any, model: Any, names: str) -> Iterator[Convert]:
+    """Yields the rule for a ``WeightConverter``, and a copy for the scales, if the model keeps fp8 and has them as parameters: as
+    the library's ``HfQuantizer.update_weight_conversions``."""
+    rule = convert_of(converter, model.config)
+    yield rule
+    first, *_ = converter.target_patterns
+    are_weights = all(pattern.endswith(".weight") for pattern in converter.source_patterns)
+    if are_weights and re.search(rf"{first}{_SCALES}$", names, re.MULTILINE):
+        sources = tuple(f"{source.removesuffix(_WHOLE_WORD)}{_SCALES}{_WHOLE_WORD}" for source in rule.sources)
+        yield replace(rule, sources=sources, targets=tuple(target + _SCALES for target in rule.targets))
+
+
 def convert_of(converter: Any, config: Any) -> Convert:
     """Returns the rule for a ``WeightConverter`` of a model with this configuration."""
     sources = []
     for pattern in converter.source_patterns:
         # The library adds to a pattern that ends in a word that the word must match whole (not before transformers 5.20).
-        whole_word = pattern.replace("*.", r".*\.") + r"(?!\w)" in converter.compiled_sources.pattern
-        sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + r"(?!\w)" * whole_word)
+        whole_word = pattern.replace("*.", r".*\.") + _WHOLE_WORD in converter.compiled_sources.pattern
+        sources.append(re.sub(r"\*(?=\.|$)", r"(?P<index>\\d+)", pattern, count=1) + _WHOLE_WORD * whole_word)
     # It expands only \1 and the like; all else is literal.
     literal = (re.sub(r"\\(?!\d)", r"\\\\", pattern.replace("*", "{index}")) for pattern in converter.target_patterns)
     targets = tuple(re.sub(r"\\(\d)", r"\\g<\1>", pattern) for pattern in literal)

@@ -105,13 +105,14 @@ class Targets:
     def with_extra(self, names: list[str], shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Targets:
         """Returns these targets followed by plain ones that other ranks may lack, without their tensors."""
         numbers = range(len(self.names), len(self.names) + len(names))
+        number_of = {shape: i for i, shape in enumerate(dict.fromkeys(shapes), len(self.layouts))}
         return replace(
             self,
             names=self.names + names,
-            layout=self.layout + list(range(len(self.layouts), len(self.layouts) + len(shapes))),
+            layout=self.layout + [number_of[shape] for shape in shapes],
             dtypes=self.dtypes + dtypes,
-            layouts=self.layouts + [Layout(shape, (), ()) for shape in shapes],
-            coordinates=self.coordinates + [()] * len(shapes),
+            layouts=self.layouts + [Layout(shape, (), ()) for shape in number_of],
+            coordinates=self.coordinates + [()] * len(number_of),
             index=self.index | dict(zip(names, numbers, strict=True)),
             local_only=self.local_only | {*numbers},
         )

@@ -15,6 +15,7 @@ from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
 from epload.mapping.place import ShapeMismatch, place
+from epload.mapping.quantized_targets import QuantizedTarget, with_quantized
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
 from epload.native.extension import _C
@@ -49,9 +50,11 @@ class LoadPlan:
     casts: int
     """Number of checkpoint tensors whose dtype is converted."""
     targets: Targets
-    """Without tensors: the model's, then the extra tensors for scales."""
+    """Without tensors: the model's, then extra ones: for scales, and for what is quantized."""
     scalings: tuple[Scaling, ...]
     """Targets that are multiplied by scales once all data is there."""
+    quantized: tuple[QuantizedTarget, ...]
+    """Targets that are quantized as soon as their data is there."""
 
     def taken(self, numbers: range) -> tuple[list[int], CopyTable, Tensor]:
         """Returns what this rank copies out of several buckets as if they were one: targets, the copies, which count in these,
@@ -126,6 +129,7 @@ def make_plan(
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
     mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
+    targets, quantized = with_quantized(manifest, targets, placed, mapping.quantize)
     explained = required | {source for mismatch in mismatches for source in mismatch.sources}
     unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
     scaled = {scaling.target for scaling in scalings}
@@ -146,7 +150,7 @@ def make_plan(
         tensor_count=len(torch.unique(pieces[:, 0])),
         payload=int(pieces[:, 3].sum()),
         fingerprint=_fingerprint(manifest, targets, [pieces, bucket], repr((bucket_bytes, options))),
-        missing=_missing(targets, mapping, filled, mismatched),
+        missing=_missing(targets, mapping, filled | {i for own in quantized for i in own[:2]}, mismatched),
         unexpected=tuple(unexpected),
         mismatched=mismatched,
         tied=tied,
@@ -154,6 +158,7 @@ def make_plan(
         casts=casts,
         targets=replace(targets, tensors=[]),
         scalings=scalings,
+        quantized=quantized,
     )
 
 

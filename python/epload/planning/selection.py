@@ -60,7 +60,7 @@ def select(
                 if target not in scaled and not dtypes.converts(source, dtype):
                     raise ModelMismatch(
                         f"{manifest.names[i]} is {dtypes.name(source)} in the checkpoint, which the model's "
-                        f"{targets.names[target]} of {dtypes.name(dtype)} cannot take"
+                        f"{targets.names[target]} of {dtypes.name(dtype)} cannot take{_way_out(source, dtype)}"
                     )
         casts += converts
         remaining.append(selected)
@@ -70,6 +70,11 @@ def select(
             tied.append(manifest.names[i])
     pairs = _pair(manifest, targets, placed, filled, skipped) if skipped else ()
     return tensors, remaining, filled.keys(), tuple(tied), pairs, casts
+
+
+def _way_out(source: torch.dtype, dtype: torch.dtype) -> str:
+    to_fp8 = dtypes.is_wide(source) and dtype in dtypes.FP8
+    return "; pass mapping=epload.mapping.Quantize() to quantize it" if to_fp8 else ""
 
 
 def _pair(

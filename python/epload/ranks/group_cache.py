@@ -48,6 +48,10 @@ class GroupCache:
         group = self._groups.get((self._control.timeout, ranks))
         return group.name if group is not None else ""
 
+    def group(self, ranks: Ranks) -> Group:
+        """Returns the group of several ranks, of which this is one, once it is made."""
+        return self._groups[self._control.timeout, ranks]
+
     def agree(self, count: int) -> None:
         """All ranks have agreed on a count, the largest of theirs, in a round of the present load. Until it ends, groups need no
         rounds of their own: if a rank cannot make one, the load fails on all, which clears the groups."""

@@ -178,6 +178,13 @@ class Group:
         assert self._group is not None
         _distributed_c10d._register_process_group(self.name, self._group)
 
+    def all_reduce_maximum(self, tensor: torch.Tensor) -> Any:
+        """Begins to replace each element by the largest of all ranks. Returns torch's ``Work``."""
+        assert self._group is not None
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._group.allreduce([tensor], options)
+
     def _enter_device(self) -> None:
         """Makes the group's device the current one of a new thread."""
         if self._device is not None:

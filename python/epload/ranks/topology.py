@@ -54,6 +54,8 @@ class Topology:
         self.made_by = threading.current_thread()
         """The thread that made this topology."""
         self.groups = GroupCache(backends_of(group) if group is not None else None, control)
+        self.host_groups = GroupCache({"cpu": "gloo"} if group is not None else None, control)
+        """Groups over host memory, whatever the job's backend."""
         self._loaders = 0
         self.stale = False
         """True if a load has failed of which this rank learned while another load may have used the groups."""

@@ -17,7 +17,7 @@ from epload.core.placement import row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
 from epload.mapping.conversion import match_conversions
-from epload.mapping.mapping import Mapping, apply_renames, ignored_keys
+from epload.mapping.mapping import AnyMapping, Mapping, apply_renames, ignored_keys
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
@@ -30,7 +30,7 @@ _Region = tuple[int, View]
 
 
 def catalog(
-    model: nn.Module, targets: Targets, mapping: Mapping | str, names_from: Any
+    model: nn.Module, targets: Targets, mapping: AnyMapping, names_from: Any
 ) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
     """Returns the manifest of a model's tensors as its checkpoints have them without padding, the places of each in the model,
     and the shapes of the checkpoint's tensors with their padding: rows of zeros at the end.

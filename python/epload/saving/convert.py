@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
@@ -27,17 +27,16 @@ from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError
 from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.precision import kept_by_config
+from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
+from epload.saving.rewrite import Rewrite
 from epload.saving.source import with_dtype
 from epload.saving.writer import check_equal, exclusively, write_checkpoint
-
-_CHUNK_ELEMENTS = 2 << 20
-"""Read at once."""
 
 
 @on_cpu
@@ -47,6 +46,7 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     renames: Sequence[Rename] = (),
+    quantize: Quantize | None = None,
     max_shard_bytes: int = 5 << 30,
     files: Sequence[str | Path] = (),
     overwrite: bool = False,
@@ -67,14 +67,17 @@ def convert(
             ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)`` keeps in float32 stays
             as it is; a class that is not installed is an error.
         renames: applied to the names, in order.
+        quantize: weights to fp8, those of the modules that a ``config.json`` next to the source names, or of which the rule has
+            patterns. Then a ``config.json`` that declares it is written. Takes more memory: blocks of rows, or, for one scale per
+            weight, one matrix.
         topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
         timeout: of these ranks, as for :func:`epload.save`.
         progress: called with the number of bytes after each read of this process.
 
     Raises:
         CheckpointError: the source cannot be read, or has changed meanwhile.
-        ValueError: names that become equal, a dtype that the format lacks, a ``dtype`` for quantized weights, or a folder that
-            must not be overwritten.
+        ValueError: names that become equal, a dtype that the format lacks, a ``dtype`` for quantized weights, nothing to
+            quantize, or a folder that must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
     began = perf_counter()
@@ -86,40 +89,39 @@ def convert(
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
-        def plan() -> tuple[Checkpoint, Manifest, FilesLayout, str]:
+        def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
-            same = old.identity, old.provenance[1], new.digest, max_shard_bytes, report.path, overwrite
-            return checkpoint, new, _lay_out(checkpoint, new, max_shard_bytes, files), digest_of(repr(same).encode())
+            rewrite = Rewrite(old, new, quantize, _config_next_to(checkpoint, source) if quantize else {}, copied)
+            same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
+            return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
+        copied = tuple(map(Path, files))
         planned = Attempt(plan)
-        digest = planned.value[-1] if planned.failure is None else ""
+        digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
         topology.control.agree(
             "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
         )
-        checkpoint, new, layout, _ = planned.value
+        checkpoint, rewrite, layout, _ = planned.value
 
         def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
-                file, offset = int(layout.file[tensor]), int(layout.offset[tensor])
-                for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
-                    data = values.to(new.dtypes[tensor]).view(torch.uint8)
+                for number, begin, values, nbytes in rewrite.read(checkpoint, tensor):
+                    data = values.reshape(-1).view(torch.uint8)
+                    file, offset = int(layout.file[number]), int(layout.offset[number]) + begin
                     folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
-                    offset += len(data)
                     report.written += len(data)
                     if progress is not None:
-                        progress(values.nbytes)
-                    wrote(values.nbytes)
+                        progress(nbytes)
+                    wrote(nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        copied = tuple(map(Path, files))
-        write_checkpoint(
-            topology, Path(report.path), overwrite, Attempt(lambda: layout), write, lambda _: {}, copied, report
-        )
+        laid_out, config = Attempt(lambda: layout), rewrite.config
+        write_checkpoint(topology, Path(report.path), overwrite, laid_out, write, lambda _: config, copied, report)
     report.seconds = perf_counter() - began
     return report
 
@@ -157,23 +159,27 @@ def _kept_in_fp32(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> se
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
-    manifest = checkpoint.manifest
-    if isinstance(source, Checkpoint):
-        source = manifest.source if manifest.source != STATE_DICT else None
-    if isinstance(checkpoint, DeltaCheckpoint):
-        config = json.loads(checkpoint.config.get(CONFIG, b"{}"))
-    else:
-        config = read_config(source)
+    config = _config_next_to(checkpoint, source)
     if not config.get("architectures"):
         return set()
     try:
-        return kept_by_config(config, manifest, dtype)
+        return kept_by_config(config, checkpoint.manifest, dtype)
     except ValueError as error:
         raise ValueError(
             f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "
-            f"to {manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
+            f"to {checkpoint.manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
             "configuration away to cast all tensors"
         ) from error
+
+
+def _config_next_to(checkpoint: Checkpoint, source: Any) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none."""
+    if isinstance(checkpoint, DeltaCheckpoint):
+        config: dict[str, Any] = json.loads(checkpoint.config.get(CONFIG, b"{}"))
+        return config
+    if isinstance(source, Checkpoint):
+        source = source.manifest.source if source.manifest.source != STATE_DICT else None
+    return read_config(source)
 
 
 def _own_tensors(topology: Topology, old: Manifest) -> range:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,16 +17,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log
 from epload.core.attempt import Attempt
-from epload.mapping.mapping import Mapping as Rules
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
+from epload.ranks.maxima import reduce_maxima
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
+from epload.saving.quantized import CONFIG
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
 
@@ -37,7 +40,7 @@ class SaveJob:
         self,
         model: nn.Module | Mapping[str, Any],
         path: str | Path,
-        mapping: Rules | str,
+        mapping: AnyMapping,
         names_from: Any,
         dtype: torch.dtype | None,
         max_shard_bytes: int,
@@ -63,13 +66,21 @@ class SaveJob:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self, model: nn.Module | Mapping[str, Any], mapping: Rules | str, names_from: Any, dtype: torch.dtype | None
+        self,
+        model: nn.Module | Mapping[str, Any],
+        mapping: AnyMapping,
+        names_from: Any,
+        dtype: torch.dtype | None,
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
         if missing := [file for file in self._files if not file.is_file()]:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
+        if quantize_rule(mapping) is not None and any(file.name == CONFIG for file in self._files):
+            raise ValueError(
+                f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
         if not isinstance(model, nn.Module):
@@ -108,15 +119,19 @@ class SaveJob:
                 summaries = self._agree()
                 planned = Attempt(lambda: self._plan(summaries))
 
-            base = self._base.value
+            base, tensors = self._base.value, self._tensors
+            if (quantized := self._model.value.quantized) is not None:
+                with report.timed("pack"):
+                    written = quantized.quantize(tensors, partial(reduce_maxima, topology), on_host=True)
+                tensors = Attempt(lambda: written)
 
             def write(folder: NewFolder, wrote: Wrote) -> None:
-                plan, tensors = planned.value[1], self._tensors.value
+                plan = planned.value[1]
                 if base is not None:
                     number = topology.ranks.index(topology.rank)
-                    base.write_changes(plan, tensors, folder, number, report, wrote)
+                    base.write_changes(plan, tensors.value, folder, number, report, wrote)
                     return
-                write_regions(plan, tensors, folder, len(topology.node), report, wrote)
+                write_regions(plan, tensors.value, folder, len(topology.node), report, wrote)
                 report.written = int(plan[0].nbytes().sum())
 
             def describe(folder: NewFolder) -> Mapping[str, bytes]:

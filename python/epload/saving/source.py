@@ -16,14 +16,16 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.mapping.precision import kept_in_fp32
+from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
+from epload.saving.quantized import CONFIG, QuantizedModel, quantized_config
 
 
 @dataclass
@@ -39,9 +41,11 @@ class SavedModel:
     """This rank's."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
+    quantized: QuantizedModel | None = None
+    """The model whose tensors are saved, if that is another one."""
 
 
-def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype: torch.dtype | None) -> SavedModel:
+def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None) -> SavedModel:
     """Reads a model. Reshards FSDP2 modules.
 
     Args:
@@ -49,8 +53,8 @@ def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype:
             dtype; None for the model's.
 
     Raises:
-        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.ModelReader` and
-            :func:`with_dtype`.
+        ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.ModelReader`,
+            :func:`with_dtype` and :class:`epload.saving.quantized.QuantizedModel`.
     """
     targets = ModelReader(model).read()
     manifest, placed, padded = catalog(model, targets, mapping, names_from)
@@ -61,7 +65,16 @@ def read_model(model: nn.Module, mapping: Mapping | str, names_from: Any, dtype:
         exempt = kept_in_fp32(model, targets.index, dtype)
         pairs = zip(manifest.names, placed, strict=True)
         manifest = with_dtype(manifest, dtype, {n for n, places in pairs if any(name in exempt for name, _ in places)})
-    return SavedModel(targets, manifest, shapes, holdings, _config_files(model, targets, manifest, dtype))
+    rule, config = quantize_rule(mapping), _config_files(model, targets, manifest, dtype, quantize_rule(mapping))
+    if rule is None:
+        return SavedModel(targets, manifest, shapes, holdings, config)
+    quantized = QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule)
+    shapes, in_files = quantized.manifest.shapes, dict(zip(manifest.names, manifest.shapes, strict=True))
+    holdings = holdings_of_targets(shapes, quantized.manifest.dtypes, quantized.targets, quantized.placed)
+    names = quantized.manifest.names
+    padded_shapes = tuple(in_files.get(name, shape) for name, shape in zip(names, shapes, strict=True))
+    manifest = replace(quantized.manifest, shapes=padded_shapes)
+    return SavedModel(targets, manifest, shapes, holdings, config, quantized)
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
@@ -83,13 +96,16 @@ def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] =
 
 
 def _config_files(
-    model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None
+    model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None, rule: Quantize | None
 ) -> dict[str, bytes]:
-    """Returns ``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them."""
+    """Returns ``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them; of
+    another one that is quantized a ``config.json`` that declares it."""
     inner: Any = unwrap(model, targets.index)[0]
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
-        return {}
+        return {} if rule is None else {CONFIG: quantized_config({}, rule)}
     config = copy.deepcopy(inner.config)
+    if rule is not None:
+        config.quantization_config = rule.quantization_config
     config.architectures = [class_before_fsdp(type(inner)).__name__]
     floats = Counter[torch.dtype]()
     for saved, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
@@ -97,7 +113,7 @@ def _config_files(
             floats[saved] += prod(shape)
     if floats:  # that of the model, as save_pretrained has it, and not of what is kept in float32
         config.dtype = dtype_names.name(dtype or floats.most_common(1)[0][0])
-    files = {"config.json": config.to_json_string(use_diff=True).encode()}
+    files = {CONFIG: config.to_json_string(use_diff=True).encode()}
     generation = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():
         files["generation_config.json"] = generation.to_json_string(use_diff=True).encode()

@@ -469,8 +469,8 @@ class Generation:
 
 
 def _check_views(members: Members, views: dict[int, tuple[int, str, str, str]]) -> tuple[dict[int, str], list[int]]:
-    """Returns the digests of where senders' tensors lie, by rank; the receiving nodes whose ranks have the base of all senders, in
-    one memory."""
+    """Returns the digests of where senders' tensors lie, by rank; the receiving nodes whose ranks have the senders' base in one
+    memory."""
     for rank, (version, *_) in views.items():
         if version != views[0][0]:
             raise LoadError(

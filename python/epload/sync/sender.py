@@ -17,7 +17,7 @@ from epload.core import garbage_collection, threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, Refused, exclusive
@@ -55,7 +55,7 @@ class WeightSender(Endpoint):
         address: Address,
         *,
         receivers: int,
-        mapping: Mapping | str = "auto",
+        mapping: AnyMapping = "auto",
         names_from: Any = None,
         topology: Topology | None = None,
         timeout: timedelta | float | None = None,
@@ -75,7 +75,8 @@ class WeightSender(Endpoint):
                 authentication.
             receivers: receiving ranks, over all engines, that have to be there before the first version is sent.
             mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under these names.
-                ``"auto"`` is what a transformers model declares, else names as they are.
+                ``"auto"`` is what a transformers model declares, else names as they are. ``Quantize`` sends fp8 weights and
+                their scales.
             names_from: a checkpoint whose names and shapes tensors are sent under, for a mapping of your own.
             topology: discovered over the whole job if None.
             timeout: seconds (or timedelta) without progress after which a sync has failed; 30 minutes if None.
@@ -107,7 +108,9 @@ class WeightSender(Endpoint):
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         through_host = transport == "host"
-        self._model = SentModel(model, mapping, names_from, snapshot == "host", through_host, delta, only)
+        self._model = SentModel(
+            model, mapping, names_from, snapshot == "host", through_host, delta, only, self.topology, self._timeout
+        )
         self._snapshot = snapshot
         self._creator = threading.current_thread()
         self._first = self.topology.rank == self.topology.ranks[0]

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
+from epload.core.attempt import Attempt
 from epload.core.views import View
 from epload.errors import ModelMismatch
-from epload.mapping.mapping import Mapping
+from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.mapping.place import Place
 from epload.mapping.wrappers import AdapterFile, adapter_file, adapters_in_base, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, digest_of, holdings_of_targets
+from epload.ranks.maxima import reduce_maxima
+from epload.ranks.topology import Topology
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
+from epload.saving.quantized import QuantizedModel
+from epload.saving.writer import exclusively
 from epload.sync.committed import CommittedTensors
 from epload.sync.devices import DeviceAccess
 from epload.sync.scope import ADAPTER, APART, MERGED, Scope, Selection, check_not_merged, check_selection, merged_bases
@@ -45,12 +53,14 @@ class SentModel:
     def __init__(
         self,
         model: nn.Module,
-        mapping: Mapping | str,
+        mapping: AnyMapping,
         names_from: Any,
         snapshot: bool,
         through_host: bool,
         delta: str,
-        only: Selection = None,
+        only: Selection,
+        topology: Topology,
+        timeout: timedelta,
     ) -> None:
         """
         Args:
@@ -58,6 +68,8 @@ class SentModel:
             snapshot: whether a copy of the tensors is sent, so that the model may change.
             through_host: whether versions pass through host memory wherever the tensors are.
             delta: see :class:`~epload.WeightSender`.
+            topology: the sender's ranks, which quantize together.
+            timeout: of what they do for that.
         """
         check_selection(only, mapping != "auto" or names_from is not None)
         self._model = model
@@ -76,28 +88,59 @@ class SentModel:
         """Targets and part of the version before: reading the rest anew takes long."""
         self._sent: list[int] = []
         """Numbers of the targets that are sent."""
+        self._topology, self._timeout = topology, timeout
+        self._creator = threading.current_thread()
+        self._rule = quantize_rule(mapping)
+        self._quantized: QuantizedModel | None = None
 
     def read(self) -> None:
-        """Reads a version. Reshards FSDP2 modules. Raises ModelMismatch: merged adapters would mix with adapters apart."""
-        targets = self._reader.read()
-        part = self._read_part(targets)
-        if self._last is None or not targets.matches(self._last[0]) or part != self._last[1]:
-            self.manifest, placed, self.scope = self._select(targets, part)
-            holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, targets, placed)
-            self._sent = sorted({number for numbers in holdings.targets for number in numbers})
-            position = {number: i for i, number in enumerate(self._sent)}
-            own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]
-            self.holdings = replace(holdings, targets=own)
-            self._last = targets, part
-            self.copies.key = ""
-        local = targets.local()
-        self.tensors = [local[number] for number in self._sent]
+        """Reads a version. Reshards FSDP2 modules. Collective if weights are quantized.
+
+        Raises:
+            ModelMismatch: merged adapters would mix with adapters apart.
+        """
+        if self._rule is None:
+            tensors = self._read()
+        else:
+            local = Attempt(self._read)
+            with exclusively("send_weights()", self._topology, self, self._creator, self._timeout):
+                tensors = self._quantize(local)
+        self.tensors = [tensors[number] for number in self._sent]
         through_host = self._through_host or self._snapshot
         self.access = DeviceAccess() if through_host else DeviceAccess.of_sender(self.tensors)
         if self.base_version is not None:
             self.copies.reserve(self.tensors)
         else:
             self.let_change()
+
+    def _read(self) -> list[Tensor]:
+        """Returns the model's local tensors, once the manifest and the holdings are known."""
+        targets = self._reader.read()
+        part = self._read_part(targets)
+        if self._last is None or not targets.matches(self._last[0]) or part != self._last[1]:
+            self.manifest, placed, self.scope = self._select(targets, part)
+            of_model = targets
+            if self._rule is not None:
+                self._quantized = QuantizedModel(self._model, targets, self.manifest, placed, self._rule)
+                self.manifest, placed, of_model = (
+                    self._quantized.manifest, self._quantized.placed, self._quantized.targets,
+                )  # fmt: skip
+            holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, of_model, placed)
+            self._sent = sorted({number for numbers in holdings.targets for number in numbers})
+            position = {number: i for i, number in enumerate(self._sent)}
+            own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]
+            self.holdings = replace(holdings, targets=own)
+            self._last = targets, part
+            self.copies.key = ""
+        return targets.local()
+
+    def _quantize(self, local: Attempt[list[Tensor]]) -> list[Tensor]:
+        """Returns the tensors that are sent. Collective."""
+        exchange = partial(reduce_maxima, self._topology)
+        if self._quantized is None:
+            exchange(Attempt(lambda: local.value[0]))
+        assert self._quantized is not None
+        return self._quantized.quantize(local, exchange, on_host=self._snapshot)
 
     def let_change(self) -> list[Tensor] | None:
         """Makes the copy, if one is sent; then the model may change. Returns it."""
@@ -173,6 +216,6 @@ class SentModel:
 
     def clear(self) -> None:
         """Frees memory."""
-        self._last, self.tensors = None, []
+        self._last, self.tensors, self._quantized = None, [], None
         self.copies.tensors = []
         _adapter_senders.discard(self)

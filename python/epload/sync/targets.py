@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
-from epload.mapping.mapping import Mapping, ignored_keys
+from epload.mapping.mapping import Mapping, ignored_keys, quantize_rule
 from epload.mapping.place import Place, destinations, place
 from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
@@ -79,6 +79,10 @@ class ModelTarget(Target):
 
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool, alone: bool = True) -> None:
         """``alone``: whether tensors that the model has no place for are an error, if ``strict``, or in :attr:`unexpected`."""
+        if quantize_rule(mapping) is not None:
+            raise ValueError(
+                "expected mapping= without Quantize on a receiver: pass it to the WeightSender, which sends fp8"
+            )
         self._model = model
         self._reader = ModelReader(model, filled=True)
         self._base: nn.Module = unwrap(model, ())[0]

@@ -15,6 +15,7 @@ from epload.native import ops
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
 from epload.transfer.device import DeviceStaging
+from epload.transfer.quantizing import Quantizing
 from epload.transfer.sinks import Sink
 
 
@@ -25,9 +26,17 @@ class Local(Sink):
     what this rank keeps.
     """
 
-    def __init__(self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None) -> None:
-        """``staging``: of the device that tensors are on; None if all are on CPU."""
+    def __init__(
+        self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None, keeps: bool = False
+    ) -> None:
+        """
+        Args:
+            tensors: of the plan's targets but for what is quantized, which is made when it is needed.
+            staging: of the device that tensors are on; None if all are on CPU.
+            keeps: whether what is quantized stays as it has arrived until :meth:`quantize`.
+        """
         self.tensors = tensors
+        self._quantizing = Quantizing(plan, self.tensors, keeps)
         self._plan = plan
         self._staging = staging
 
@@ -42,6 +51,11 @@ class Local(Sink):
     def unpack(self, number: int, bucket: Tensor) -> None:
         for regions in self.regions(range(number, number + 1)):
             regions.unpack(bucket.cpu() if regions.targets[0].is_cpu else bucket)
+        self._quantizing.end(range(number, number + 1))
+
+    def quantize(self) -> None:
+        """Quantizes what has been kept as it had arrived."""
+        self._quantizing.finish()
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         """Reads what this rank keeps of some buckets; returns the bytes read, None if the checkpoint gives whole buckets only.
@@ -55,10 +69,12 @@ class Local(Sink):
             if nbytes is None:
                 return None
             total += nbytes
+        self._quantizing.end(numbers)
         return total
 
     def regions(self, numbers: range) -> list[Regions]:
         """Returns what this rank takes out of some buckets."""
+        self._quantizing.begin(numbers)
         targets, copies, origins = self._plan.taken(numbers)
         pipe = self._staging.pipe if self._staging is not None else None
         tensors = [self.tensors[target] for target in targets]

@@ -1,0 +1,133 @@
+"""The rule by which weights are quantized to fp8, and the weights that it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from epload.checkpoint.opening import read_config
+from epload.checkpoint.quantization import quantization_section
+from epload.mapping.fp8 import DEFAULT, Declaration, is_quantizable, read_declaration
+from epload.model.modules import Modules
+from epload.model.targets import Targets
+
+_KEPT = re.compile(r"(^|[._])(lm_head|gate|router)$")
+"""Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Quantizes weights to fp8 (e4m3) with scales. Passed as ``mapping=``, where it is added to what ``"auto"`` means, or as the
+    ``quantize`` of a :class:`Mapping` of your own.
+
+    On a ``WeightSender``, in ``save`` and in ``convert``, each weight becomes a tensor in fp8 and one with its scales, under the
+    names of the configuration's format. In a load, weights fill the fp8 weights of the model, and their scales. What is quantized
+    is bfloat16 (or float16): float32 weights are rounded first.
+
+    Example::
+
+        rule = epload.mapping.Quantize("/models/Qwen3-8B-FP8")   # in the layout of this engine's checkpoint
+        with epload.WeightSender(model, address, receivers=8, mapping=rule) as sender: ...
+        epload.load(fp8_model, "/models/Qwen3-8B", mapping=epload.mapping.Quantize())
+    """
+
+    config: Any = None
+    """A ``quantization_config``: a dict, an object of transformers, a configuration that has one, or a folder whose
+    ``config.json`` does. With ``quant_method`` "fp8", blocks of ``weight_block_size``, or one scale per weight, and scales
+    ``weight_scale_inv``: float32, or E8M0 with ``scale_fmt`` "ue8m0" (MXFP8 with blocks of [1, 32]). With "compressed-tensors",
+    the strategies "tensor", "channel" and "block", and MXFP8 (groups of 32), with scales ``weight_scale``. None: in a load what
+    the model's configuration declares, else blocks of 128 x 128 in DeepSeek's layout."""
+    weights: tuple[str, ...] = ()
+    """Regular expressions of the names of weights in the checkpoint, in place of those of Linear layers and of experts. Modules
+    that the configuration excludes stay."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError or TypeError for a configuration or a pattern that is none, CheckpointError if it cannot be read."""
+        if isinstance(self.weights, str) or not all(isinstance(pattern, str) for pattern in self.weights):
+            raise TypeError(f"expected weights to be a tuple of regular expressions, got {self.weights!r}")
+        try:
+            re.compile("|".join(self.weights))
+        except re.error as error:
+            raise ValueError(f"expected weights to be regular expressions, got {self.weights!r}: {error}") from error
+        if self.config is not None and not (isinstance(self.config, str) and self.config.startswith("{")):
+            # As text, which is equal on all ranks.
+            object.__setattr__(self, "config", json.dumps(_section(self.config), sort_keys=True, default=str))
+        self.declaration  # noqa: B018 raises if it is not supported
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """The configuration, as ``config.json`` has it."""
+        return DEFAULT if self.config is None else dict(json.loads(self.config))
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """The format, and the modules that are excluded."""
+        return read_declaration(self.quantization_config)
+
+    def selects(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Returns True if a tensor of the checkpoint is quantized, as far as its name says. Raises ValueError if it cannot be."""
+        if not is_quantizable(shape, dtype) or self.declaration.skips(name.removesuffix(".weight")):
+            return False
+        if self.weights and not any(re.search(pattern, name) for pattern in self.weights):
+            return False
+        self.declaration.format.check(name, shape)
+        return True
+
+
+def linear_targets(
+    model: nn.Module, targets: Targets, bare_names: Mapping[str, str], rule: Quantize, wide: Collection[str]
+) -> set[int]:
+    """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
+    configuration excludes, and those whose names are in ``wide``.
+
+    ``bare_names``: the name without wrappers of each of the model's names."""
+    head, names_of = _output_embeddings(model), Counter(targets.index.values())
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
+    chosen = set()
+    for _, module in Modules(model).named:
+        for leaf, parameter in module._parameters.items():
+            number = number_of.get(id(parameter))
+            if parameter is None or number is None or names_of[number] > 1 or module is head:
+                continue
+            name = targets.names[number]
+            path = bare_names[name].rpartition(".")[0]
+            is_stack = path.endswith("experts") and parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
+                continue
+            if name not in wide and not _KEPT.search(path) and not rule.declaration.skips(path):
+                chosen.add(number)
+    return chosen
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    for module in model.modules():
+        if callable(get := getattr(module, "get_output_embeddings", None)):
+            head: nn.Module | None = get()
+            return head
+    return None
+
+
+def _section(config: Any) -> Mapping[str, Any]:
+    """Returns the ``quantization_config`` that a caller means."""
+    passed = config
+    if isinstance(config, str | os.PathLike):
+        config = read_config(config)
+    elif hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(f"expected a quantization_config, or a folder whose config.json has one, got {passed!r}")
+    section = config if "quant_method" in config else quantization_section(config)
+    if section is None:
+        raise ValueError(
+            f"expected a quantization_config, but {passed!r} has none; pass a dict, or None for the default"
+        )
+    return section

@@ -1,0 +1,232 @@
+"""Finds the fp8 weights of a model that wider tensors of a checkpoint fill, and quantizes what has arrived for them.
+
+A rank takes all of each block that it owns elements or the scale of, in extra tensors that live until they are quantized. So it
+needs no other rank for the largest values, and every layout gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epload.core import dtypes
+from epload.core.pieces import Metadata
+from epload.core.placement import Box, OwnedRegion, box_slices, intersect, owned_parts, owned_regions, row_major_strides
+from epload.core.views import Shape, View
+from epload.errors import ModelMismatch
+from epload.mapping import scales
+from epload.mapping.fp8 import FP8, Fp8Format
+from epload.mapping.place import Place
+from epload.mapping.quantize import Quantize
+from epload.mapping.scales import Scaling
+from epload.model.targets import Targets
+
+
+class QuantizedTarget(NamedTuple):
+    """An fp8 weight of the model that is quantized in a load."""
+
+    weight: int
+    """Index among the targets, as are the next one and those in ``boxes``."""
+    scale: int
+    boxes: tuple[tuple[int, Box], ...]
+    """Extra tensors, and the box of the weight that each of them has: whole blocks."""
+    format: Fp8Format
+
+
+def with_quantized(
+    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]], rule: Quantize | None
+) -> tuple[Targets, tuple[QuantizedTarget, ...]]:
+    """Returns the targets, followed by extra ones for what is to be quantized, and what is. Changes places in ``placed`` to those
+    in the extra targets.
+
+    Raises ModelMismatch for an fp8 weight without scales in the model, or whose scales the rule does not make."""
+    if rule is None:
+        return targets, ()
+    sources: dict[int, list[int]] = {}
+    """Checkpoint tensors that fill each target."""
+    for i, places in enumerate(placed):
+        for number in dict.fromkeys(targets.index[name] for name, _ in places):
+            sources.setdefault(number, []).append(i)
+    format, quantized = rule.declaration.format, list[QuantizedTarget]()
+    names, sizes, kinds = list[str](), list[Shape](), list[torch.dtype]()
+    name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
+    # Weights that are divided alike share boxes and views.
+    boxes_of: dict[tuple[int, int], list[Box]] = {}
+    views_of: dict[tuple[int, int, int], tuple[View, list[View]]] = {}
+    for weight, numbers in sources.items():
+        if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
+            continue
+        scale = _scale_of(manifest, targets, sources, weight, name_of[weight], format)
+        layouts = targets.layout[weight], targets.layout[scale]
+        if layouts not in boxes_of:
+            boxes_of[layouts] = _needed_boxes(targets, weight, scale, format.blocks(_shape(targets, weight)))
+        boxes = boxes_of[layouts]
+        first = len(targets.names) + len(names)
+        quantized.append(QuantizedTarget(weight, scale, tuple(enumerate(boxes, first)), format))
+        of_sources = {manifest.dtypes[i] for i in numbers}
+        names += [f"{name_of[weight]} before it is quantized, {i}" for i in range(len(boxes))]
+        sizes += [size for _, size in boxes]
+        kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
+
+        def views(view: View, boxes: Sequence[Box] = boxes, layouts: tuple[int, int] = layouts) -> list[View]:
+            key = id(view), *layouts
+            if key not in views_of:  # the view is kept, so that no other gets its id
+                views_of[key] = view, [_within(view, box) for box in boxes]
+            return views_of[key][1]
+
+        _replace_places(manifest, targets, placed, numbers, weight, names[-len(boxes) :], views)
+    return targets.with_extra(names, sizes, kinds), tuple(quantized)
+
+
+def _replace_places(
+    manifest: Metadata,
+    targets: Targets,
+    placed: list[tuple[Place, ...]],
+    numbers: Sequence[int],
+    weight: int,
+    boxes: Sequence[str],
+    views: Callable[[View], Sequence[View]],
+) -> None:
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name. ``views``: of a view of the
+    weight the part in each box.
+
+    Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
+    first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
+    for i in numbers:
+        new_places = list[Place]()
+        for name, view in placed[i]:
+            if targets.index.get(name) != weight:
+                new_places.append((name, view))
+            elif name == first:
+                new_places += zip(boxes, views(view), strict=True)
+            elif (first, view) not in placed[i]:
+                raise ModelMismatch(
+                    f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "
+                    "for that; tied weights are not quantized: leave one of them out of the checkpoint"
+                )
+        placed[i] = tuple(new_places)
+
+
+def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[Tensor]) -> None:
+    """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local`` are the local tensors of
+    ``targets``."""
+    weight, scale = local[target.weight].detach(), local[target.scale].detach()
+    shape = _shape(targets, target.weight)
+    for number, (start, size) in target.boxes:
+        if 0 in size:
+            continue
+        narrow, stored = quantize_box(local[number], start, shape, target.format)
+        for region in owned_parts((start, size), _owned(targets, target.weight)):
+            inside = tuple(map(int.__sub__, region.start, start))
+            weight[box_slices(region.local_start, region.size)].copy_(narrow[box_slices(inside, region.size)])
+        stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
+        if prod(_shape(targets, target.scale)) == 1:
+            scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
+            continue
+        first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
+        for region in owned_parts((first, tuple(stored.shape)), _owned(targets, target.scale)):
+            inside = tuple(map(int.__sub__, region.start, first))
+            scale[box_slices(region.local_start, region.size)].copy_(stored[box_slices(inside, region.size)])
+
+
+def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) -> tuple[Tensor, Tensor]:
+    """Returns a box of a weight as fp8, and the scales of its blocks.
+
+    Args:
+        values: of the box.
+        start: of the box, where blocks start; it ends where blocks end.
+        shape: of the weight.
+    """
+    blocks, size, strides = format.blocks(shape), tuple(values.shape), row_major_strides(shape)
+    grid = tuple(-(-n // block) for n, block in zip(size, blocks, strict=True))
+    pair = Targets().with_extra(["weight", "scales"], [size, grid], [values.dtype, torch.float32])
+    view = View((0,) * len(size), size, sum(map(int.__mul__, start, strides)), strides)
+    table = [Scaling(0, view, shape, 1, tuple(map(int.__floordiv__, start, blocks)), blocks)]
+    factors, stored = format.scales(scales.block_maxima(table, pair, [values])[1])
+    narrow = torch.empty(size, dtype=FP8, device=values.device)
+    scales.quantize(table, pair, [values], {1: factors}, format, [narrow])
+    return narrow, stored
+
+
+def _scale_of(
+    manifest: Metadata,
+    targets: Targets,
+    sources: Mapping[int, Sequence[int]],
+    weight: int,
+    name: str,
+    format: Fp8Format,
+) -> int:
+    """Returns the target that has the scales of a weight. Raises ModelMismatch if none fits.
+
+    ``sources``: the checkpoint tensors that fill each target."""
+    dtype, shape = targets.dtypes[weight], _shape(targets, weight)
+    scale = targets.index.get(f"{name}{format.suffix}")
+    if scale is None or len(shape) < 2 or dtype is not FP8:
+        raise ModelMismatch(
+            f"cannot quantize {name}, {dtypes.name(dtype)} of shape {list(shape)} in the model: expected a matrix of "
+            f"float8_e4m3fn, and its scales next to it as {name}{format.suffix}; pass Quantize() the quantization_config of the "
+            "model"
+        )
+    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), _shape(targets, scale)
+    same_bits = {torch.uint8, torch.float8_e8m0fnu}
+    exact = stored is format.scale_dtype or (stored is torch.float32 and format.scale_dtype is torch.bfloat16)
+    if not (exact or {stored, format.scale_dtype} == same_bits) or (actual != expected and {*actual, *expected} != {1}):
+        raise ModelMismatch(
+            f"{name}{format.suffix} is {dtypes.name(stored)} of shape {list(actual)} in the model, expected "
+            f"{dtypes.name(format.scale_dtype)} of shape {list(expected)}, as the quantization_config of Quantize() says"
+        )
+    if (others := sources.get(scale)) is not None:
+        raise ModelMismatch(
+            f"{manifest.names[others[0]]} has scales for {name}, which is not quantized in the checkpoint; leave it out of the "
+            "checkpoint"
+        )
+    for i in sources[weight]:
+        if not dtypes.is_wide(manifest.dtypes[i]):
+            raise ModelMismatch(
+                f"{manifest.names[i]} is {dtypes.name(manifest.dtypes[i])}, but the rest of {name} is not"
+            )
+    return scale
+
+
+def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> list[Box]:
+    """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; one that is empty if it
+    owns nothing."""
+    shape = _shape(targets, weight)
+    boxes = [(region.start, tuple(map(int.__add__, region.start, region.size))) for region in _owned(targets, weight)]
+    for region in _owned(targets, scale):
+        if prod(_shape(targets, scale)) == 1:
+            boxes.append(((0,) * len(shape), shape))
+            continue
+        ends = map(int.__add__, region.start, region.size)
+        boxes.append((tuple(map(int.__mul__, region.start, blocks)), tuple(map(int.__mul__, ends, blocks))))
+    whole = []
+    for start, end in boxes:
+        low = tuple(a // block * block for a, block in zip(start, blocks, strict=True))
+        high = tuple(min(-(-b // block) * block, n) for b, block, n in zip(end, blocks, shape, strict=True))
+        whole.append((low, tuple(map(int.__sub__, high, low))))
+    distinct = list(dict.fromkeys(whole))
+    largest = [box for box in distinct if not any(intersect(box, other) == box for other in distinct if other != box)]
+    return largest or [((0,) * len(shape), (0,) * len(shape))]
+
+
+def _within(view: View, box: Box) -> View:
+    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone."""
+    shared = intersect((view.start, view.size), box)
+    if shared is None:
+        zeros = (0,) * len(view.size)
+        return View(zeros, zeros, 0, view.strides)
+    start, size = shared
+    return view.crop(start, size)._replace(start=tuple(map(int.__sub__, start, box[0])))
+
+
+def _shape(targets: Targets, number: int) -> Shape:
+    return targets.layouts[targets.layout[number]].shape
+
+
+def _owned(targets: Targets, number: int) -> list[OwnedRegion]:
+    layout = targets.layout[number]
+    return owned_regions(targets.layouts[layout], targets.coordinates[layout])

@@ -1,0 +1,71 @@
+"""The largest values of all ranks: the one collective that quantizing needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from epload.core.attempt import Attempt
+from epload.errors import LoadError, RemoteFailure, WaitTimeout
+from epload.ranks.topology import Topology
+
+_MIN_POLL, _MAX_POLL = 0.0005, 0.02
+"""Seconds between two checks; doubles in between."""
+
+
+def reduce_maxima(topology: Topology, own: Attempt[Tensor]) -> Tensor:
+    """Returns the elementwise maximum over all ranks, by an all-reduce over gloo. Collective, within a load: an agreement round
+    comes first, so that no rank enters it unless all do.
+
+    Args:
+        own: int32 on CPU [n], n equal on all ranks; or why this rank has none, which all ranks raise.
+
+    Raises:
+        LoadError: the ranks have tensors of different sizes, or one ended meanwhile; the same on every rank.
+    """
+    control, groups = topology.control, topology.host_groups
+    count = len(own.value) if own.failure is None else 0
+    control.agree("quantizing", own.failure, count, _check_equal)
+    if not count or len(topology.ranks) == 1:
+        return own.value
+    groups.make("maxima", (topology.ranks,))
+    reduced = own.value.clone()
+    stop = threading.Event()
+
+    def reduce() -> None:
+        work, pause = groups.group(topology.ranks).all_reduce_maximum(reduced), _MIN_POLL
+        until = time.monotonic() + control.timeout.total_seconds()
+        while not work.is_completed():
+            if stop.wait(pause):
+                raise RemoteFailure("another rank failed")
+            if time.monotonic() >= until:
+                raise WaitTimeout(f"the maxima of {count} blocks did not arrive within {control.timeout}")
+            pause = min(2 * pause, _MAX_POLL)
+        work.wait()
+
+    try:
+        with control.stopping(stop.set):
+            control.doing = "exchanges the maxima of blocks"
+            reduce()
+        control.agree("exchanging maxima", None)  # all have the group, or none
+    except BaseException:
+        groups.clear()
+        raise
+    return reduced
+
+
+def _check_equal(counts: dict[int, int]) -> None:
+    first, expected = next(iter(counts.items()))
+    for rank, count in counts.items():
+        if count != expected:
+            raise LoadError(
+                f"rank {first} quantizes {expected} blocks that ranks share, rank {rank} {count}; use one model on all ranks"
+            )
+
+
+def as_integers(maxima: Tensor) -> Tensor:
+    """Returns float32 values of at least 0, or NaN, as integers of the same order, in which NaN is the largest."""
+    return maxima.contiguous().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign

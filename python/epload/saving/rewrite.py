@@ -1,0 +1,129 @@
+"""Casts or quantizes the tensors of a checkpoint that is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.manifest import Manifest
+from epload.core.pieces import Piece
+from epload.core.views import Shape
+from epload.mapping.fp8 import FP8, Fp8Format
+from epload.mapping.precision import model_by_config
+from epload.mapping.quantize import Quantize
+from epload.mapping.quantized_targets import quantize_box
+from epload.model.targets import collect
+from epload.saving.quantized import CONFIG, quantized_config, select_weights
+
+_CHUNK_ELEMENTS = 2 << 20
+"""Read at once."""
+
+
+class Rewrite:
+    """The tensors of a checkpoint and those that are written."""
+
+    new: Manifest
+    """The tensors that are written: scales follow their weights."""
+    config: dict[str, bytes]
+    """A ``config.json`` that declares how weights are quantized, by its name; empty if none are."""
+
+    def __init__(
+        self, old: Manifest, new: Manifest, rule: Quantize | None, config: dict[str, Any], files: Sequence[Path]
+    ) -> None:
+        """
+        Args:
+            new: of the tensors that are written, one for each of ``old``, if none was quantized.
+            config: content of the ``config.json`` next to the checkpoint.
+            files: that are copied.
+
+        Raises:
+            ValueError: there is nothing to quantize, it is unknown what is to be, or ``files`` has another ``config.json``.
+        """
+        self._format: Fp8Format | None = rule.declaration.format if rule is not None else None
+        weights = _weights(old, rule, config) if rule is not None else set()
+        if rule is not None and any(file.name == CONFIG for file in files):
+            raise ValueError(
+                f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
+            )
+        self.config = {CONFIG: quantized_config(config, rule)} if rule is not None else {}
+        names, shapes, dtypes = list[str](), list[Shape](), list[torch.dtype]()
+        self._number: list[int] = []
+        """The number in ``new`` of each tensor; its scales have the next one."""
+        self._weights = weights
+        for i, row in enumerate(zip(new.names, new.shapes, new.dtypes, strict=True)):
+            self._number.append(len(names))
+            rows = [row]
+            if i in weights and self._format is not None:
+                name, shape, _ = row
+                scale = f"{name}{self._format.suffix}", self._format.scale_shape(shape), self._format.scale_dtype
+                rows = [(name, shape, FP8), scale]
+            for name, shape, dtype in rows:
+                names.append(name)
+                shapes.append(shape)
+                dtypes.append(dtype)
+        self.new = replace(new, names=tuple(names), shapes=tuple(shapes), dtypes=tuple(dtypes))
+
+    def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, Tensor, int]]:
+        """Yields what is written of one tensor of the checkpoint, on CPU: the number in :attr:`new`, where it begins there in
+        bytes, the values, and how many bytes of the checkpoint they took."""
+        number, offset = self._number[tensor], 0
+        if tensor in self._weights:
+            yield from self._quantize(checkpoint, tensor)
+            return
+        for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
+            data = values.to(self.new.dtypes[number])
+            yield number, offset, data, values.nbytes
+            offset += data.nbytes
+
+    def _quantize(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, Tensor, int]]:
+        """Reads whole rows of blocks."""
+        assert self._format is not None
+        number, shape, dtype = (
+            self._number[tensor],
+            checkpoint.manifest.shapes[tensor],
+            checkpoint.manifest.dtypes[tensor],
+        )
+        *leading, rows, columns = shape
+        block, scale_offset = self._format.blocks(shape)[-2], 0
+        step = block * max(1, _CHUNK_ELEMENTS // (block * columns))
+        for matrix in range(prod(leading)):
+            for row in range(0, rows, step):
+                size, start = (min(step, rows - row), columns), (row, 0)
+                offset = (matrix * rows + row) * columns
+                buffer = torch.empty(prod(size) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+                checkpoint.fill(buffer, [Piece(tensor, offset * dtype.itemsize, 0, len(buffer))])
+                narrow, scales = quantize_box(buffer.view(dtype).reshape(size), start, (rows, columns), self._format)
+                yield number, offset, narrow, len(buffer)
+                yield number + 1, scale_offset, scales, 0
+                scale_offset += scales.nbytes
+
+
+def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> set[int]:
+    """Returns the numbers of the tensors that are quantized."""
+    if rule.weights:
+        return _matching(old, rule)
+    try:
+        model, placed = model_by_config(config, old, torch.bfloat16)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot tell which weights of {old.source} to quantize: no config.json next to it names a model that can be built "
+            f"({error}); pass weights=, regular expressions of their names, to Quantize"
+        ) from error
+    return set(select_weights(model, collect(model), old, placed, rule))
+
+
+def _matching(old: Manifest, rule: Quantize) -> set[int]:
+    rows = enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))
+    numbers = {i for i, row in rows if rule.selects(*row)}
+    if not numbers:
+        raise ValueError(
+            f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
+        )
+    return numbers
