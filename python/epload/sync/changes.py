@@ -142,6 +142,11 @@ class ReceivedChanges(Sink):
         self._verify = verify
         self._encoded: dict[int, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait to be applied."""
+        return sum(encoded.nbytes for encoded in self._encoded.values())
+
     def _is_own(self, bucket: int) -> bool:
         return bucket % len(self._ranks) == self._position
 

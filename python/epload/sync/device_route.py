@@ -126,7 +126,7 @@ class DeviceRoute:
         """Bytes of its buffers."""
         return self._staging.footprint
 
-    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, bar: Progress) -> None:
+    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, show_progress: bool = False) -> None:
         """Moves one version, after what the caller has queued. ``memory``: not used."""
         self._context = context
         self._ring = DeviceRing(
@@ -134,7 +134,7 @@ class DeviceRoute:
             seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
         )  # fmt: skip
         engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
-        with self._staging.entered():
+        with self._staging.entered(), Progress(self._plan.nbytes, show_progress) as bar:
             run_transfer(engine, self._control, self.groups, bar)
 
     def move(self, wave: Wave) -> None:

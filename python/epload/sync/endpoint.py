@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from epload.core import log
 from epload.ranks.topology import as_timedelta
 from epload.sync.generation import Generation
+from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Start
 from epload.verify.digests import check_verify
 
@@ -21,6 +22,8 @@ class Endpoint:
     _store: Store
     """The store of both jobs."""
     _generation: Generation | None = None
+    _node_version: NodeVersion | None = None
+    """The version in the node's memory when the generation before ended."""
     _closed = False
 
     def __init__(self, timeout: timedelta | float | None, verify: bool, progress: bool) -> None:
@@ -42,16 +45,20 @@ class Endpoint:
     def _join(self, start: Start, *args: Any) -> None:
         """Takes the arguments of :class:`Generation` from ``participants`` on. Raises LoadError: the same on every rank."""
         self._drop_generation()
-        self._generation = Generation(self._store, self._timeout, start.generation, *args)
+        node_version, self._node_version = self._node_version, None
+        self._generation = Generation(self._store, self._timeout, start.generation, *args, node_version=node_version)
 
     def _drop_generation(self) -> None:
         if self._generation is not None:
+            version = self._generation.node_version
+            self._node_version = version if version is not None and version.key else None
             self._generation.close()
             self._generation = None
 
     def close(self) -> None:
         """Leaves the sync, and frees memory."""
         self._drop_generation()
+        self._node_version = None
         self._closed = True
 
     def __enter__(self) -> Self:

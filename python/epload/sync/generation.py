@@ -18,19 +18,9 @@ from epload.core import garbage_collection
 from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
-from epload.observe.progress import Progress
-from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan, Members
-from epload.sync.changes import (
-    DENSE,
-    TOO_MANY,
-    Comparison,
-    EncodedChanges,
-    ReceivedChanges,
-    compare,
-    merge_comparisons,
-)
+from epload.sync.changes_route import ChangesRoute
 from epload.sync.committed import CommittedTensors
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import link_obstacle
@@ -44,8 +34,6 @@ from epload.transfer.context import TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
-CHANGES_WAVE_BYTES = 16 << 20
-"""Bytes of a wave of changes, over all senders."""
 _CLOSING_SECONDS = 2.0
 """The longest that a sender waits, after a failed version, until receivers have closed its memory."""
 
@@ -78,7 +66,8 @@ class Generation:
         manifest: Manifest | None,
         holdings: Holdings,
         failure: Exception | None = None,
-        node_version: NodeVersion | None = None,
+        *,
+        node_version: NodeVersion | None,
     ) -> None:
         """
         Args:
@@ -101,13 +90,6 @@ class Generation:
         """The ranks of each node that has memory for a version in full."""
         self._memory: NodeMemory | None = None
         """This node's, if it is one of them."""
-        self._with_changes: frozenset[int] = frozenset()
-        """Nodes with memory through which changes pass."""
-        self._changes_bytes = 0
-        """Bytes of each buffer of that memory, on all ranks."""
-        self._of_changes: NodeMemory | None = None
-        self._comparison: Comparison | None = None
-        """A sender's, from when it was made until its changes have moved."""
         self._host_route: HostRoute | None = None
         self._store = store
         self._timeout = timeout
@@ -122,6 +104,9 @@ class Generation:
             with self._load(), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
                 self._node = next((i for i, node in enumerate(self.members.nodes) if rank in node), -1)
+                self._changes = ChangesRoute(
+                    self.members, self.control, number, message.verify, self._through_host, self._share
+                )
                 base = node_version.holdings(manifest.shapes) if node_version is not None else None
                 self.plan, lenders, self.not_pulled = plan_together(
                     store, self.control, number, self.members, self._messages, manifest, holdings, base
@@ -243,24 +228,25 @@ class Generation:
                     with report.timed("plan"):
                         usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
                         nodes = self._get_ready(tensors, failure or usable.failure, base, report)
-                    changes = self._compare(nodes, tensors, base, report) if nodes else None
+                    if not nodes or not self._compare(nodes, tensors, base, report):
+                        nodes = frozenset()
                     tensors = begins() or tensors
-                    in_full = frozenset(range(len(self.members.nodes))) - (
-                        nodes if changes is not None else frozenset()
-                    )
+                    in_full = frozenset(range(len(self.members.nodes))) - nodes
                     self._prepare_memory(in_full)
                     with self._pulled(tensors or [], report):
-                        received = self._move_changes(changes, report) if changes is not None else None
+                        if nodes:
+                            ranks = self.members.nodes[self._node] if self._node in nodes else ()
+                            self._changes.move(self.node_version if ranks else None, ranks, report)
                         if self.route is not None and in_full:
                             self._move(in_full, tensors, report, show_progress)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                     self.control.agree("committing the version", None, last=True)
                     with report.timed("unpack", "applies changes"):
-                        self._commit(start.key, received)
+                        self._commit(start.key)
             except LoadError:
                 self._close_after_failure(report.version)
                 raise
-        self._describe(report, in_full, changes)
+        self._describe(report, in_full)
 
     def _get_ready(
         self, tensors: list[Tensor] | None, failure: Exception | None, base: CommittedTensors | None, report: SyncReport
@@ -351,8 +337,7 @@ class Generation:
             sink = LocalBuckets(shards, version.buckets, context.verify if verify else None)
         else:
             sink = LocalBuckets(shards)
-        with Progress(plan.nbytes, show_progress) as bar:
-            route.run(context, self._memory, sink, bar)
+        route.run(context, self._memory, sink, show_progress)
 
     def _shards(
         self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None
@@ -366,14 +351,25 @@ class Generation:
         self._pipe = shards.pipe or self._pipe
         return shards
 
-    def _commit(self, key: str, received: ReceivedChanges | None) -> None:
+    def _compare(
+        self, nodes: frozenset[int], tensors: list[Tensor] | None, base: CommittedTensors | None, report: SyncReport
+    ) -> bool:
+        """See :meth:`ChangesRoute.compare`."""
+        plan, shards, limit = self._toward(nodes), None, 0.0
+        if base is not None:
+            limit = base.limit(plan)
+
+            def shards() -> tuple[Shards, Shards]:
+                return self._shards(plan, tensors or []), Shards(plan, base.tensors, False, "", 1)
+
+        return self._changes.compare(plan, nodes, shards, limit, report)
+
+    def _commit(self, key: str) -> None:
         """Makes the version that has come the one that the node has. ``key``: see :class:`Start`."""
-        if self.node_version is None:
-            return
-        self.node_version.key = ""
-        if received is not None and self._of_changes is not None:
-            received.apply(self.control, self._of_changes)
-        self.node_version.key = key
+        if self.node_version is not None:
+            self.node_version.key = ""
+            self._changes.commit()
+            self.node_version.key = key
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that a caller that catches the error
@@ -387,78 +383,18 @@ class Generation:
             while self.plan.lent and monotonic() < until and not self._store.check(closed):
                 sleep(0.01)
 
-    def _describe(self, report: SyncReport, in_full: frozenset[int], changes: ChangesPlan | None) -> None:
+    def _describe(self, report: SyncReport, in_full: frozenset[int]) -> None:
         plan, full = self.plan, self._toward(in_full)
-        report.generation, report.wire_bytes, report.buckets = self.number, full.nbytes, len(full.buckets)
-        if changes is not None:
-            report.wire_bytes += changes.plan.nbytes
-            report.changed = changes.elements
-            report.buckets_unchanged = len(changes.unchanged)
-            report.buckets_changed = sum(map(len, changes.parts))
+        report.generation, report.buckets = self.number, len(full.buckets)
+        report.wire_bytes += full.nbytes
         report.pulled = self.puller.nbytes if self.puller is not None else plan.lent
         report.not_pulled = self.not_pulled
         report.senders, report.receivers = len(self.members.senders), len(self.members.receivers)
         report.tensors, report.nbytes = len(plan.names), plan.total
         report.transport = self.route.backend if self.route is not None else "ipc" if plan.borrowers else "host"
-        memories = {self._memory, self._of_changes, self.node_version.memory if self.node_version is not None else None}
-        report.peak_staging = sum(memory.footprint for memory in memories if memory is not None)
-        report.peak_staging += self.route.footprint if self.route is not None else 0
-
-    # ---- changes ----
-
-    def _compare(
-        self, nodes: frozenset[int], tensors: list[Tensor] | None, base: CommittedTensors | None, report: SyncReport
-    ) -> ChangesPlan | None:
-        """Compares the version with the one before, on the senders. Collective over the generation's ranks.
-
-        Args:
-            nodes: that have the version before.
-
-        Returns:
-            None if it comes in full, on all ranks.
-        """
-        plan, view = self._toward(nodes), None
-        compared: Attempt[Comparison | None] = Attempt(lambda: None)
-        if base is not None:
-            with report.timed("read", "compares with the version before") as span:
-                assert tensors is not None
-                shards = self._shards(plan, tensors), Shards(plan, base.tensors, False, "", 1)
-                compared = Attempt(lambda: compare(plan, *shards, self._own.verify, base.limit(plan)))
-                span.nbytes = plan.nbytes
-            view = compared.result.changed if compared.result is not None else TOO_MANY
-        merged = self.control.agree("comparing with the version before", compared.failure, view, merge_comparisons)
-        if merged is None:
-            report.why_full = f"more than {DENSE:.0%} of the bytes would be sent"
-            return None
-        self._comparison = compared.result
-        of_senders = {int(rank): [ChangedBucket(*fields) for fields in buckets] for rank, buckets in merged.items()}
-        changes = plan_changes(plan, of_senders, CHANGES_WAVE_BYTES)
-        if changes.staging_bytes > self._changes_bytes or not nodes <= self._with_changes:
-            self._through_host()
-            self._changes_bytes, self._with_changes = max(changes.staging_bytes, 1), nodes
-            shared = [self.members.nodes[number] for number in sorted(nodes)] + [
-                (rank,) for rank in self.members.senders
-            ]
-            self._of_changes = self._share(shared, self._changes_bytes, BUFFERS)
-        return changes
-
-    def _move_changes(self, changes: ChangesPlan, report: SyncReport) -> ReceivedChanges | None:
-        """Moves the changes of a version. Returns those that wait to be applied, on a receiver that applies some."""
-        received, fill, plan, control = None, None, changes.plan, self.control
-        if self._comparison is not None:
-            fill = EncodedChanges(changes, self._comparison).fill
-        elif self.node_version is not None and changes.version.buckets:
-            ranks = self.members.nodes[self._node]
-            received = ReceivedChanges(changes, self.node_version, self.number, ranks, control.rank, self._own.verify)
-            received.check_unchanged()
-        roles = ExchangeRoles(plan, self.members, control.rank)
-        context = TransferContext(
-            plan, roles, fill, plan.describe, control, report, self._own.verify, report.version, ends_in_order=False
-        )
-        with Progress(plan.nbytes, False) as bar:
-            self._through_host().run(context, self._of_changes, received or LocalBuckets(None), bar)
-        self._comparison = None
-        return received
+        memories = {self._memory, self.node_version.memory if self.node_version is not None else None}
+        report.peak_staging += sum(memory.footprint for memory in memories if memory is not None)
+        report.peak_staging += self._changes.footprint + (self.route.footprint if self.route is not None else 0)
 
     def close(self) -> None:
         """Ends the generation on this rank."""

@@ -89,6 +89,9 @@ class Participants(NamedTuple):
         senders, receivers, manifest = json.loads(fetch(store, name, timeout))
         return cls(senders, tuple(Participant(*fields) for fields in receivers), manifest)
 
+    def fetch_manifest(self, store: Store, timeout: timedelta) -> bytes:
+        return fetch(store, self.manifest, timeout)
+
     def describe(self) -> str:
         """Says which ranks belong to which job, for error messages."""
         engines: dict[str, list[int]] = {}

@@ -21,7 +21,6 @@ from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout
 from epload.mapping.mapping import Mapping
 from epload.planning.holdings import full_holdings
-from epload.ranks.contents import fetch
 from epload.ranks.membership import local_network
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
@@ -29,7 +28,6 @@ from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
 from epload.sync.joining import JoinMessage
-from epload.sync.node_version import NodeVersion
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
@@ -114,8 +112,6 @@ class WeightReceiver(Endpoint):
         """Holds the version that was received last, with ``stage="device"``."""
         self._rejected = False
         """True if memory of a sender could not be opened in the generation before."""
-        self._node_version: NodeVersion | None = None
-        """The version in the node's memory when the generation before ended."""
         self._holdings = full_holdings((), ())
         self.version: int | None = None
         """Version that the target holds as a whole; None before the first, and while the target is partially updated."""
@@ -200,7 +196,7 @@ class WeightReceiver(Endpoint):
         )
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
-        manifest = Attempt(lambda: self._read(participants.manifest))
+        manifest = Attempt(lambda: self._read(participants))
         stages = self._stage == "host"
         device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another generation.
@@ -210,15 +206,12 @@ class WeightReceiver(Endpoint):
         own = self._rendezvous.participant
         message = JoinMessage(self._node, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
-        self._join(
-            start, participants, rank, message, manifest.result, self._holdings, manifest.failure, self._node_version
-        )
-        self._node_version = None
+        self._join(start, participants, rank, message, manifest.result, self._holdings, manifest.failure)
 
-    def _read(self, name: str) -> Manifest:
+    def _read(self, participants: Participants) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
         with garbage_collection.paused():
-            self._target.scope, manifest = Scope.decode(fetch(self._store, name, self._timeout))
+            self._target.scope, manifest = Scope.decode(participants.fetch_manifest(self._store, self._timeout))
             self._holdings = self._target.holdings(manifest)
         for warning in self._target.warnings:
             log.logger.warning("%s", warning)
@@ -332,12 +325,9 @@ class WeightReceiver(Endpoint):
         self._discard()
         if self._generation is not None:
             self._rejected = self._generation.puller is not None and self._generation.puller.rejected
-            version = self._generation.node_version
-            self._node_version = version if version is not None and version.key else None
         super()._drop_generation()
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
         super().close()
-        self._node_version = None
         self._leave()

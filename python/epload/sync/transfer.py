@@ -116,7 +116,7 @@ class HostRoute:
         self.groups = GroupCache({"cpu": "gloo"}, control)
         self.groups.make("exchange", tuple(map(members.rail, range(members.rails))))
 
-    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, bar: Progress) -> None:
+    def run(self, context: TransferContext, memory: NodeMemory | None, sink: Sink, show_progress: bool = False) -> None:
         """Moves the buckets of one plan. ``memory``: of the node, in which no other plan's buckets are moving."""
         assert memory is not None
         assert isinstance(context.plan, ExchangePlan)
@@ -127,4 +127,5 @@ class HostRoute:
         waves = context.plan.waves
         engine = through_memory(context, memory, waves, sink, routes, chunk_bytes, memory.waves_before)
         memory.waves_before += len(waves)
-        run_transfer(engine, self._control, self.groups, bar)
+        with Progress(context.plan.nbytes, show_progress) as bar:
+            run_transfer(engine, self._control, self.groups, bar)
