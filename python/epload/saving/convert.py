@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,16 +16,11 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import DeltaCheckpoint
-from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.opening import read_config
-from epload.checkpoint.state_dict import STATE_DICT
-from epload.core import dtypes as dtype_names
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import CheckpointError
 from epload.mapping.mapping import Rename, apply_renames
-from epload.mapping.precision import kept_by_config
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -34,7 +28,7 @@ from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
-from epload.saving.rewrite import Rewrite
+from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
 from epload.saving.writer import check_equal, exclusively, write_checkpoint
 
@@ -94,7 +88,7 @@ def convert(
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
-            rewrite = Rewrite(old, new, quantize, _config_next_to(checkpoint, source) if quantize else {}, copied)
+            rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {}, copied)
             same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
@@ -142,44 +136,12 @@ def _new_manifest(
     """Returns the tensors that are written."""
     manifest = checkpoint.manifest
     if dtype is not None:
-        manifest = with_dtype(manifest, dtype, _kept_in_fp32(checkpoint, source, dtype))
+        manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, source, dtype))
     names = apply_renames(tuple(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
     return replace(manifest, names=tuple(names), locations=None)
-
-
-def _kept_in_fp32(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
-    """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
-
-    Raises:
-        CheckpointError: the configuration cannot be read.
-        ValueError: it names a model that is unknown, or that the checkpoint does not fit.
-    """
-    if dtype not in (torch.float16, torch.bfloat16):
-        return set()
-    config = _config_next_to(checkpoint, source)
-    if not config.get("architectures"):
-        return set()
-    try:
-        return kept_by_config(config, checkpoint.manifest, dtype)
-    except ValueError as error:
-        raise ValueError(
-            f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "
-            f"to {checkpoint.manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
-            "configuration away to cast all tensors"
-        ) from error
-
-
-def _config_next_to(checkpoint: Checkpoint, source: Any) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none."""
-    if isinstance(checkpoint, DeltaCheckpoint):
-        config: dict[str, Any] = json.loads(checkpoint.config.get(CONFIG, b"{}"))
-        return config
-    if isinstance(source, Checkpoint):
-        source = source.manifest.source if source.manifest.source != STATE_DICT else None
-    return read_config(source)
 
 
 def _own_tensors(topology: Topology, old: Manifest) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.opening import read_config
+from epload.checkpoint.state_dict import STATE_DICT
+from epload.core import dtypes as dtype_names
 from epload.core.pieces import Piece
 from epload.core.views import Shape
 from epload.mapping.fp8 import FP8, Fp8Format
-from epload.mapping.precision import model_by_config
+from epload.mapping.precision import kept_by_config, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_box
 from epload.model.targets import collect
@@ -127,3 +132,35 @@ def _matching(old: Manifest, rule: Quantize) -> set[int]:
             f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
         )
     return numbers
+
+
+def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
+    """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
+
+    Raises:
+        CheckpointError: the configuration cannot be read.
+        ValueError: it names a model that is unknown, or that the checkpoint does not fit.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return set()
+    config = config_next_to(checkpoint, source)
+    if not config.get("architectures"):
+        return set()
+    try:
+        return kept_by_config(config, checkpoint.manifest, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "
+            f"to {checkpoint.manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
+            "configuration away to cast all tensors"
+        ) from error
+
+
+def config_next_to(checkpoint: Checkpoint, source: Any) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none."""
+    if isinstance(checkpoint, DeltaCheckpoint):
+        config: dict[str, Any] = json.loads(checkpoint.config.get(CONFIG, b"{}"))
+        return config
+    if isinstance(source, Checkpoint):
+        source = source.manifest.source if source.manifest.source != STATE_DICT else None
+    return read_config(source)
