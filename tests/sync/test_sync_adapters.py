@@ -155,7 +155,10 @@ def test_an_adapter_alone_is_what_peft_saves_and_loads(kind: str, tmp_path: Path
     """Two FSDP2 ranks to a PEFT model and to full tensors."""
     stage = {"copies": "none", "embedding": "device"}.get(kind, "host")
     snapshot = "host" if kind == "lora" else "none"
-    sender = partial(send_model, change=change, versions=2, receivers=2, only="adapter", verify=True, snapshot=snapshot)
+    delta = "always" if kind == "lora" else "off"
+    sender = partial(
+        send_model, change=change, versions=2, receivers=2, only="adapter", verify=True, snapshot=snapshot, delta=delta
+    )
     jobs = [Job(2, sender, (partial(sharded, kind),)), Job(2, receive_adapter, (kind, str(tmp_path), stage))]
     sent, received = run(jobs)
     assert sent == [["", ""]] * 2

@@ -49,8 +49,9 @@ def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
         model = fully_shard(Trainer(), mesh=mesh(("all", 3)))
         rule, snapshot = Quantize(with_skipped(FORMATS[FORMAT])), "none" if waits else "host"
         with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, mapping=rule, snapshot=snapshot, verify=not waits
-        ) as sender:
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, mapping=rule, snapshot=snapshot, verify=not waits,
+            delta="always",
+        ) as sender:  # fmt: skip
             if rank == 0:
                 meeting.say("address", sender.address)
             for version in VERSIONS:
@@ -66,6 +67,7 @@ def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
                         for parameter, old in zip(model.parameters(), saved, strict=True):
                             local_of(parameter).copy_(old)
                 assert report is not None
+                assert (report.changed is not None) == (version > VERSIONS[0])
 
 
 def engine(like: dict[str, torch.Tensor], shards: int | None) -> nn.Module:
