@@ -256,3 +256,40 @@ def test_engines_that_come_and_go_and_fail_leave_the_others_their_base() -> None
         }
     full, *others = [sent.wire_bytes for sent in late[0].values() if sent]
     assert all(nbytes < full for nbytes in others)
+
+
+def damaged_engine(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+    """Receives versions, of whose first one a bit changes in the node's memory."""
+    with many_waves(lease_seconds=10):
+        model, outcomes = build("plain", 1, HALF), []
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver:
+            for version in (1, 2, 3, 4):
+                outcomes.append(attempt(receiver.receive_weights))
+                if not outcomes[-1][0]:
+                    receiver.commit()
+                    assert differing_bits(model, version) == []
+                if version == 1:
+                    assert receiver._generation is not None
+                    assert receiver._generation.node_version is not None
+                    receiver._generation.node_version.buckets[0][-1] ^= 1
+    return outcomes
+
+
+def damaged_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+    with many_waves(lease_seconds=10):
+        model, outcomes = build("plain", 1, HALF), []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=1, timeout=30, delta="always", verify=True
+        ) as sender:
+            meeting.say("address", sender.address)
+            for version in (1, 2, 3, 4):
+                write_bits(model, version)
+                outcomes.append(attempt(partial(sender.send_weights, version)))
+    return outcomes
+
+
+def test_a_base_whose_bits_have_changed_is_found_and_replaced() -> None:
+    for (outcomes,) in run([Job(1, damaged_trainer), Job(1, damaged_engine)]):
+        assert "the result is not what the sender has" in outcomes[1][0]
+        assert [sent and sent.changed for _, sent in outcomes] == [None, None, None, changed_elements(4, HALF)]
+        assert not any(text for text, _ in (outcomes[0], *outcomes[2:]))

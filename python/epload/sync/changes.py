@@ -29,7 +29,10 @@ from epload.transfer.sinks import Sink
 
 DENSE = 0.5
 """The share of a version's bytes above which encoded changes are not sent, with ``delta="auto"``."""
+MAX_WORKERS = 4
+"""Threads that compare buckets, each of which may encode a whole one."""
 TOO_MANY = "too many"
+"""What a sender with more says in place of its changes."""
 _POLL_SECONDS = 0.5
 
 
@@ -53,7 +56,10 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         None if the changes have more than ``limit`` bytes.
     """
     full, scratch = threading.Event(), threading.local()
-    workers = torch.get_num_threads() if tensors.pipe is None else 1  # a pipe is one thread's at a time
+    workers = (
+        min(torch.get_num_threads(), MAX_WORKERS) if tensors.pipe is None else 1
+    )  # a pipe is one thread's at a time
+    room = ops.encoded_limit(plan.largest, max((len(bucket.rows) for bucket in plan.buckets), default=0))
     comparison, total = Comparison([], []), 0
     with ThreadPoolExecutor(workers, "epload-compare") as pool:
 
@@ -61,8 +67,7 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
             if full.is_set():
                 return None
             if not hasattr(scratch, "out"):
-                limit = ops.encoded_limit(plan.largest, max(len(bucket.rows) for bucket in plan.buckets))
-                scratch.out = torch.empty(limit, dtype=torch.uint8, device="cpu")
+                scratch.out = torch.empty(room, dtype=torch.uint8, device="cpu")
             return _compare_bucket(plan, number, tensors, base, verify, scratch.out)
 
         for outcome in pool.map(compare_bucket, range(len(plan.buckets))):
@@ -172,6 +177,7 @@ class ReceivedChanges(Sink):
             payload = payload.clone()
             ops.apply_changes(encoded, payload)
         if ops.checksum(payload) != checksum:
+            self._version.key = ""
             raise LoadError(
                 f"rank {self._rank} has applied the changes of {self._plan.describe([number])} to the version before, and the "
                 "result is not what the sender has: the memory of a machine changes bits; the next version comes in full"
