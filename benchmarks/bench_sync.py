@@ -225,6 +225,37 @@ def targets(runs: dict[str, Row]) -> Table:
         line("loopback: over the raw floor", "<= 1.5", lambda x: x <= 1.5, over_floor),
         line("planning a sync over planning a load", "<= 0.5", lambda x: x <= 0.5, lambda entry: planning),
     ]
+    full, few, all_changed = (
+        f"epload_sync:{mode}" for mode in ("stage=host", "delta, 2 % changed", "delta, all changed")
+    )
+
+    def cpu_of_comparison(row: Row) -> float:
+        return RANKS * row["phases"]["send: CPU of read"]
+
+    def cpu_of_sync(row: Row) -> float:
+        return float(row["cpu"]["user"] + row["cpu"]["system"])
+
+    with_changes = [
+        ("2 rollout nodes, 2 % changed: bytes into a node over its union", 0.036, of("2", few, lambda row: row["in"])),
+        ("2 rollout nodes, 2 % changed: time over a full sync's", 1 / 12, ratio(median_of("2", few), median_of("2", full))),
+        (
+            "2 rollout nodes, all changed: time over a full sync's", 1.03,
+            ratio(median_of("2", all_changed), median_of("2", full)),
+        ),
+        (
+            "loopback: CPU time of the comparison over that of a full sync", 0.35,
+            ratio(of("loopback", few, cpu_of_comparison), of("loopback", full, cpu_of_sync)),
+        ),
+    ]  # fmt: skip
+    for what, limit, value in with_changes:
+        rows.append(
+            line(
+                what,
+                f"<= {limit:.3f}",
+                lambda x, limit=limit: x <= limit,
+                lambda entry, x=value: x if entry == full else None,
+            )
+        )
     return Table("Targets", ("what", "target", "stage=none", "stage=host"), rows)
 
 

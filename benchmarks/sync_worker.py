@@ -242,6 +242,7 @@ class Syncs:
         if report is not None:
             side = "send" if self._worker.sends else "receive"
             found |= {f"{side}: {name}": phase.seconds for name, phase in report.phases.items() if phase.seconds}
+            found[f"{side}: CPU of read"] = report.phases["read"].cpu_seconds
         return found
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from time import monotonic
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
     )  # a pipe is one thread's at a time
     room = ops.encoded_limit(plan.largest, max((len(bucket.rows) for bucket in plan.buckets), default=0))
     comparison, total = Comparison([], []), 0
-    with ThreadPoolExecutor(workers, "epload-compare") as pool:
+    with ThreadPoolExecutor(workers, "epload-compare") if workers > 1 else nullcontext() as pool:
 
         def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
             if full.is_set():
@@ -70,7 +71,7 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
                 scratch.out = torch.empty(room, dtype=torch.uint8, device="cpu")
             return _compare_bucket(plan, number, tensors, base, verify, scratch.out)
 
-        for outcome in pool.map(compare_bucket, range(len(plan.buckets))):
+        for outcome in (pool.map if pool is not None else map)(compare_bucket, range(len(plan.buckets))):
             if outcome is None:
                 break
             comparison.changed.append(outcome[0])
