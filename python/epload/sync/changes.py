@@ -30,10 +30,12 @@ from epload.transfer.sinks import Sink
 
 DENSE = 0.5
 """The share of a version's bytes above which encoded changes are not sent, with ``delta="auto"``."""
+_HOPELESS = 0.9
+"""The share of encoded changes in an eighth of the bytes after which no more are compared."""
 MAX_WORKERS = 4
 """Threads that compare buckets, each of which may encode a whole one."""
 TOO_MANY = "too many"
-"""What a sender with more says in place of its changes."""
+"""View of a sender that has too many changes."""
 _POLL_SECONDS = 0.5
 
 
@@ -61,7 +63,7 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         min(torch.get_num_threads(), MAX_WORKERS) if tensors.pipe is None else 1
     )  # a pipe is one thread's at a time
     room = ops.encoded_limit(plan.largest, max((len(bucket.rows) for bucket in plan.buckets), default=0))
-    comparison, total = Comparison([], []), 0
+    comparison, total, compared = Comparison([], []), 0, 0
     with ThreadPoolExecutor(workers, "epload-compare") if workers > 1 else nullcontext() as pool:
 
         def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
@@ -77,7 +79,9 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
             comparison.changed.append(outcome[0])
             comparison.encoded.append(outcome[1])
             total += outcome[1].nbytes
-            if total > limit:
+            compared += plan.buckets[len(comparison.changed) - 1].nbytes
+            too_many = compared * _HOPELESS < total < limit < plan.nbytes and compared > plan.nbytes / 8
+            if total > limit or too_many:
                 full.set()
     return None if full.is_set() else comparison
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from epload.core import threads
+from epload.core.attempt import Attempt
 from epload.planning.streams import ExchangePlan
 from epload.sync.changes import DENSE
 
@@ -27,6 +30,7 @@ class CommittedTensors:
         """Number of versions since the last that was sent in full."""
         self.obstacle = ""
         """Why :meth:`usable_key` was empty."""
+        self._copying: tuple[threading.Thread, list[Attempt[None]]] | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
         """Allocates memory for the copy of tensors, unless there is some."""
@@ -44,6 +48,21 @@ class CommittedTensors:
         self.key = ""
         for copy, tensor in zip(self.tensors, tensors, strict=True):
             copy.copy_(tensor.detach())
+
+    def copy_meanwhile(self, tensors: Sequence[Tensor]) -> None:
+        """Copies tensors on CPU in a thread, until :meth:`finish`."""
+        self.key = ""
+        outcomes: list[Attempt[None]] = []
+        thread = threads.start("epload-copy", lambda: outcomes.append(Attempt(lambda: self.copy(tensors))))
+        self._copying = thread, outcomes
+
+    def finish(self) -> bool:
+        """Waits for the thread. Returns False if there was none, or it could not copy them."""
+        if self._copying is None:
+            return False
+        (thread, outcomes), self._copying = self._copying, None
+        thread.join()
+        return outcomes[0].failure is None
 
     def commit(self, key: str, in_full: bool) -> None:
         """Says that what was copied was committed. ``in_full``: whether no receiver got it as changes."""

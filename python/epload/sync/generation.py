@@ -209,7 +209,7 @@ class Generation:
         base: CommittedTensors | None = None,
         show_progress: bool = False,
         failure: Exception | None = None,
-        begins: Callable[[], list[Tensor] | None] = lambda: None,
+        begins: Callable[[bool], list[Tensor] | None] = lambda in_full: None,
     ) -> None:
         """Sends or receives a version. Collective over the generation's ranks.
 
@@ -217,7 +217,8 @@ class Generation:
             tensors: to be sent, or filled as the version arrives; None to leave it in the node's memory.
             base: what a sender has committed before, if it may send changes.
             failure: why this rank cannot take part; then nothing moves.
-            begins: called when all ranks are ready, before anything moves. What it returns is sent in place of ``tensors``.
+            begins: called when all ranks are ready, before anything moves, with True if all nodes receive the version in full.
+                What it returns is sent in place of ``tensors``.
 
         Raises:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
@@ -230,7 +231,7 @@ class Generation:
                         nodes = self._get_ready(tensors, failure or usable.failure, base, report)
                     if not nodes or not self._compare(nodes, tensors, base, report):
                         nodes = frozenset()
-                    tensors = begins() or tensors
+                    tensors = begins(not nodes) or tensors
                     in_full = frozenset(range(len(self.members.nodes))) - nodes
                     self._prepare_memory(in_full)
                     with self._pulled(tensors or [], report):

@@ -222,8 +222,12 @@ class WeightReceiver(Endpoint):
         generation, in_place = self._generation, self._stage == "none"
         assert generation is not None
         tensors = Attempt(lambda: self._tensors_to_fill(version, report.version, generation.device))
+
         # From then on every rank of an engine says the same, also one that nothing has reached yet.
-        begins = self._mark_partially_updated if in_place else lambda: None
+        def begins(in_full: bool) -> None:
+            if in_place:
+                self._mark_partially_updated()
+
         show_progress = self._progress and self.engine.rank == 0
         generation.sync(start, tensors.result, report, None, show_progress, tensors.failure, begins)
         if in_place:

@@ -211,8 +211,8 @@ class WeightSender(Endpoint):
         """``copied``: called when the model may change."""
         topology, model = self.topology, self._model
 
-        def begins() -> list[Tensor] | None:
-            tensors = model.let_change()
+        def begins(in_full: bool) -> list[Tensor] | None:
+            tensors = model.let_change(in_full)
             copied()
             return tensors
 

@@ -99,6 +99,7 @@ class SentModel:
         Raises:
             ModelMismatch: merged adapters would mix with adapters apart.
         """
+        self.copies.finish()
         if self._rule is None:
             tensors = self._read()
         else:
@@ -142,9 +143,16 @@ class SentModel:
         assert self._quantized is not None
         return self._quantized.quantize(local, exchange, on_host=self._snapshot)
 
-    def let_change(self) -> list[Tensor] | None:
-        """Makes the copy, if one is sent; then the model may change. Returns it."""
+    def let_change(self, in_full: bool = False) -> list[Tensor] | None:
+        """Makes the copy, if one is sent; then the model may change. Returns it.
+
+        Args:
+            in_full: whether all receivers get all of it, so that nobody has the version before any more. Then what is kept for
+                the next comparison is copied while it is sent.
+        """
         if not self._snapshot:
+            if in_full and self.base_version is not None and all(tensor.is_cpu for tensor in self.tensors):
+                self.copies.copy_meanwhile(self.tensors)
             return None
         if self.tensors is not self.copies.tensors:
             self.copies.copy(self.tensors)
@@ -157,7 +165,7 @@ class SentModel:
         if self.scope.adapter is None and self.scope.adapters != MERGED and not self.scope.left_out:
             merged_bases.discard(self._base)
         if self.base_version is not None:
-            if not self._snapshot:
+            if not self._snapshot and not self.copies.finish():
                 self.copies.copy(self.tensors)
             self.copies.commit(key, in_full)
 
@@ -216,6 +224,7 @@ class SentModel:
 
     def clear(self) -> None:
         """Frees memory."""
+        self.copies.finish()
         self._last, self.tensors, self._quantized = None, [], None
         self.copies.tensors = []
         _adapter_senders.discard(self)
