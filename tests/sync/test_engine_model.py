@@ -45,7 +45,7 @@ def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str) 
     model = trainer(world, 0)
     if without:
         delattr(model, without)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30) as sender:
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always") as sender:
         if rank == 0:
             meeting.say("address", sender.address)
         for version in (1, 2, 3):

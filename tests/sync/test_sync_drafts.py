@@ -120,7 +120,7 @@ def receive(rank: int, meeting: Meeting, kind: str, stage: str) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "stage"), [("sharded", "host"), ("engine", "device"), ("sharded", "none")])
 def test_both_have_each_version(kind: str, stage: str) -> None:
-    sender = partial(send_model, change=change, versions=2, receivers=2, verify=True)
+    sender = partial(send_model, change=change, versions=2, receivers=2, verify=True, delta="always")
     sent, received = run([Job(2, sender, (make_trainer,)), Job(2, receive, (kind, stage))])
     assert sent == [["", ""]] * 2
     all_fine(received)

@@ -60,7 +60,7 @@ def fill(model: Any, kind: str, version: int) -> None:
 def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:
     quiet()
     model = parallelize(random(kind, 0))
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60) as sender:
+    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60, delta="always") as sender:
         if rank == 0:
             meeting.say("address", sender.address)
         for version in VERSIONS:
