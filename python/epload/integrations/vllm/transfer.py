@@ -136,7 +136,7 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     receivers: int
     """Workers of all engines."""
     mapping: AnyMapping = "auto"
-    """With :class:`epload.mapping.Quantize`, the fp8 weights and scales of an engine's ``Fp8Config``."""
+    """A :class:`epload.mapping.Quantize` sends the fp8 weights and scales of an engine whose ``Fp8Config`` has blocks."""
     delta: str = "off"
     timeout: float = _TIMEOUT
     verify: bool = False
