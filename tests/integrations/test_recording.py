@@ -270,6 +270,48 @@ def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], No
     assert "reads a parameter's values" in recording.passed_through["scale"]
 
 
+def by_map(model: Loader, weights: Weights) -> None:
+    """Fills the rows of which a map of integers has the numbers, as engines do with their own experts."""
+    for name, tensor in weights:
+        row = model.rows[int(name[1:])].item()
+        if row >= 0:
+            model.p.data[row].copy_(tensor)
+
+
+def mapped() -> Loader:
+    model = Loader(by_map, p=(2, 3))
+    model.register_buffer("rows", torch.tensor([1, -1, 0, -1]), persistent=False)
+    return model
+
+
+def test_integers_that_the_model_has_may_choose_where_a_tensor_goes() -> None:
+    recording = check_recording(mapped, unique({f"w{i}": (3,) for i in range(4)}))
+    assert recording.passed_through == {}
+    assert [[view.start for _, view in places] for places in recording.regions] == [[(1, 0)], [], [(0, 0)], []]
+    model = mapped()
+    assert recording.changed_input(tensors_of(model)) is None
+    model.rows[1] = 1
+    assert recording.changed_input(tensors_of(model)) == "rows"
+
+
+@pytest.mark.parametrize("written_first", [False, True])
+def test_integers_that_are_read_and_written_are_passed_through(written_first: bool) -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        (_, rows), weight = weights
+        if written_first:
+            model.rows.copy_(rows)
+        by_map(model, [weight])
+        model.rows.copy_(rows)
+
+    def make() -> Loader:
+        model = Loader(load, p=(2, 3))
+        model.register_buffer("rows", torch.tensor([1]))
+        return model
+
+    recording = check_recording(make, {"rows": torch.tensor([0]), **unique({"w0": (3,)})})
+    assert sorted(recording.passed_through) == ["rows", "w0"]
+
+
 # ---- errors ----
 
 

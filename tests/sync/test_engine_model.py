@@ -144,6 +144,25 @@ def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_
         local_target(load, unique(shapes), **shapes).finish()
 
 
+def test_a_map_that_has_changed_since_it_was_recorded_is_an_error() -> None:
+    """An engine that has moved its experts would be given others than it takes them for."""
+
+    def load(model: Loader, weights: Weights) -> None:
+        for (_, tensor), row in zip(weights, model.rows, strict=True):
+            model.a.data[row.item()].copy_(tensor)
+
+    model = Loader(load, a=(2, 3))
+    model.register_buffer("rows", torch.tensor([1, 0]), persistent=False)
+    target = epload.EngineModel(model).sync_target(strict=True)
+    target.holdings(manifest_of(unique({"x": (3,), "y": (3,)})))
+    assert [tuple(tensor.shape) for tensor in target.tensors()] == [(2, 3)]
+    model.rows.copy_(torch.tensor([0, 1]))
+    with pytest.raises(
+        epload.LoadError, match=r"rows of the engine's model has other values .* make a new WeightReceiver"
+    ):
+        target.tensors()
+
+
 def test_tied_parameters_are_written_under_one_of_their_names() -> None:
     model = Loader(read_values, a=(1,), b=(1,))
     model.b = model.a

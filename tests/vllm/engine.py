@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
+from support.jobs import Meeting
+
 os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
 
 
@@ -97,7 +99,9 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def make_engine(folder: Path, tensor_parallel: int, **arguments: Any) -> tuple[nn.Module, Any]:
+def make_engine(
+    folder: Path, tensor_parallel: int, dtype: str = "float32", expert_parallel: bool = True, **arguments: Any
+) -> tuple[nn.Module, Any]:
     """This rank's part of the model, without weights, and vLLM's configuration. The rest of the world are pipeline stages."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -113,9 +117,9 @@ def make_engine(folder: Path, tensor_parallel: int, **arguments: Any) -> tuple[n
         skip_tokenizer_init=True,
         tensor_parallel_size=tensor_parallel,
         pipeline_parallel_size=world // tensor_parallel,
-        enable_expert_parallel="num_experts" in json.loads((folder / "config.json").read_text()),
+        enable_expert_parallel=expert_parallel and "Moe" in (folder / "config.json").read_text(),
         enforce_eager=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=128,
         load_format="dummy",
         distributed_executor_backend="external_launcher",
@@ -124,5 +128,35 @@ def make_engine(folder: Path, tensor_parallel: int, **arguments: Any) -> tuple[n
     with set_current_vllm_config(config):
         init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
         initialize_model_parallel(tensor_parallel, world // tensor_parallel)
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(config.model_config.dtype)
         return initialize_model(vllm_config=config), config
+
+
+class Client:
+    """The trainer's view of the engine, over files."""
+
+    def __init__(self, meeting: Meeting, workers: int) -> None:
+        self._meeting = meeting
+        self._workers = workers
+        self._calls = 0
+
+    def _call(self, method: str, argument: Any = None) -> None:
+        self._calls += 1
+        self._meeting.say(f"call-{self._calls}", json.dumps([method, argument]))
+        for worker in range(self._workers):
+            self._meeting.hear(f"done-{self._calls}-{worker}", 200)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def start_draft_weight_update(self) -> None:
+        self._call("start_draft_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")

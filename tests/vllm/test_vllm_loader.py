@@ -68,8 +68,9 @@ def test_a_model_is_as_vllm_loads_it(name: str, extra: dict[str, Any], tmp_path:
         assert "weights in a second checkpoint" in rank["errors"][0]
     if not extra:
         size = os.path.getsize(tmp_path / "model.safetensors")
-        # Besides the shards: the header, what both ranks keep (norms, routers), and gaps in narrow rows that are read along.
-        assert sum(rank["read"] for rank in found) <= 1.5 * size, (size, found)
+        # Besides the shards: the header, what both ranks keep (norms, routers), gaps in narrow rows that are read along, and the
+        # eight short reads with which each rank times the store, which are much of so small a file.
+        assert sum(rank["read"] for rank in found) <= 1.6 * size, (size, found)
 
 
 def refused(rank: int, folder: Path) -> str:

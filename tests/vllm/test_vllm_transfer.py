@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine import CONFIGS, has_draft, make_checkpoint, make_draft, make_engine, read_checkpoint, read_model
+from engine import CONFIGS, Client, has_draft, make_checkpoint, make_draft, make_engine, read_checkpoint, read_model
 
 import epload
 from support import ranks
@@ -21,36 +21,6 @@ from support.jobs import Job, Meeting, run
 from support.recordings import copy_regions, manifest_of, same_bits, tensors_of
 
 VERSIONS = (1, 2)
-
-
-class Client:
-    """The trainer's view of the engine, over files."""
-
-    def __init__(self, meeting: Meeting, workers: int) -> None:
-        self._meeting = meeting
-        self._workers = workers
-        self._calls = 0
-
-    def _call(self, method: str, argument: Any = None) -> None:
-        self._calls += 1
-        self._meeting.say(f"call-{self._calls}", json.dumps([method, argument]))
-        for worker in range(self._workers):
-            self._meeting.hear(f"done-{self._calls}-{worker}", 200)
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def start_draft_weight_update(self) -> None:
-        self._call("start_draft_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        self._call("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
 
 
 def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:

@@ -180,6 +180,11 @@ class EngineTarget(Target):
         filled = [tensors[name].detach() for name in self._filled if name in tensors]
         if [layout_of(tensor)[:2] for tensor in filled] != [layout[:2] for layout in self._filled.values()]:
             raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
+        if changed := self.recording.changed_input(tensors):
+            raise LoadError(
+                f"{changed} of the engine's model has other values than when load_weights was recorded, so that weights would "
+                "go to other places; make a new WeightReceiver"
+            )
         self._received = {
             name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in self._full.items()
         }

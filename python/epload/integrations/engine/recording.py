@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +37,14 @@ class Recording:
     """Constants that fill boxes of targets, such as the padding of a vocabulary. They do not overlap ``regions``."""
     written: Mapping[str, Sequence[Box]] | None = None
     """Boxes that ``load_weights`` writes, by target. None if it cannot be traced: then ``passed_through`` has all tensors."""
+
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the integer targets that ``load_weights`` reads, such as a map of experts, for which alone this is its effect."""
+
+    def changed_input(self, targets: Mapping[str, Tensor]) -> str | None:
+        """Returns a target in ``inputs`` that has other values now, None if there is none."""
+        inputs = self.inputs.items()
+        return next((name for name, values in inputs if name not in targets or targets[name].tolist() != values), None)
 
     def fill_constants(self, targets: Mapping[str, Tensor]) -> None:
         """Writes the constants."""
@@ -83,6 +92,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
         {tensors.names[number]: passed_through[number] for number in sorted(passed_through)},
         tuple(constants),
         {target: [write.box for write in writes] for target, (writes, _) in written.items()},
+        {name: table.tensors[name].tolist() for name in sorted(trace.inputs)},
     )
 
 

@@ -45,6 +45,11 @@ class EngineTargets:
         """Returns True if a tensor is in the storage of targets."""
         return tensor.numel() > 0 and storage_of(tensor) in self._by_storage
 
+    def containing(self, tensor: Tensor) -> str | None:
+        """Returns a target whose storage a tensor shares; None if it shares none, or that of several."""
+        names = self._by_storage.get(storage_of(tensor), ())
+        return names[0] if len(names) == 1 else None
+
     def locate(self, tensor: Tensor, origin: Tensor | None = None) -> tuple[str, list[View]] | None:
         """Returns the target of which a tensor is a region, and the boxes of the target that the region consists of.
 

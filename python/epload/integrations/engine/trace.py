@@ -102,6 +102,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Why the call cannot be traced; empty if it can."""
         self.last = ""
         """The name last taken from the iterator."""
+        self.inputs: set[str] = set()
+        """Integer targets whose values the call reads, such as a map of experts."""
         self._tensors = tensors
         self._numbers = numbers
         self._targets = targets
@@ -174,11 +176,20 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fakes:
             return self._derive(func, args, kwargs, fakes)
         if touches and packet not in _VIEWS | _READ_NO_VALUES:
-            raise self.reject(f"it reads a parameter's values with {packet.__name__}")
+            self._read_values(packet.__name__, tensors)
         result = func(*args, **kwargs)
         storages = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         self._created |= storages - set(map(storage_of, tensors))
         return result
+
+    def _read_values(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Notes integer targets whose values are read. Raises RuntimeError for others, and for those that are written, too."""
+        written = {write.target for write in self.writes}
+        for tensor in filter(self._targets.share_storage, tensors):
+            target, is_inexact = self._targets.containing(tensor), tensor.is_floating_point() or tensor.is_complex()
+            if target is None or target in written or is_inexact or tensor.is_meta:
+                raise self.reject(f"it reads a parameter's values with {name}")
+            self.inputs.add(target)
 
     def _view(self, func: Any, fake: _FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         packet, (_, view, reason, _) = func.overloadpacket, fake.provenance
@@ -245,6 +256,8 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
             )
         place, boxes = located
+        if place in self.inputs:
+            raise self.reject(f"it reads and writes {place}")
         constant, sources, reason = None, _sources_of(fakes), f"is written by {name}"
         if not fakes:
             constant = _constant(func, value)

@@ -40,11 +40,13 @@ from vllm.platforms import current_platform
 
 from epload.integrations.engine.model import EngineModel
 from epload.integrations.engine.recording import Recording
+from epload.mapping.mapping import AnyMapping
 from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
 
 BACKEND = "epload"
 _TIMEOUT = 1800.0
+_SENDER_OPTIONS = ("mapping", "delta", "timeout", "verify")
 _RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
 
 
@@ -133,6 +135,9 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     address: str
     receivers: int
     """Workers of all engines."""
+    mapping: AnyMapping = "auto"
+    """A :class:`epload.mapping.Quantize` sends the fp8 weights and scales of an engine whose ``Fp8Config`` has blocks."""
+    delta: str = "off"
     timeout: float = _TIMEOUT
     verify: bool = False
     stage: str = "host"
@@ -166,7 +171,7 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
                     f"expected a client with {engine._start}() for draft=True, got a {type(client).__name__}"
                 )
         engine._sender = WeightSender(
-            model, init_info.address, receivers=init_info.receivers, **_options(init_info, "timeout", "verify")
+            model, init_info.address, receivers=init_info.receivers, **_options(init_info, *_SENDER_OPTIONS)
         )
         if init_info.is_sender:
             options = _options(init_info, *_RECEIVER_OPTIONS, "draft")
