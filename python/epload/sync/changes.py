@@ -167,6 +167,7 @@ class ReceivedChanges(Sink):
             payload = payload.clone()
             ops.apply_changes(encoded, payload)
         if ops.checksum(payload) != checksum:
+            self._version.key = ""
             raise LoadError(
                 f"rank {self._rank} has applied the changes of {self._plan.describe([number])} to the version before, and the "
                 "result is not what the sender has: the memory of a machine changes bits; the next version comes in full"
