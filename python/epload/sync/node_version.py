@@ -85,7 +85,7 @@ class NodeVersion:
         """Returns True if the version's bytes of a bucket came from the rank that sends it now, not from a replica of that."""
         assert bucket.base is not None
         assert self.plan.layout is not None
-        buckets = self.plan.layout.bucket[column(bucket.base.targets)].unique().tolist()
+        buckets = set(self.plan.layout.bucket[column(bucket.base.targets)].tolist())
         return all(self.plan.buckets[number].stream.owner == bucket.stream.owner for number in buckets)
 
     @cached_property
