@@ -295,11 +295,13 @@ std::tuple<int64_t, int64_t> encode_changes(
   return {output.nbytes, count};
 }
 
-// The bytes of a region of a tensor on CPU, one after the other: those of the tensor, or a copy in `scratch`.
-const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes, at::Tensor& scratch) {
+// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor, or a copy in
+// `scratch`.
+const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes, int64_t unit, at::Tensor& scratch) {
   const auto strided = collapse(tensor, row);
-  if (strided.size.empty()) {
-    return static_cast<const uint8_t*>(tensor.const_data_ptr()) + strided.tensor;
+  const auto* const bytes = static_cast<const uint8_t*>(tensor.const_data_ptr()) + strided.tensor;
+  if (strided.size.empty() && reinterpret_cast<uintptr_t>(bytes) % static_cast<uintptr_t>(unit) == 0) {
+    return bytes;
   }
   if (!scratch.defined() || scratch.numel() < nbytes) {
     scratch = at::empty({nbytes}, at::kByte);
@@ -343,9 +345,10 @@ std::tuple<int64_t, int64_t> encode_regions(
     TORCH_CHECK_VALUE(
         span_of(row) == nbytes && row.bucket_offset >= at, op, ": expected regions that follow one another without gaps");
     skip(row.bucket_offset);
+    const auto unit = std::min<int64_t>(size, 8);
     count += encode_block(
-        op, bytes_of(from, row, nbytes, scratch), bytes_of(to, row, nbytes, other), nbytes, std::min<int64_t>(size, 8),
-        out.numel(), output);
+        op, bytes_of(from, row, nbytes, unit, scratch), bytes_of(to, row, nbytes, unit, other), nbytes, unit, out.numel(),
+        output);
     at += nbytes;
   }
   skip(end);
@@ -370,6 +373,8 @@ int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
     auto* const block = base != nullptr ? base + begin : nullptr;
     changed += with_unit(op, unit, [&](auto type) {
       check_unit(op, block, length, unit);
+      TORCH_CHECK_VALUE(
+          begin % unit == 0, op, ": expected a block at a multiple of ", unit, " bytes, got one at ", begin);
       return decode_all<decltype(type)>(in, length, block);
     });
     begin += length;

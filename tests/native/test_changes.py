@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epload.core import dtypes
 from epload.native import ops
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,6 +56,28 @@ def test_several_blocks_follow_one_another() -> None:
     ]
     ops.apply_changes(torch.cat(blocks), base)
     assert torch.equal(base, changed)
+
+
+def test_changes_that_are_not_whole_units_of_the_buffer_leave_it_as_it_was() -> None:
+    """A block that does not begin at a multiple of its unit follows a valid one."""
+    base = random_bytes(3 + 8, 10)
+    blocks = [encode(part, part ^ 1, unit)[0] for part, unit in ((base[:3], 1), (base[3:].clone(), 8))]
+    for call in (ops.check_changes, ops.apply_changes):
+        with pytest.raises(ValueError, match="a block at a multiple of 8 bytes, got one at 3"):
+            call(torch.cat(blocks), len(base) if call is ops.check_changes else base)
+    assert torch.equal(base, random_bytes(3 + 8, 10))
+
+
+def test_tensors_at_any_address_are_compared() -> None:
+    """As a memory-mapped checkpoint may have them."""
+    memory = [random_bytes(4 * 10 + 1, seed) for seed in (11, 12)]
+    old, new = (torch.frombuffer(bytes_.numpy(), dtype=torch.float32, offset=1) for bytes_ in memory)
+    copies = torch.tensor([[0, 0, dtypes.code(torch.float32), 1, 0, 10, 1]])
+    out = torch.empty(ops.encoded_limit(40), dtype=torch.uint8)
+    nbytes, _ = ops.encode_regions([old], [new], copies, 0, 40, out)
+    copy = memory[0][1:].clone()
+    ops.apply_changes(out[:nbytes].clone(), copy)
+    assert torch.equal(copy, memory[1][1:])
 
 
 def test_bits_are_compared_and_not_values() -> None:

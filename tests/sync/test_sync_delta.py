@@ -11,8 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import epload
+from epload.planning.buckets import HEADER_BYTES
 from epload.sync.changes import ReceivedChanges
 from epload.sync.participants import EngineRank
 from support import checks, fakedev
@@ -258,38 +261,137 @@ def test_engines_that_come_and_go_and_fail_leave_the_others_their_base() -> None
     assert all(nbytes < full for nbytes in others)
 
 
-def damaged_engine(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
-    """Receives versions, of whose first one a bit changes in the node's memory."""
-    with many_waves(lease_seconds=10):
+def replaced(model: nn.Module, name: str) -> None:
+    """Registers a parameter anew, behind the others."""
+    parameter = getattr(model, name)
+    delattr(model, name)
+    setattr(model, name, nn.Parameter(torch.zeros_like(parameter)))
+
+
+def neighboring_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+    with many_waves(lease_seconds=1.5):
         model, outcomes = build("plain", 1, HALF), []
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver:
-            for version in (1, 2, 3, 4):
-                outcomes.append(attempt(receiver.receive_weights))
-                if not outcomes[-1][0]:
-                    receiver.commit()
-                    assert differing_bits(model, version) == []
-                if version == 1:
-                    assert receiver._generation is not None
-                    assert receiver._generation.node_version is not None
-                    receiver._generation.node_version.buckets[0][-1] ^= 1
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=30, delta="always") as sender:
+            meeting.say("address", sender.address)
+            for version in (1, 2, 3):
+                if version == 2:
+                    meeting.hear("silent")
+                write_bits(model, version)
+                outcomes.append(attempt(partial(sender.send_weights, version)))
+                meeting.say(f"tried-{version}")
     return outcomes
 
 
-def damaged_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
-    with many_waves(lease_seconds=10):
-        model, outcomes = build("plain", 1, HALF), []
+def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> None:
+    """An engine that receives three versions; or becomes silent after the first, which it commits later."""
+    with many_waves(lease_seconds=1.5):
+        model = build("plain", 1, HALF)
+        with epload.WeightReceiver(
+            model, meeting.hear("address"), timeout=30, node=node, engine=EngineRank(name)
+        ) as receiver:
+            for version in (1,) if name == "silent" else (1, 2, 3):
+                receiver.receive_weights(version)
+                if name == "silent":
+                    receiver._rendezvous._closed.set()  # as if its interpreter were busy
+                    meeting.say("silent")
+                    meeting.hear("tried-2")
+                receiver.commit()
+                assert differing_bits(model, version) == []
+                if name == "changed" and version == 1:
+                    replaced(model, "embed")
+
+
+def test_a_version_stays_for_the_ranks_that_have_it_and_is_no_base_for_other_tensors() -> None:
+    """One of two engines that share memory is dropped, and commits its version when the other has the next one. A third has
+    other tensors when the ranks find each other anew."""
+    trainer, *_ = run(
+        [
+            Job(1, neighboring_trainer),
+            Job(1, neighboring_engine, ("silent", "")),
+            Job(1, neighboring_engine, ("neighbor", "")),
+            Job(1, neighboring_engine, ("changed", "other")),
+        ]
+    )
+    texts, reports = zip(*trainer[0], strict=True)
+    assert not any(texts)
+    assert "2 of 2 receiving nodes" in reports[1].why_full
+    assert reports[2].changed == changed_elements(3, HALF)
+
+
+REPLICAS = "big"
+"""A tensor of which each rank of a sender has a replica. They differ, as no two of them should."""
+
+
+def replica(rank: int, version: int) -> Tensor:
+    """The second rank's does not change."""
+    values = torch.arange(torch.Size(SHAPES[REPLICAS]).numel(), dtype=FLOAT).reshape(SHAPES[REPLICAS])
+    return values + (version / 2 if rank == 0 else 100_000)
+
+
+def replicated_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+    with many_waves():
+        model, outcomes = nn.Module(), []
+        mesh = init_device_mesh("cpu", (2,))
+        values = distribute_tensor(torch.zeros(SHAPES[REPLICAS]), mesh, [Replicate()], src_data_rank=None)
+        model.register_buffer(REPLICAS, values)
         with epload.WeightSender(
             model, ("127.0.0.1", 0), receivers=1, timeout=30, delta="always", verify=True
         ) as sender:
-            meeting.say("address", sender.address)
-            for version in (1, 2, 3, 4):
-                write_bits(model, version)
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, 8):
+                if version == 3:
+                    meeting.hear("joined")
+                values.to_local().copy_(replica(rank, version))
                 outcomes.append(attempt(partial(sender.send_weights, version)))
+                if rank == 0:
+                    meeting.say(f"tried-{version}")
     return outcomes
 
 
-def test_a_base_whose_bits_have_changed_is_found_and_replaced() -> None:
-    for (outcomes,) in run([Job(1, damaged_trainer), Job(1, damaged_engine)]):
-        assert "the result is not what the sender has" in outcomes[1][0]
-        assert [sent and sent.changed for _, sent in outcomes] == [None, None, None, changed_elements(4, HALF)]
-        assert not any(text for text, _ in (outcomes[0], *outcomes[2:]))
+def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
+    """Receives a tensor on one rank or, from version 3 or 4 on, a half on each of two. The memory of the one rank is damaged
+    before version 6."""
+    with many_waves():
+        model, version = nn.Module(), 0
+        values = torch.zeros(SHAPES[REPLICAS])
+        if not whole:
+            meeting.hear("tried-2")
+            values = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        model.register_buffer(REPLICAS, values)
+        with epload.WeightReceiver(
+            model, meeting.hear("address"), timeout=30, node="one" if whole else f"other {rank}", verify=True
+        ) as receiver:
+            meeting.say("one" if whole else "joined")
+            while version < 7:
+                text, _ = attempt(receiver.receive_weights)
+                if text:
+                    assert version == 5
+                    assert "is not what the sender has" in text
+                    version = 6
+                    continue
+                assert receiver.staged is not None
+                version = receiver.staged
+                receiver.commit()
+                if whole:
+                    assert ((values == replica(0, version)) | (values == replica(1, version))).all()
+                    if version == 5:
+                        assert receiver._generation is not None
+                        assert receiver._generation.node_version is not None
+                        for bucket in receiver._generation.node_version.buckets.values():
+                            bucket[HEADER_BYTES] ^= 1
+
+
+def test_a_base_of_another_replica_and_one_that_is_damaged_are_replaced() -> None:
+    """An engine joins before version 3 or 4, after which other ranks of the sender send parts of the tensor."""
+    trainer, *_ = run(
+        [Job(2, replicated_trainer), Job(1, replicated_engine, (True,)), Job(2, replicated_engine, (False,))]
+    )
+    for of_rank in trainer:
+        texts, reports = zip(*of_rank, strict=True)
+        assert [bool(text) for text in texts] == [False] * 5 + [True, False], texts
+        changed = [report and report.changed is not None for report in reports]
+        assert changed[:2] == [False, True]
+        assert False in changed[2:4]
+        assert changed[4]
+        assert "1 of 3 receiving nodes" in reports[6].why_full

@@ -122,6 +122,11 @@ class Holdings:
         """The most dims of a local tensor, at least 1."""
         return max((len(view.size) for share in self.classes for _, view in share.views), default=1) or 1
 
+    @cached_property
+    def digest(self) -> str:
+        """Digest that is equal for equal holdings only."""
+        return self.summary().digest + digest_of(self.encode_parts())
+
     def copy(
         self, place: int, offset: int, dtype: torch.dtype, start: Shape, size: Shape, strides: Sequence[int]
     ) -> Copy:

@@ -263,8 +263,10 @@ class Generation:
             digest, failure = published.result or "", published.failure
         if base is not None:
             key = base.usable_key(self._own.verify)
-        elif self.node_version is not None and self.node_version.is_base_of(self.plan, self.number):
-            key, token = self.node_version.key, self.node_version.memory.token
+        elif (version := self.node_version) is not None and version.is_base_of(
+            self.plan, self.number, len(self.members.nodes[self._node])
+        ):
+            key, token = version.key, version.memory.token
         view = [report.version, digest, key, token]
         digests, with_base = self.control.agree("getting ready", failure, view, partial(_check_views, self.members))
         if self.plan.borrowers:

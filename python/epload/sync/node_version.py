@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from epload.core.columns import column
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.holdings import Holdings
@@ -67,9 +68,25 @@ class NodeVersion:
             return None
         return layout.holdings(shapes)
 
-    def is_base_of(self, plan: ExchangePlan, generation: int) -> bool:
-        """Returns True if all buckets of a generation's plan can be made out of this version's."""
-        return bool(self.key) and (generation == self._generation or all(bucket.base for bucket in plan.buckets))
+    def is_base_of(self, plan: ExchangePlan, generation: int, ranks: int) -> bool:
+        """Returns True if all buckets of a generation's plan can be made out of this version's, and changed there.
+
+        Args:
+            ranks: of the node in that generation. If the memory is also another rank's, the version stays as it is: that rank may
+                be alive, and commit it later.
+        """
+        if not self.key or ranks != len(self.memory.ranks):
+            return False
+        if generation == self._generation:
+            return True
+        return plan.landing is None and all(bucket.base and self._comes_from_owner(bucket) for bucket in plan.buckets)
+
+    def _comes_from_owner(self, bucket: ExchangeBucket) -> bool:
+        """Returns True if the version's bytes of a bucket came from the rank that sends it now, not from a replica of that."""
+        assert bucket.base is not None
+        assert self.plan.layout is not None
+        buckets = set(self.plan.layout.bucket[column(bucket.base.targets)].tolist())
+        return all(self.plan.buckets[number].stream.owner == bucket.stream.owner for number in buckets)
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, int, int], int]:

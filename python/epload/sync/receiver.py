@@ -196,11 +196,13 @@ class WeightReceiver(Endpoint):
         )
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
-        manifest = Attempt(lambda: self._read(participants))
+        before, manifest = self._holdings, Attempt(lambda: self._read(participants))
         stages = self._stage == "host"
         device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another generation.
         self._drop_generation()
+        if self._node_version is not None and self._holdings.digest != before.digest:
+            self._node_version = None  # it has what this rank needed then, for the local tensors that it had
         access = DeviceAccess.of(device, opens=not self._rejected)
         self._rejected = False
         own = self._rendezvous.participant

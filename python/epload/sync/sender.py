@@ -10,6 +10,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -179,6 +180,11 @@ class WeightSender(Endpoint):
             failure = Attempt(self._model.read).failure
         if wait:
             return self._send(report, began, failure)
+        if (
+            failure is None and self._model.base_version is not None
+        ):  # the thread has other current streams than the caller
+            for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
+                torch.accelerator.current_stream(device).synchronize()
         outcomes: list[Attempt[SyncReport]] = []
         may_change = threading.Event()
 
