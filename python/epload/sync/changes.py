@@ -197,8 +197,12 @@ class ReceivedChanges(Sink):
         Raises:
             LoadError: a rank of the node has ended, or takes longer than the timeout.
         """
-        for number, encoded in self._encoded.items():
-            self._version.apply(self._plan.buckets[number], self._generation, encoded)
+        try:
+            for number, encoded in self._encoded.items():
+                self._version.apply(self._plan.buckets[number], self._generation, encoded)
+        except BaseException:
+            counted.counters.fail()  # ends the wait of the others
+            raise
         self._encoded.clear()
         counted.waves_before += 1
         counted.counters.post("unpack", counted.waves_before)

@@ -119,6 +119,7 @@ class SentModel:
         targets = self._reader.read()
         part = self._read_part(targets)
         if self._last is None or not targets.matches(self._last[0]) or part != self._last[1]:
+            self._last = None  # until all of this is known
             self.manifest, placed, self.scope = self._select(targets, part)
             of_model = targets
             if self._rule is not None:
