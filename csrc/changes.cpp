@@ -1,5 +1,7 @@
 // What has changed between two buffers of equal size, encoded so that a copy of the first becomes the second. The format
 // is in docs/sync.md; an encoded buffer that came over a network is not trusted.
+#include "changes.h"
+
 #include "copy_table.h"
 #include "region_copy.h"
 #include "strided.h"
@@ -388,6 +390,8 @@ Input input_of(const char* op, const at::Tensor& encoded) {
   return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
 }
 
+} // namespace
+
 int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
   return decode("check_changes", input_of("check_changes", encoded), nbytes, nullptr);
 }
@@ -402,7 +406,6 @@ int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
   return changed;
 }
 
-} // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {

@@ -49,7 +49,7 @@ def hypothesis(until: float) -> None:
 
 
 def afl(until: float) -> int:
-    """Fuzzes both native cases at once; returns how many inputs crashed or hung."""
+    """Fuzzes the native cases at once; returns how many inputs crashed or hung."""
     options = {"AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES": "1", "AFL_SKIP_CPUFREQ": "1", "AFL_NO_UI": "1"}
     environment = {**os.environ, **options, "CXX": shutil.which("afl-clang-fast++") or "afl-g++-fast"}
     crashed = 0
@@ -57,7 +57,7 @@ def afl(until: float) -> int:
         program = Path(folder) / "fuzz"
         subprocess.run([CPP / "build.sh", sys.executable, program, "fuzz.cpp"], check=True, env=environment)
         runs = {}
-        for case in ("copy_table", "planner"):
+        for case in ("copy_table", "planner", "changes"):
             limits = ["-V", str(max(10, int(until - time.monotonic()))), "-m", "none"]
             paths = ["-i", CPP / "corpus" / case, "-o", Path(folder) / case, "--", program, case]
             runs[case] = subprocess.Popen(["afl-fuzz", *limits, *paths], env=environment, stdout=subprocess.DEVNULL)

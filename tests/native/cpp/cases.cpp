@@ -1,6 +1,7 @@
 #include "cases.h"
 
 #include "../../../csrc/bucket_plan.h"
+#include "../../../csrc/changes.h"
 #include "../../../csrc/device/crossing.h"
 #include "../../../csrc/digest.h"
 #include "../../../csrc/region_copy.h"
@@ -200,5 +201,39 @@ void planner_case(const uint8_t* data, size_t size) {
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     require(covered[i] == tensors[i].nbytes, "all bytes of all tensors");
+  }
+}
+
+void changes_case(const uint8_t* data, size_t size) {
+  Input in(data, size);
+  // Half of the inputs begin with the header of a block, so that the rest of them is looked at.
+  const int64_t unit = int64_t{1} << in.below(4);
+  const bool valid_header = in.below(2) != 0;
+  const int64_t nbytes = unit * (in.byte() + in.byte() * in.below(3));
+  std::vector<uint8_t> bytes;
+  if (valid_header) {
+    bytes = {'e', 'p', 'l', 'd', 1, static_cast<uint8_t>(unit), 0, 0};
+    for (int i = 0; i < 8; ++i) {
+      bytes.push_back(static_cast<uint8_t>(nbytes >> 8 * i));
+    }
+  }
+  const size_t used = std::min<size_t>(size, 6);
+  bytes.insert(bytes.end(), data + used, data + size);
+  const auto encoded_memory = exactly(bytes.size());
+  std::copy(bytes.begin(), bytes.end(), encoded_memory.get());
+  const auto base_memory = exactly(static_cast<size_t>(nbytes));
+  const auto encoded = at::from_blob(encoded_memory.get(), {static_cast<int64_t>(bytes.size())}, at::kByte);
+  auto base = at::from_blob(base_memory.get(), {nbytes}, at::kByte);
+  int64_t changes = -1;
+  try {
+    changes = epload::check_changes(encoded, nbytes);
+  } catch (const c10::Error&) { // NOLINT(bugprone-empty-catch)
+  }
+  try {
+    require(epload::apply_changes(encoded, base) == changes, "what was checked is applied");
+  } catch (const c10::Error&) {
+    require(changes < 0, "what was checked is not refused");
+    const auto* const memory = base_memory.get();
+    require(std::all_of(memory, memory + nbytes, [](uint8_t byte) { return byte == 0x11; }), "nothing by halves");
   }
 }

@@ -13,6 +13,9 @@ void copy_table_case(const uint8_t* data, size_t size);
 // Tensors for the bucket planner: refused, or every slot inside its bucket, aligned, in order, and all bytes covered.
 void planner_case(const uint8_t* data, size_t size);
 
+// Encoded changes: refused, with the buffer as it was, or applied inside it.
+void changes_case(const uint8_t* data, size_t size);
+
 // Ends the program unless it holds.
 inline void require(bool holds, const char* what) {
   if (!holds) {

@@ -152,11 +152,14 @@ int main(int argc, char** argv) {
   std::mt19937 random(seed);
   const auto tables = replay(copy_table_case, corpus / "copy_table");
   const auto plans = replay(planner_case, corpus / "planner");
+  const auto changes = replay(changes_case, corpus / "changes");
   random_bytes(copy_table_case, random, count);
   random_bytes(planner_case, random, count);
+  random_bytes(changes_case, random, count);
   handing_over();
   failing();
   several_threads();
   cold_file();
-  std::printf("%zu + %zu inputs of the corpus and 2 x %d random ones (seed %u): fine\n", tables, plans, count, seed);
+  const auto replayed = tables + plans + changes;
+  std::printf("%zu inputs of the corpus and 3 x %d random ones (seed %u): fine\n", replayed, count, seed);
 }
