@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 import epload
 from epload import Topology
 from epload.checkpoint.manifest import Manifest
-from epload.saving.model_reader import read_targets
+from epload.saving.model_reader import ModelReader
 from epload.sync.targets import ModelTarget
 from support import ranks
 from support.checks import all_fine, local_of
@@ -153,7 +153,7 @@ def test_saves_and_senders_read_copies_and_receivers_refuse_them(tmp_path: Path)
     assert {name: tensor.tolist() for name, tensor in saved.items()} == {
         name: tensor.tolist() for name, tensor in model.state_dict().items()
     }
-    read_targets(model)
+    ModelReader(model).read()
     with pytest.raises(epload.ModelMismatch, match=re.escape(HOOK)):
         ModelTarget(model, "auto", strict=True).holdings(Manifest((), (), (), ""))
 
