@@ -1,5 +1,5 @@
-// What has changed between two buffers of equal size, encoded so that a copy of the first becomes the second. The format
-// is in docs/sync.md; an encoded buffer that came over a network is not trusted.
+// What has changed between two buffers of equal size, encoded so that a copy of the first becomes the second. The
+// format is in docs/sync.md; an encoded buffer that came over a network is not trusted.
 #include "changes.h"
 
 #include "copy_table.h"
@@ -34,8 +34,7 @@ struct Input {
   int64_t left;
 
   const uint8_t* take(int64_t nbytes) {
-    TORCH_CHECK_VALUE(
-        nbytes <= left, "the encoded changes end ", nbytes - left, " bytes too early; they are damaged");
+    TORCH_CHECK_VALUE(nbytes <= left, "the encoded changes end ", nbytes - left, " bytes too early; they are damaged");
     const auto* const begin = data;
     data += nbytes;
     left -= nbytes;
@@ -106,7 +105,8 @@ int64_t count_changes(const Unit* base, const Unit* changed, int64_t units) {
 template <typename Unit>
 int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, Output& out) {
   constexpr int64_t kSample = 256;
-  if (units > kSample && count_changes(base, changed, kSample) == kSample) { // need not be listed if all of it is like that
+  if (units > kSample &&
+      count_changes(base, changed, kSample) == kSample) { // need not be listed if all of it is like that
     const auto count = count_changes(base, changed, units);
     if (units / 8 + count * static_cast<int64_t>(sizeof(Unit)) >= units * static_cast<int64_t>(sizeof(Unit))) {
       out.number<uint8_t>(kWhole);
@@ -165,8 +165,11 @@ int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, 
   for (int64_t first = 0; first < units; first += kChunkUnits) {
     const auto offset = first * static_cast<int64_t>(sizeof(Unit));
     count += encode_chunk(
-        reinterpret_cast<const Unit*>(base + offset), reinterpret_cast<const Unit*>(changed + offset),
-        std::min(kChunkUnits, units - first), positions.data(), out);
+        reinterpret_cast<const Unit*>(base + offset),
+        reinterpret_cast<const Unit*>(changed + offset),
+        std::min(kChunkUnits, units - first),
+        positions.data(),
+        out);
   }
   return count;
 }
@@ -187,19 +190,19 @@ int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
     return units;
   }
   TORCH_CHECK_VALUE(
-      kind == kBitmap || kind == kGaps, "expected a kind of chunk from 0 to 3, got ", int{kind},
+      kind == kBitmap || kind == kGaps,
+      "expected a kind of chunk from 0 to 3, got ",
+      int{kind},
       "; the encoded changes are damaged");
   thread_local std::vector<uint16_t> positions(kChunkUnits);
   int64_t count = 0, next = 0;
   if (kind == kGaps) {
     const auto total = in.number<uint32_t>();
-    TORCH_CHECK_VALUE(
-        total <= units,  total, " changes in a chunk of ", units, "; the encoded changes are damaged");
+    TORCH_CHECK_VALUE(total <= units, total, " changes in a chunk of ", units, "; the encoded changes are damaged");
     for (; count < total; ++count) {
       int64_t gap = in.number<uint8_t>();
       gap = gap == kLongGap ? in.number<uint16_t>() : gap;
-      TORCH_CHECK_VALUE(
-          next + gap < units, "a change behind the end of its chunk; the encoded changes are damaged");
+      TORCH_CHECK_VALUE(next + gap < units, "a change behind the end of its chunk; the encoded changes are damaged");
       positions[count] = static_cast<uint16_t>(next + gap);
       next += gap + 1;
     }
@@ -251,7 +254,10 @@ int64_t with_unit(const char* op, int64_t unit, const Function& call) {
 
 void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size_t index) {
   TORCH_CHECK_VALUE(
-      bytes.is_cpu() && bytes.scalar_type() == at::kByte && bytes.dim() == 1, op, ": expected ", name,
+      bytes.is_cpu() && bytes.scalar_type() == at::kByte && bytes.dim() == 1,
+      op,
+      ": expected ",
+      name,
       " to be uint8 on cpu, of one dim");
   check_memory(op, bytes, index);
   TORCH_CHECK_VALUE(bytes.is_contiguous(), op, ": expected ", name, " to be contiguous");
@@ -259,13 +265,22 @@ void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size
 
 void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t unit) {
   TORCH_CHECK_VALUE(
-      nbytes % unit == 0 && reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0, op,
-      ": expected a buffer that starts and ends at a multiple of ", unit, " bytes");
+      nbytes % unit == 0 && reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0,
+      op,
+      ": expected a buffer that starts and ends at a multiple of ",
+      unit,
+      " bytes");
 }
 
 // Writes a block: its header, and its chunks. Returns the units that differ.
 int64_t encode_block(
-    const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, int64_t room, Output& out) {
+    const char* op,
+    const uint8_t* base,
+    const uint8_t* changed,
+    int64_t nbytes,
+    int64_t unit,
+    int64_t room,
+    Output& out) {
   return with_unit(op, unit, [&](auto type) {
     check_unit(op, base, nbytes, unit);
     check_unit(op, changed, nbytes, unit);
@@ -297,8 +312,8 @@ std::tuple<int64_t, int64_t> encode_changes(
   return {output.nbytes, count};
 }
 
-// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor, or a copy in
-// `scratch`.
+// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor, or
+// a copy in `scratch`.
 const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes, int64_t unit, at::Tensor& scratch) {
   const auto strided = collapse(tensor, row);
   const auto* const bytes = static_cast<const uint8_t*>(tensor.const_data_ptr()) + strided.tensor;
@@ -314,7 +329,12 @@ const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes
 }
 
 std::tuple<int64_t, int64_t> encode_regions(
-    at::TensorList base, at::TensorList changed, const at::Tensor& copies, int64_t begin, int64_t end, at::Tensor& out) {
+    at::TensorList base,
+    at::TensorList changed,
+    const at::Tensor& copies,
+    int64_t begin,
+    int64_t end,
+    at::Tensor& out) {
   constexpr auto op = "encode_regions";
   const at::NoGradGuard no_grad;
   check_bytes(op, "out", out, 0);
@@ -340,16 +360,29 @@ std::tuple<int64_t, int64_t> encode_regions(
     const auto& from = base[row.tensor];
     const auto& to = changed[row.tensor];
     TORCH_CHECK_VALUE(
-        from.scalar_type() == row.dtype && to.scalar_type() == row.dtype, op, ": expected tensors of ", row.dtype,
-        ", as the copies say, got ", from.scalar_type(), " and ", to.scalar_type());
+        from.scalar_type() == row.dtype && to.scalar_type() == row.dtype,
+        op,
+        ": expected tensors of ",
+        row.dtype,
+        ", as the copies say, got ",
+        from.scalar_type(),
+        " and ",
+        to.scalar_type());
     const auto size = static_cast<int64_t>(c10::elementSize(row.dtype));
     const auto nbytes = c10::multiply_integers(row.size) * size;
     TORCH_CHECK_VALUE(
-        span_of(row) == nbytes && row.bucket_offset >= at, op, ": expected regions that follow one another without gaps");
+        span_of(row) == nbytes && row.bucket_offset >= at,
+        op,
+        ": expected regions that follow one another without gaps");
     skip(row.bucket_offset);
     const auto unit = std::min<int64_t>(size, 8);
     count += encode_block(
-        op, bytes_of(from, row, nbytes, unit, scratch), bytes_of(to, row, nbytes, unit, other), nbytes, unit, out.numel(),
+        op,
+        bytes_of(from, row, nbytes, unit, scratch),
+        bytes_of(to, row, nbytes, unit, other),
+        nbytes,
+        unit,
+        out.numel(),
         output);
     at += nbytes;
   }
@@ -370,7 +403,11 @@ int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
     in.number<uint16_t>();
     const auto length = in.number<int64_t>();
     TORCH_CHECK_VALUE(
-        length >= 0 && length <= nbytes - begin, op, ": expected changes of ", nbytes - begin, " bytes, got those of ",
+        length >= 0 && length <= nbytes - begin,
+        op,
+        ": expected changes of ",
+        nbytes - begin,
+        " bytes, got those of ",
         length);
     auto* const block = base != nullptr ? base + begin : nullptr;
     changed += with_unit(op, unit, [&](auto type) {
