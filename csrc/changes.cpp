@@ -328,6 +328,13 @@ const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes
   return scratch.const_data_ptr<uint8_t>();
 }
 
+void check_tensors(const char* op, at::TensorList tensors, const at::Tensor& out) {
+  for (const auto& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
+    TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
+  }
+}
+
 std::tuple<int64_t, int64_t> encode_regions(
     at::TensorList base,
     at::TensorList changed,
@@ -339,12 +346,8 @@ std::tuple<int64_t, int64_t> encode_regions(
   const at::NoGradGuard no_grad;
   check_bytes(op, "out", out, 0);
   TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
-  for (const auto& tensors : {base, changed}) {
-    for (const auto& tensor : tensors) {
-      TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
-      TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
-    }
-  }
+  check_tensors(op, base, out);
+  check_tensors(op, changed, out);
   const auto rows = decode_copies(end, base, copies);
   decode_copies(end, changed, copies); // checks the other tensors
   Output output{out.mutable_data_ptr<uint8_t>()};
