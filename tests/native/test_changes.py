@@ -69,7 +69,7 @@ def test_changes_that_are_not_whole_units_of_the_buffer_leave_it_as_it_was() -> 
 
 
 def test_tensors_at_any_address_are_compared() -> None:
-    """As a memory-mapped checkpoint may have them."""
+    """Tensors as a memory-mapped checkpoint may have them."""
     memory = [random_bytes(4 * 10 + 1, seed) for seed in (11, 12)]
     old, new = (torch.frombuffer(bytes_.numpy(), dtype=torch.float32, offset=1) for bytes_ in memory)
     copies = torch.tensor([[0, 0, dtypes.code(torch.float32), 1, 0, 10, 1]])

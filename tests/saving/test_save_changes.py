@@ -190,7 +190,7 @@ def chain(tmp_path: Path) -> Path:
 
 
 def errors_of(folder: Path) -> list[str]:
-    """What a load and each command that reads tensors say. No tensor is loaded."""
+    """Returns the errors of a load and of each command that reads tensors. No tensor is loaded."""
     state = {"big": torch.zeros(3_000_000), "small": torch.zeros(5, dtype=torch.uint8)}
     with pytest.raises(epload.CheckpointError) as raised:
         epload.load_state(state, folder)

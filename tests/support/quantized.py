@@ -98,7 +98,7 @@ def compressed_reference(value: Tensor, config: dict[str, Any]) -> tuple[Tensor,
 
 
 def reference(name: str, value: Tensor, config: dict[str, Any]) -> dict[str, Tensor]:
-    """What a quantized weight is stored as."""
+    """The tensors that a quantized weight is stored as."""
     is_fine = config["quant_method"] == "fp8"
     weight, scales = (fine_grained_reference if is_fine else compressed_reference)(value.detach().to(BF16), config)
     one = value.ndim == 2 and scales.numel() == 1 and config in (FORMATS["one"], FORMATS["tensor"])

@@ -46,7 +46,7 @@ class Draft(nn.Module):
 
 
 class LoadedDraft(nn.Module):
-    """As an engine's, with the names and the fused layout of its own ``load_weights``."""
+    """A model like an engine's, with the names and the fused layout of its own ``load_weights``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LoadedDraft(nn.Module):
 
 
 def values(version: int) -> dict[str, Tensor]:
-    """Not exact in bfloat16, which one of the models has."""
+    """Values that are not exact in bfloat16, which one of the models has."""
     return {
         name: torch.arange(tensor.numel()).reshape(tensor.shape) / 7 + version + i
         for i, (name, tensor) in enumerate(Trainer().state_dict().items())

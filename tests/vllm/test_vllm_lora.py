@@ -39,7 +39,7 @@ def serve(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     from vllm.lora.request import LoRARequest
 
     class TensorLoRARequest(LoRARequest):
-        """As frameworks define it whose engines take an adapter without files."""
+        """A request as frameworks define it whose engines take an adapter without files."""
 
         peft_config: dict[str, Any] | None = field(default=None)
         lora_tensors: dict[str, Any] | None = field(default=None)
