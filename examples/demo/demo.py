@@ -60,13 +60,17 @@ def sharded_model() -> nn.Module:
 
 
 def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time."""
+    """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time.
+
+    No rank makes tensors of its own for a broadcast: gloo's threads may release these as late as when the interpreter exits, which
+    ends a process with SIGABRT (torch 2.13).
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            full = whole[name] if whole else torch.empty(parameter.shape, dtype=parameter.dtype)
-            dist.broadcast(full, 0)
-            parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements))
+            dist.broadcast(whole[name], 0)
+            shard = distribute_tensor(whole[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(shard)
 
 
 def run(folder: Path) -> None:
@@ -86,7 +90,10 @@ def run(folder: Path) -> None:
     loader.load(model, folder)
     dist.barrier()
     reload_seconds = time.perf_counter() - start
-    whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict() if rank == 0 else {}
+    if rank == 0:
+        whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    else:
+        whole = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
     broadcast_each_parameter(model, whole)
     dist.barrier()
     start = time.perf_counter()
