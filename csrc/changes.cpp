@@ -160,7 +160,7 @@ int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint1
 template <typename Unit>
 int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, Output& out) {
   const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
-  std::vector<uint16_t> positions(kChunkUnits);
+  thread_local std::vector<uint16_t> positions(kChunkUnits); // making one takes longer than a small block
   int64_t count = 0;
   for (int64_t first = 0; first < units; first += kChunkUnits) {
     const auto offset = first * static_cast<int64_t>(sizeof(Unit));

@@ -31,7 +31,9 @@ from epload.ranks.membership import group_equal
 from epload.ranks.messages import decode, encode, put, read_if_set
 
 _MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
-"""Seconds to the first look at the store, at most between two, and to the first with very many nodes, for each of them."""
+"""Minimum and maximum seconds between two looks at the store, and the minimum with very many nodes, for each of them."""
+_POLL_SHARE = 1 / 8
+"""The time to the next look as a share of the time that a rank has waited."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
 """Number of times within its limit that a rank looks at the heartbeats of those it waits for, and maximum seconds between two."""
 T = TypeVar("T")
@@ -176,12 +178,11 @@ class Rounds(NodeConnection):
         """
         nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
-        pause, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
-        until, next_sample = now + limit, now + sample
+        least, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
+        began, until, next_sample = now, now + limit, now + sample
         while True:
-            self.news.wait(pause)
+            self.news.wait(min(max(least, _POLL_SHARE * (now - began)), _MAX_POLL, sample))
             self.news.clear()
-            pause = min(2 * pause, _MAX_POLL, sample)
             if (value := ready()) is not None:
                 return value
             self._check()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from epload.mapping.precision import set_dtypes
+from epload.mapping.wrappers import is_from_package
 from epload.model.devices import devices_of
+from epload.model.initialization import is_adapter
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
@@ -20,6 +22,8 @@ class ModelReader:
         self.model = model
         self._filled = filled
         self._snapshot: Snapshot | None = None
+        self.has_adapters = False
+        """True if a module is of PEFT, or a layer of another library's adapters, once :meth:`read` was called."""
 
     def read(self) -> Targets:
         """Returns the model's targets. Reshards FSDP2 modules.
@@ -32,6 +36,7 @@ class ModelReader:
         if state is not None:
             return state[0]
         modules = Modules(self.model)
+        self.has_adapters = any(is_adapter(module) or is_from_package(module, "peft") for module in modules.unique)
         targets = collect(self.model, modules=modules, filled=self._filled)
         set_dtypes(self.model, modules, targets, None)
         for name, tensor in zip(targets.names, targets.tensors, strict=True):

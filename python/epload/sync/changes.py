@@ -91,15 +91,13 @@ def _compare_bucket(
 ) -> tuple[ChangedBucket, Tensor]:
     """Returns what has changed in a bucket, and its encoded changes. ``out``: room for them."""
     bucket, checksum = plan.buckets[number], 0
-    new, old = tensors.plain(number), base.plain(number)
-    in_place = bucket.is_dense and new is not None and old is not None
+    in_place = bucket.is_dense and tensors.are_plain(number)  # so is the copy
     packed = []
     for shards in (tensors, base)[: 2 if not in_place else int(verify)]:
         packed.append(torch.empty(bucket.nbytes, dtype=torch.uint8, device="cpu"))
         shards.pack(number, packed[-1])
     if in_place:
-        assert new is not None
-        assert old is not None
+        old, new = base.counted(number), tensors.counted(number)
         nbytes, elements = ops.encode_regions(old, new, bucket.copies.rows, HEADER_BYTES, bucket.nbytes, out)
     else:
         unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))

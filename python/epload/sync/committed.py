@@ -36,11 +36,15 @@ class CommittedTensors:
         """Allocates memory for the copy of tensors, unless there is some."""
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(copy.shape, copy.dtype) for copy in self.tensors]:
-            self.key, self.tensors = "", []  # before more is allocated
+            self.forget()  # before more is allocated
             self.tensors = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
                 for tensor in tensors
             ]
+
+    def forget(self) -> None:
+        """Frees the copy."""
+        self.key, self.tensors = "", []
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors, which are committed once :meth:`commit` is called."""

@@ -109,10 +109,10 @@ class SentModel:
         self.tensors = [tensors[number] for number in self._sent]
         through_host = self._through_host or self._snapshot
         self.access = DeviceAccess() if through_host else DeviceAccess.of_sender(self.tensors)
-        if self.base_version is not None:
-            self.copies.reserve(self.tensors)
-        else:
+        if self.base_version is None:
             self.let_change()
+        elif not self.copies.tensors:
+            self.copies.reserve(self.tensors)
 
     def _read(self) -> list[Tensor]:
         """Returns the model's local tensors, once the manifest and the holdings are known."""
@@ -133,7 +133,7 @@ class SentModel:
             own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]
             self.holdings = replace(holdings, targets=own)
             self._last = targets, part
-            self.copies.key = ""
+            self.copies.forget()
         return targets.local()
 
     def _quantize(self, local: Attempt[list[Tensor]]) -> list[Tensor]:
@@ -177,6 +177,8 @@ class SentModel:
             check_not_merged(self._base)
             _adapter_senders.add(self)
             return part
+        if not self._reader.has_adapters:
+            return frozenset(), ""
         added = names_added_by_adapters(self._model, targets.index)
         merged = adapters_in_base(self._model)[0] if added else ""
         if merged and any(other._base is self._base for other in _adapter_senders):
@@ -227,5 +229,5 @@ class SentModel:
         """Frees memory."""
         self.copies.finish()
         self._last, self.tensors, self._quantized = None, [], None
-        self.copies.tensors = []
+        self.copies.forget()
         _adapter_senders.discard(self)

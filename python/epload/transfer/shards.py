@@ -7,11 +7,13 @@ it in the end.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.columns import column
 from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.native import ops
@@ -59,12 +61,19 @@ class Shards:
         if self._verify:
             self._compare(number, bucket, "packed")
 
-    def plain(self, number: int) -> list[Tensor] | None:
-        """Returns the tensors that a bucket's copies count; None if one is not on CPU, or its elements are converted."""
+    @cached_property
+    def _codes(self) -> Tensor:
+        """The dtype of each tensor as :func:`epload.core.dtypes.code`; -1 if it is not on CPU."""
+        return column([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in self._tensors])
+
+    def counted(self, number: int) -> list[Tensor]:
+        """Returns the tensors that a bucket's copies count."""
+        return [self._tensors[target] for target in self._plan.buckets[number].targets]
+
+    def are_plain(self, number: int) -> bool:
+        """Returns True if these are on CPU, and their elements are not converted."""
         bucket = self._plan.buckets[number]
-        tensors = [self._tensors[target] for target in bucket.targets]
-        codes = torch.tensor([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in tensors])
-        return tensors if torch.equal(codes[bucket.copies.target], bucket.copies.dtype) else None
+        return torch.equal(self._codes[column(bucket.targets)][bucket.copies.target], bucket.copies.dtype)
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
@@ -80,8 +89,7 @@ class Shards:
             self._stream.synchronize()
 
     def _regions(self, number: int) -> list[Regions]:
-        bucket = self._plan.buckets[number]
-        tensors = [self._tensors[target] for target in bucket.targets]
+        bucket, tensors = self._plan.buckets[number], self.counted(number)
         pipe = self.pipe.native if self.pipe is not None else None
         return split_by_device(tensors, bucket.copies, bucket.copies.in_bucket(), pipe)
 
