@@ -22,6 +22,7 @@ import epload
 from campaigns import seeds
 from epload.ranks.control import Control
 from epload.sync.changes import ReceivedChanges
+from epload.sync.node_version import NodeVersion
 from epload.sync.participants import ReceiverRendezvous, SenderRendezvous
 from epload.transfer.engine import Engine
 from support import fakedev
@@ -90,6 +91,7 @@ def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
         "compare": (Control, "agree", lambda control, what, *rest: what == "comparing with the version before"),
         "changes": (ReceivedChanges, "apply", lambda *args: True),  # after the commit, which counts on the other ranks
         "commit": (Control, "agree", lambda control, what, *rest: what == "committing the version"),
+        "apply": (NodeVersion, "unpack", lambda *args: True),
         # From device to device, a rank has only the waves that it takes part in.
         "data": (Engine, "_move", lambda engine, wave: wave.index == min(fault.wave, len(engine._waves) - 1)),
     }
@@ -163,12 +165,11 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             asked = 77 if now and fault.kind == "wrong version" else None
             with armed(fault, now):
                 text, seconds = call(lambda a=asked: receiver.receive_weights(a))  # type: ignore[misc]
-            if not text:
-                # Before it applies the version; also where it passes no data on, and so has no such phase.
-                if now and fault.dies:
-                    seeds.act(fault.kind, TIMEOUT)
-                text, more = call(receiver.commit)
-                seconds += more
+                if not text:
+                    text, more = call(receiver.commit)
+                    seconds += more
+            if now and fault.dies:
+                seeds.act(fault.kind, TIMEOUT)  # it did not come to its phase
             if receiver.version is not None:
                 try:
                     check(model, receiver.version, period=fault.period)
