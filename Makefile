@@ -151,6 +151,9 @@ chaos: build ## replay the regressions, inject FAULTS=300 seeded faults from SEE
 chaos-sync: build ## inject FAULTS=300 seeded faults into live syncs, starting at SEED=0, and check each outcome
 	$(CAMPAIGN).chaos_sync --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
 
+sync-matrix: build ## compare every layout, stage, delta, verify and format of a sync with the libraries of reference, bit for bit
+	$(CAMPAIGN).sync_matrix
+
 chaos-save: build ## inject FAULTS=300 seeded faults into saves, starting at SEED=0, and check each outcome
 	$(CAMPAIGN).chaos_save --faults $(FAULTS) --seed $(SEED) --seconds $(CHAOS_SECONDS)
 
