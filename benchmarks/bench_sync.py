@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -41,6 +42,9 @@ TRAINERS = 2
 """Nodes of the trainer, over links."""
 OURS = ("epload_sync:stage=none", "epload_sync:stage=host")
 FLOOR = "floor"
+FP8 = "epload_fp8"
+QUANTIZED = re.compile(r"_proj\.weight$")
+"""Names of the weights that are sent in fp8."""
 PLANNING = "planning"
 
 
@@ -91,6 +95,8 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     linked = case != "loopback"
     size = Size(layers=options.layers or (16 if linked else 48), experts=options.experts)
     nbytes, tensors = summary.contents(meta_model(size))
+    experts = (parameter for name, parameter in meta_model(size).named_parameters() if QUANTIZED.search(name))
+    quantized = sum(parameter.nbytes for parameter in experts)
     trainers, rollouts = (TRAINERS, int(case)) if linked else (1, 1)
     print(
         f"{case}: {nbytes / 1e6:.0f} MB in {tensors} tensors, {trainers} + {rollouts} nodes x {RANKS} ranks", flush=True
@@ -118,6 +124,7 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     rows = summary.rows(outcome, nbytes)
     for row in rows:
         row["title"] = titles.get(row["entry"], row["entry"])
+        row["quantized"] = quantized
         links = [sample["links"] for sample in outcome.samples if sample["entry"] == row["entry"]]
         if linked and links:  # the worst of all versions
             row["in"] = max(into for nodes in links for into, _ in nodes[trainers:]) / nbytes
@@ -229,6 +236,11 @@ def targets(runs: dict[str, Row]) -> Table:
         f"epload_sync:{mode}" for mode in ("stage=host", "delta, 2 % changed", "delta, all changed")
     )
 
+    def of_quantized(row: Row) -> float:
+        """Bytes into a node for the weights in fp8, and for all scales and headers, over those of the weights in bf16."""
+        total = runs["2"]["nbytes"]
+        return float((row["in"] * total - (total - row["quantized"])) / row["quantized"])
+
     def cpu_of_comparison(row: Row) -> float:
         return RANKS * row["phases"]["send: CPU of read"]
 
@@ -242,6 +254,8 @@ def targets(runs: dict[str, Row]) -> Table:
             "2 rollout nodes, all changed: time over a full sync's", 1.03,
             ratio(median_of("2", all_changed), median_of("2", full)),
         ),
+        ("2 rollout nodes, fp8: bytes into a node of quantized weights, over bf16", 0.52, of("2", FP8, of_quantized)),
+        ("2 rollout nodes, fp8: bytes into a node over those of the whole model in bf16", 1.0, of("2", FP8, lambda row: row["in"])),
         (
             "loopback: CPU time of the comparison over that of a full sync", 0.35,
             ratio(of("loopback", few, cpu_of_comparison), of("loopback", full, cpu_of_sync)),
