@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +32,8 @@ from support.synced_models import LAYOUTS, SHAPES, build, values, write
 TIMEOUT = 6.0
 IN_TIME = 4 * TIMEOUT + 20
 """Seconds that a save may take: waits of a timeout may follow one another, and this machine may be busy."""
+BASE = "base"
+"""Name of the folder with version 1, beside the checkpoint."""
 KINDS = ("kill", "stop", "raise", "full")
 PLACES: dict[str, tuple[Any, str, int]] = {
     "round": (Control, "agree", 7),
@@ -49,6 +52,8 @@ class Fault(NamedTuple):
     victim: int
     layout: str
     in_background: bool
+    has_base: bool
+    """True if only what has changed since version 1 is saved."""
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -57,7 +62,7 @@ class Fault(NamedTuple):
         victims = (0,) if place == "rename" else range(4)  # no other renames
         return cls(
             chance.choice(KINDS), place, chance.randrange(PLACES[place][2]), chance.choice(victims),
-            chance.choice(LAYOUTS), chance.random() < 0.3,
+            chance.choice(LAYOUTS), chance.random() < 0.3, chance.random() < 0.5,
         )  # fmt: skip
 
     @property
@@ -70,8 +75,12 @@ def save(rank: int, fault: Fault, path: str) -> dict[str, Any]:
     model = build(fault.layout, 4)
     write(model, 2)
 
+    base = Path(path).parent / BASE if fault.has_base else None
+
     def once() -> str:
-        options = {"overwrite": True, "max_shard_bytes": 1 << 15, "topology": topology, "timeout": TIMEOUT}
+        options = {
+            "overwrite": True, "max_shard_bytes": 1 << 15, "topology": topology, "timeout": TIMEOUT, "base": base,
+        }  # fmt: skip
         try:
             if fault.in_background:
                 epload.save_async(model, path, **options).wait()
@@ -98,8 +107,13 @@ def save(rank: int, fault: Fault, path: str) -> dict[str, Any]:
 
 
 def version_at(folder: Path) -> int | None:
-    """Returns the version that a reader finds; None if it is not whole, or of several versions."""
+    """Returns the version that a reader finds; None if it is not whole, or of several versions. Collective."""
     found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if not found:  # changes, which only epload reads
+        model = build("plain", 1)
+        with suppress(epload.LoadError):
+            epload.load(model, folder, progress=False)
+            found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if found.keys() != SHAPES.keys():
         return None
     for version in (1, 2, 3):
@@ -113,8 +127,9 @@ def judge(seed: int) -> tuple[str, str]:
     fault = Fault.of(seed)
     with tempfile.TemporaryDirectory(prefix="epload-chaos-") as folder:
         path = Path(folder) / "checkpoint"
-        path.mkdir()
-        save_file({name: values(name, 1) for name in SHAPES}, path / "model.safetensors")
+        for old in (path, path.parent / BASE):
+            old.mkdir()
+            save_file({name: values(name, 1) for name in SHAPES}, old / "model.safetensors")
         dying = [fault.victim] if fault.dies else []
         try:
             answers = ranks.run(4, save, fault, str(path), dying=dying, tcp=True, limit=200)
@@ -123,7 +138,7 @@ def judge(seed: int) -> tuple[str, str]:
                 return "hang" if seeds.has_hung(error) else "failed", f"{fault}\n{error}"
             answers = []  # the call never came
         version = version_at(path)
-        left = [name for name in os.listdir(folder) if name != "checkpoint"]
+        left = [name for name in os.listdir(folder) if name not in ("checkpoint", BASE)]
         living = [answer for answer in answers if answer is not None]
         if version is None:
             return "wrong", f"{fault}: no whole checkpoint"
