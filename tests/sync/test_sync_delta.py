@@ -56,12 +56,14 @@ def write_bits(model: nn.Module, version: int) -> None:
         local.copy_(local_of(tensor_of(name, version, local.dtype), parameter))
 
 
-def differing_bits(model: nn.Module, version: int) -> list[str]:
+def differing_bits(model: nn.Module, version: int, source: torch.dtype | None = None) -> list[str]:
+    """``source``: the sender's dtype; the model's if None."""
     names = []
     for name, parameter in model.named_parameters():
         local = checks.local_of(parameter.detach()).cpu()
         bits = INTEGER_OF[local.dtype.itemsize]
-        if not torch.equal(local.view(bits), local_of(tensor_of(name, version, local.dtype), parameter).view(bits)):
+        expected = tensor_of(name, version, source or local.dtype).to(local.dtype)
+        if not torch.equal(local.view(bits), local_of(expected, parameter).view(bits)):
             names.append(name)
     return names
 
@@ -177,12 +179,12 @@ def attempt(step: Callable[[], Any]) -> tuple[str, Sent | None]:
 
 
 def changing_trainer(
-    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype
+    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype, receivers: int = 3
 ) -> list[tuple[str, Sent | None]]:
     """Sends versions to engines that come, go and fail. ``waits``: what is waited for before a version."""
     with many_waves(lease_seconds=1.5):
         model, outcomes = build("fsdp", 2, dtype), []
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=30, delta="always") as sender:
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always") as sender:
             if rank == 0:
                 meeting.say("address", sender.address)
             for version in range(1, 8):
@@ -196,8 +198,9 @@ def changing_trainer(
 
 
 def changing_engine(
-    rank: int, meeting: Meeting, layout: str, name: str, after: str, last: int, fails_in: int, dtype: torch.dtype
-) -> dict[int, Sent | None]:
+    rank: int, meeting: Meeting, layout: str, name: str, after: str, last: int, fails_in: int, dtype: torch.dtype,
+    source: torch.dtype | None = None,
+) -> dict[int, Sent | None]:  # fmt: skip
     """Joins after an event, and receives until a version; one of them fails here. Every version that is received is whole."""
     with many_waves(lease_seconds=1.5):
         if after:
@@ -218,7 +221,7 @@ def changing_engine(
                 assert receiver.staged is not None
                 version, reports[receiver.staged] = receiver.staged, sent
                 receiver.commit()
-                assert differing_bits(model, version) == []
+                assert differing_bits(model, version, source) == []
     return reports
 
 
@@ -259,6 +262,22 @@ def test_engines_that_come_and_go_and_fail_leave_the_others_their_base() -> None
         }
     full, *others = [sent.wire_bytes for sent in late[0].values() if sent]
     assert all(nbytes < full for nbytes in others)
+
+
+def test_a_base_in_bf16_is_none_for_weights_that_come_in_fp32_once_an_engine_needs_them() -> None:
+    """The second engine joins before version 3 or 4."""
+    trainer, *_ = run(
+        [
+            Job(2, changing_trainer, ({3: "z-0"}, FLOAT, 2)),
+            Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF, FLOAT)),
+            Job(1, changing_engine, ("plain", "z", "tried-2", 7, 0, FLOAT)),
+        ]
+    )
+    for of_rank in trainer:
+        texts, reports = zip(*of_rank, strict=True)
+        assert not any(texts), texts
+        assert [report.changed is not None for report in reports].count(False) in (1, 2)
+        assert all(report.changed for report in reports[4:])
 
 
 def replaced(model: nn.Module, name: str) -> None:
