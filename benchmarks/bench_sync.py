@@ -255,7 +255,7 @@ def targets(runs: dict[str, Row]) -> Table:
             ratio(median_of("2", all_changed), median_of("2", full)),
         ),
         ("2 rollout nodes, fp8: bytes into a node of quantized weights, over bf16", 0.52, of("2", FP8, of_quantized)),
-        ("2 rollout nodes, fp8: bytes into a node over those of the whole model in bf16", 1.0, of("2", FP8, lambda row: row["in"])),
+        ("2 rollout nodes, fp8: bytes into a node, over all in bf16", 1.0, of("2", FP8, lambda row: row["in"])),
         (
             "loopback: CPU time of the comparison over that of a full sync", 0.35,
             ratio(of("loopback", few, cpu_of_comparison), of("loopback", full, cpu_of_sync)),

@@ -62,8 +62,8 @@ def sharded_model() -> nn.Module:
 def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor]) -> None:
     """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time.
 
-    No rank makes tensors of its own for a broadcast: gloo's threads may release these as late as when the interpreter exits, which
-    ends a process with SIGABRT (torch 2.13).
+    No rank makes tensors of its own for a broadcast: gloo's threads may release these as late as when the interpreter exits,
+    which ends a process with SIGABRT (torch 2.13).
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

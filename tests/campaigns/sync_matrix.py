@@ -1,5 +1,5 @@
-"""Every layout of a trainer with every layout of an engine, and each with every stage, delta, verify and format of fp8, judged bit for
-bit by what the libraries of reference make of the trainer's weights.
+"""Every layout of a trainer with every layout of an engine, and each with every stage, delta, verify and format of fp8, judged
+bit for bit by what the libraries of reference make of the trainer's weights.
 
     python -m campaigns.sync_matrix
     python -m campaigns.sync_matrix fsdp tp1     # one pair: the trainer's layout, the engine's

@@ -4,7 +4,9 @@ passed."""
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
+from epload.core import log
 from epload.ranks.control import Control
 from support import ranks
 from support.failures import Raised, check_raised, raised_by
@@ -39,6 +42,41 @@ def kill(*_: Any, **__: Any) -> Any:
 
 def kill_soon(seconds: float = 0.7) -> None:
     threading.Timer(seconds, kill).start()
+
+
+# ---- what a waiting rank says ----
+
+
+def warned(rank: int, late: int) -> list[str]:
+    """One rank comes once all others have warned. Returns what this one has logged, or a late one what the others have."""
+    store = dist.distributed_c10d._get_default_store()
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    others, warnings = [other for other in range(4) if other != late], list[str]()
+
+    def warn(record: logging.LogRecord) -> bool:
+        warnings.append(record.getMessage())
+        store.set(f"test/{rank}", warnings[0])
+        return True
+
+    model = meta_net()
+    with mock.patch("epload.ranks.rounds._WARN_SECONDS", 0.2):
+        if rank == late:
+            warnings = [store.get(f"test/{other}").decode() for other in others]
+        log.logger.addFilter(warn)
+        loader.load(model, only_readers(state_for(1), "one"))
+        log.logger.removeFilter(warn)
+    assert wrong(model, state_for(1)) == []
+    return warnings
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_every_rank_that_waits_names_the_one_that_has_not_made_the_call(late: int) -> None:
+    results = ranks.run(4, warned, late, limit=60)
+    assert len(results[late]) == 3
+    for rank, warnings in enumerate(results):
+        for text in warnings:
+            assert re.search(rf"waited \d+ s in 'opening the checkpoint' for .*rank {late} to make the same call", text)
+        assert len(warnings) == (1 if rank != late else 3)
 
 
 # ---- discovery ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import epload
-from epload.sync import store
+from epload.sync import participants, store
 from epload.sync.device_route import DeviceRoute
 from epload.transfer.movers import Relay
 from support import fakedev
@@ -188,13 +189,17 @@ def test_what_does_not_fit_is_refused_in_both_jobs(kind: str, expected: str) -> 
         assert re.search(expected, text), text
 
 
-def test_receivers_that_do_not_come_are_counted() -> None:
+def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     def alone() -> str:
         model = build("plain", 1)
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=1) as sender:
             return outcome(lambda: sender.send_weights(1))
 
-    assert "0 receiving ranks are ready after 1 s, expected 3" in alone()
+    with mock.patch.object(participants, "_WARN_SECONDS", 0.2), caplog.at_level("WARNING"):
+        assert "0 receiving ranks are ready after 1 s, expected 3" in alone()
+    assert [record.getMessage() for record in caplog.records] == [
+        "version 1: 0 receiving ranks are ready after 0 s, expected 3"
+    ]
 
 
 def test_a_port_in_use_is_an_error() -> None:
@@ -202,6 +207,14 @@ def test_a_port_in_use_is_an_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(epload.LoadError, match=f"cannot serve 127.0.0.1:{port}"):
             epload.WeightSender(build("plain", 1), ("127.0.0.1", port), receivers=1, timeout=2)
+
+
+def test_an_address_of_another_machine_is_an_error_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    with pytest.raises(epload.LoadError, match=r"cannot serve 192\.0\.2\.1:29600"), caplog.at_level("WARNING"):
+        epload.WeightSender(build("plain", 1), "192.0.2.1:29600", receivers=1, timeout=2)
+    assert "192.0.2.1 is no address of this machine" in caplog.text
+    assert time.monotonic() - began < 30  # torch's own would be 60
 
 
 def test_another_version_of_epload_is_refused() -> None:

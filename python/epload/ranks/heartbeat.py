@@ -98,11 +98,17 @@ class Heartbeats:
             (rank, beat.progress, beat.time if beat.position >= position else 0.0) for rank, beat in beats.items()
         )
 
-    def arrived(self, rank: int, position: Position) -> bool:
-        """Returns True if a rank is known to have come to the round at ``position``."""
+    def last(self, rank: int) -> Heartbeat | None:
+        """Returns the last heartbeat of a rank; None if none is known."""
         leader = self._tree.node_of[rank][0]
         reports = [self.local] if rank in self._tree.node else [self._read(poster) for poster in {leader, rank}]
-        return any(rank in beats and beats[rank].position >= position for beats in reports)
+        known = (beats[rank] for beats in reports if rank in beats)
+        return max(known, key=lambda beat: beat.position, default=None)
+
+    def arrived(self, rank: int, position: Position) -> bool:
+        """Returns True if a rank is known to have come to the round at ``position``."""
+        beat = self.last(rank)
+        return beat is not None and beat.position >= position
 
     def describe(self, ranks: Sequence[int], ended: Collection[int], doing: str, timed_out: bool) -> str:
         """Returns the last known state of each rank, for an error message; empty if no rank has posted a heartbeat.

@@ -8,6 +8,7 @@ less often the longer they have waited, and the more nodes there are.
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,8 +35,15 @@ _MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
 """Minimum and maximum seconds between two looks at the store, and the minimum with very many nodes, for each of them."""
 _POLL_SHARE = 1 / 8
 """The time to the next look as a share of the time that a rank has waited."""
+_WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
+"""Seconds that a rank waits in a round until it logs for which ranks, and until it does so again."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
 """Number of times within its limit that a rank looks at the heartbeats of those it waits for, and maximum seconds between two."""
+_SAME_CALL, _MAX_WARNING = "to make the same call", 1000
+_ADVICE = (
+    ". Every rank of the topology has to make each call, in the same order: is that one in another call or collective, or "
+    "stopped, or has it not started?"
+)
 T = TypeVar("T")
 Views = Mapping[str, list[int]]
 """Each distinct view of a round, with the ranks that have it."""
@@ -72,12 +80,12 @@ class Rounds(NodeConnection):
                 else:
                     self._hand_on(view, views)
                     above = self.coordinator if self.tree.leads else self.tree.leader
-                    decision = self._wait(self._decided, lambda: [above])
+                    decision = self._wait(self._decided, lambda: [above], links=2 if self.tree.leads else 3)
                     self.release()  # deleted in the next round: after the last one the store may no longer exist
                 self._pass_on(decision)
                 return decision
         finally:
-            self.waits_since = 0.0
+            self.waits_since, self.doing = 0.0, what
             self.received.pop(self._number, None)
 
     def _received(self) -> dict[int, bytes]:
@@ -129,7 +137,7 @@ class Rounds(NodeConnection):
                 return None
             return store.multi_get(keys) if keys else []
 
-        values = self._wait(gathered, missing) if tree.members or keys else []
+        values = self._wait(gathered, missing, links=int(bool(keys))) if tree.members or keys else []
         views: dict[str, list[int]] = defaultdict(list)
         views[view].append(tree.rank)
         for rank, data in self._received().items():
@@ -171,15 +179,20 @@ class Rounds(NodeConnection):
 
     # ---- waiting ----
 
-    def _wait(self, ready: Callable[[], T | None], missing: Callable[[], list[int]]) -> T:
-        """Waits for what ``ready`` returns. ``missing``: returns the ranks that it waits for.
+    def _wait(self, ready: Callable[[], T | None], missing: Callable[[], list[int]], links: int) -> T:
+        """Waits for what ``ready`` returns.
 
         Those that themselves wait for others have more time than those, so that they can say which are missing.
+
+        Args:
+            missing: returns the ranks that it waits for.
+            links: number of ranks that may first have to say, in their heartbeats, for whom they wait themselves.
         """
         nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
         least, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
         began, until, next_sample = now, now + limit, now + sample
+        next_warning = now + _WARN_SECONDS + 2 * links * self.heartbeats.interval
         while True:
             self.news.wait(min(max(least, _POLL_SHARE * (now - began)), _MAX_POLL, sample))
             self.news.clear()
@@ -192,11 +205,31 @@ class Rounds(NodeConnection):
                 if last_state not in (None, state):
                     until = now + limit
                 last_state, next_sample = state, now + sample
+            if now >= next_warning:
+                next_warning = now + _WARN_AGAIN
+                self._warn(now - began, missing())
             if now >= until:
                 waited_for = missing()
                 absent = self._absent(waited_for)
                 if absent or now >= until + 0.25 * limit + 2:
                     raise self._timeout(absent or waited_for)
+
+    def _warn(self, seconds: float, missing: Sequence[int]) -> None:
+        """Logs for which ranks this one has waited so many seconds: a warning if one of them has not made the call."""
+        absent = self._absent(missing) or list(missing)
+        beats = {rank: self.heartbeats.last(rank) for rank in absent}
+        outside = [rank for rank, beat in beats.items() if beat is None or beat.load < self.at[0]]
+        what = f"{_name(outside)} {_SAME_CALL}"
+        if not outside:
+            what = ", and for ".join(
+                f"rank {rank}, which {beat.doing}" for rank, beat in beats.items() if beat is not None
+            )
+        if is_stuck := _SAME_CALL in what:
+            self.doing = f"waits for {what}"
+        logger.log(
+            logging.WARNING if is_stuck else logging.INFO, "rank %d has waited %.0f s in %r for %s%s",
+            self.rank, seconds, self._what, what[:_MAX_WARNING], _ADVICE if is_stuck else "",
+        )  # fmt: skip
 
     def _check(self) -> None:
         """Raises an error if the round has failed."""

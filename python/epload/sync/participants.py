@@ -33,6 +33,8 @@ _LEFT = b"left"
 """The last beat of a receiver that leaves."""
 _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
+_WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
+"""Seconds that a sender waits for receivers until it logs which are missing, and until it does so again."""
 _MAX_LISTED = 8
 """Engines in an error message."""
 
@@ -252,7 +254,7 @@ class SenderRendezvous:
         Raises:
             LoadError: they are not within ``timeout``; names them.
         """
-        began, next_look = time.monotonic(), 0.0
+        began, next_look, next_warning = time.monotonic(), 0.0, _WARN_SECONDS
         while True:
             engines = self._ready()
             waited = time.monotonic() - began
@@ -265,14 +267,18 @@ class SenderRendezvous:
             if count >= (1 if self._required else self._expected) and not missing:
                 self._required = complete
                 return tuple(rank for engine in sorted(complete) for rank in complete[engine])
-            if waited >= timeout.total_seconds():
+            if waited >= min(next_warning, timeout.total_seconds()):
                 expected = (
                     "all of the engines that are left, and at least one" if self._required else str(self._expected)
                 )
-                raise WaitTimeout(
-                    f"version {version}: {count} receiving ranks are ready after {timeout.total_seconds():.0f} s, expected "
-                    f"{expected}{self._describe_missing(engines, complete)}"
+                text = (
+                    f"version {version}: {count} receiving ranks are ready after {waited:.0f} s, expected {expected}"
+                    f"{self._describe_missing(engines, complete)}"
                 )
+                if waited >= timeout.total_seconds():
+                    raise WaitTimeout(text)
+                logger.warning("%s", text)
+                next_warning += _WARN_AGAIN
             check()
             time.sleep(min(0.0005 + waited / 8, 0.25))
 

@@ -130,7 +130,7 @@ class WeightSender(Endpoint):
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
-        served = Attempt(lambda: serve((host, port)) if self._first else None)
+        served = Attempt(lambda: serve((host, port), self._timeout) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
             ports = control.agree(

@@ -6,13 +6,15 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import threads
 from epload.core.attempt import Attempt
+from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
 
@@ -24,6 +26,8 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)"
 _GREETING = "epload"
 _GREETING_SECONDS = 10.0
 """Maximum seconds that a store that answers may take to identify itself."""
+_MAX_CALL = timedelta(seconds=60)
+"""Maximum time that a call of the sender's own connection takes."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 
@@ -59,21 +63,36 @@ def _greeting() -> str:
     return f"epload {_C.version} (sync protocol {PROTOCOL})"
 
 
-def serve(address: Address) -> TCPStore:
+def serve(address: Address, timeout: timedelta) -> TCPStore:
     """Makes the store. With port 0, the system chooses one.
 
     Raises:
-        LoadError: the port cannot be bound.
+        LoadError: the port cannot be bound, or this process does not reach it under that name within ``timeout``.
     """
     host, port = parse_address(address)
     try:
-        store = TCPStore(host, port, None, True, timedelta(seconds=60), wait_for_workers=False)
-    except (DistNetworkError, RuntimeError) as error:
+        if not _is_own(host):
+            logger.warning(
+                "%s is no address of this machine, on which the sender serves it: expected one that leads back here",
+                host,
+            )
+        store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)
+    except (OSError, RuntimeError) as error:
         raise LoadError(
-            f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass another port, or 0 for any"
+            f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass a name of the machine of its first "
+            "rank, and another port, or 0 for any"
         ) from error
     store.set(_GREETING, _greeting())
     return store
+
+
+def _is_own(host: str) -> bool:
+    """Returns True if this machine has an address of that name. Raises OSError if there is no such name."""
+    for family, *_, (address, *_) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
 
 
 def connect(address: Address, timeout: timedelta) -> TCPStore:
