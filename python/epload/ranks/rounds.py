@@ -33,8 +33,8 @@ from epload.ranks.messages import decode, encode, put, read_if_set
 
 _MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
 """Minimum and maximum seconds between two looks at the store, and the minimum with very many nodes, for each of them."""
-_POLL_SHARE = 1 / 8
-"""The time to the next look as a share of the time that a rank has waited."""
+_MIN_SHARE, _MAX_SHARE, _SHARE_PER_NODE = 1 / 8, 1 / 2, 1 / 128
+"""The time to the next look as a share of the time that a rank has waited: its minimum, its maximum, and its growth with nodes."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
 """Seconds that a rank waits in a round until it logs for which ranks, and until it does so again."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
@@ -190,11 +190,15 @@ class Rounds(NodeConnection):
         """
         nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
-        least, last_state, now = max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes), None, monotonic()
+        least, share = (
+            max(_MIN_POLL, _MIN_POLL_PER_NODE * nodes),
+            max(_MIN_SHARE, min(_SHARE_PER_NODE * nodes, _MAX_SHARE)),
+        )
+        last_state, now = None, monotonic()
         began, until, next_sample = now, now + limit, now + sample
         next_warning = now + _WARN_SECONDS + 2 * links * self.heartbeats.interval
         while True:
-            self.news.wait(min(max(least, _POLL_SHARE * (now - began)), _MAX_POLL, sample))
+            self.news.wait(min(max(least, share * (now - began)), _MAX_POLL, sample))
             self.news.clear()
             if (value := ready()) is not None:
                 return value
