@@ -8,7 +8,6 @@ less often the longer they have waited, and the more nodes there are.
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,7 +33,7 @@ from epload.ranks.messages import decode, encode, put, read_if_set
 _MIN_POLL, _MAX_POLL, _MIN_POLL_PER_NODE = 0.002, 0.25, 1e-5
 """Minimum and maximum seconds between two looks at the store, and the minimum with very many nodes, for each of them."""
 _MIN_SHARE, _MAX_SHARE, _SHARE_PER_NODE = 1 / 8, 1 / 2, 1 / 128
-"""The time to the next look as a share of the time that a rank has waited: its minimum, its maximum, and its growth with nodes."""
+"""The time to the next look as a share of the time that a rank has waited: minimum, maximum, and growth with each node."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
 """Seconds that a rank waits in a round until it logs for which ranks, and until it does so again."""
 _SAMPLES, _MAX_SAMPLE = 8, 10.0
@@ -80,7 +79,7 @@ class Rounds(NodeConnection):
                 else:
                     self._hand_on(view, views)
                     above = self.coordinator if self.tree.leads else self.tree.leader
-                    decision = self._wait(self._decided, lambda: [above], links=2 if self.tree.leads else 3)
+                    decision = self._wait(self._decided, lambda: [above])
                     self.release()  # deleted in the next round: after the last one the store may no longer exist
                 self._pass_on(decision)
                 return decision
@@ -137,7 +136,7 @@ class Rounds(NodeConnection):
                 return None
             return store.multi_get(keys) if keys else []
 
-        values = self._wait(gathered, missing, links=int(bool(keys))) if tree.members or keys else []
+        values = self._wait(gathered, missing) if tree.members or keys else []
         views: dict[str, list[int]] = defaultdict(list)
         views[view].append(tree.rank)
         for rank, data in self._received().items():
@@ -179,14 +178,10 @@ class Rounds(NodeConnection):
 
     # ---- waiting ----
 
-    def _wait(self, ready: Callable[[], T | None], missing: Callable[[], list[int]], links: int) -> T:
-        """Waits for what ``ready`` returns.
+    def _wait(self, ready: Callable[[], T | None], missing: Callable[[], list[int]]) -> T:
+        """Waits for what ``ready`` returns. ``missing``: returns the ranks that it waits for.
 
         Those that themselves wait for others have more time than those, so that they can say which are missing.
-
-        Args:
-            missing: returns the ranks that it waits for.
-            links: number of ranks that may first have to say, in their heartbeats, for whom they wait themselves.
         """
         nodes, limit = len(self.tree.nodes), self._limit
         sample = min(limit / _SAMPLES, _MAX_SAMPLE)
@@ -195,8 +190,7 @@ class Rounds(NodeConnection):
             max(_MIN_SHARE, min(_SHARE_PER_NODE * nodes, _MAX_SHARE)),
         )
         last_state, now = None, monotonic()
-        began, until, next_sample = now, now + limit, now + sample
-        next_warning = now + _WARN_SECONDS + 2 * links * self.heartbeats.interval
+        began, until, next_sample, next_warning = now, now + limit, now + sample, now + _WARN_SECONDS
         while True:
             self.news.wait(min(max(least, share * (now - began)), _MAX_POLL, sample))
             self.news.clear()
@@ -210,16 +204,18 @@ class Rounds(NodeConnection):
                     until = now + limit
                 last_state, next_sample = state, now + sample
             if now >= next_warning:
-                next_warning = now + _WARN_AGAIN
-                self._warn(now - began, missing())
+                next_warning = now + (_WARN_AGAIN if self._warn(now - began, missing()) else self.heartbeats.interval)
             if now >= until:
                 waited_for = missing()
                 absent = self._absent(waited_for)
                 if absent or now >= until + 0.25 * limit + 2:
                     raise self._timeout(absent or waited_for)
 
-    def _warn(self, seconds: float, missing: Sequence[int]) -> None:
-        """Logs for which ranks this one has waited so many seconds: a warning if one of them has not made the call."""
+    def _warn(self, seconds: float, missing: Sequence[int]) -> bool:
+        """Logs for whom this rank has waited so many seconds, if it is known that a rank has not made the call.
+
+        A rank that waits for another, which itself waits for a third, hears it from its heartbeats. Returns True if it is known.
+        """
         absent = self._absent(missing) or list(missing)
         beats = {rank: self.heartbeats.last(rank) for rank in absent}
         outside = [rank for rank, beat in beats.items() if beat is None or beat.load < self.at[0]]
@@ -228,12 +224,12 @@ class Rounds(NodeConnection):
             what = ", and for ".join(
                 f"rank {rank}, which {beat.doing}" for rank, beat in beats.items() if beat is not None
             )
-        if is_stuck := _SAME_CALL in what:
-            self.doing = f"waits for {what}"
-        logger.log(
-            logging.WARNING if is_stuck else logging.INFO, "rank %d has waited %.0f s in %r for %s%s",
-            self.rank, seconds, self._what, what[:_MAX_WARNING], _ADVICE if is_stuck else "",
-        )  # fmt: skip
+        if _SAME_CALL not in what:
+            return False
+        self.doing = f"waits for {what}"
+        what = what[:_MAX_WARNING]
+        logger.warning("rank %d has waited %.0f s in %r for %s%s", self.rank, seconds, self._what, what, _ADVICE)
+        return True
 
     def _check(self) -> None:
         """Raises an error if the round has failed."""
