@@ -16,7 +16,7 @@ from torch import nn
 
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.quantization import quantization_section
-from epload.mapping.fp8 import DEFAULT, Declaration, is_quantizable, read_declaration
+from epload.mapping.fp8 import DEFAULT, Fp8Format, is_quantizable, read_format
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 
@@ -61,7 +61,7 @@ class Quantize:
         if self.config is not None and not (isinstance(self.config, str) and self.config.startswith("{")):
             # As text, which is equal on all ranks.
             object.__setattr__(self, "config", json.dumps(_section(self.config), sort_keys=True, default=str))
-        self.declaration  # noqa: B018 raises if it is not supported
+        self.format  # noqa: B018 raises if it is not supported
 
     @property
     def quantization_config(self) -> dict[str, Any]:
@@ -69,17 +69,17 @@ class Quantize:
         return DEFAULT if self.config is None else dict(json.loads(self.config))
 
     @cached_property
-    def declaration(self) -> Declaration:
-        """The format, and the modules that are excluded."""
-        return read_declaration(self.quantization_config)
+    def format(self) -> Fp8Format:
+        """The format that the configuration declares, and the modules that it excludes."""
+        return read_format(self.quantization_config)
 
     def selects(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Returns True if a tensor of the checkpoint is quantized, as far as its name says. Raises ValueError if it cannot be."""
-        if not is_quantizable(shape, dtype) or self.declaration.skips(name.removesuffix(".weight")):
+        if not is_quantizable(shape, dtype) or self.format.skips(name.removesuffix(".weight")):
             return False
         if self.weights and not any(re.search(pattern, name) for pattern in self.weights):
             return False
-        self.declaration.format.check(name, shape)
+        self.format.check(name, shape)
         return True
 
 
@@ -103,7 +103,7 @@ def linear_targets(
             is_stack = path.endswith("experts") and parameter.ndim == 3
             if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
                 continue
-            if name not in wide and not _KEPT.search(path) and not rule.declaration.skips(path):
+            if name not in wide and not _KEPT.search(path) and not rule.format.skips(path):
                 chosen.add(number)
     return chosen
 
