@@ -72,8 +72,7 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
     inputs, plan, staging = load.inputs, load.plan, None
     targets, device = inputs.targets, inputs.device
     with report.timed("materialize"):
-        if inputs.devices.has_meta or targets.unsaved_meta:
-            materialize(request.model, targets, inputs.devices.materialize_on, modules=inputs.modules)
+        materialize(request.model, targets, inputs.materialize_on, modules=inputs.modules)
         if device != CPU:
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
+from epload.checkpoint.quantization import parse_block
 from epload.core.pieces import Block
 from epload.core.views import Shape
 
@@ -143,7 +142,7 @@ def _fine_grained(config: Mapping[str, Any]) -> Fp8Format:
             "weight: without it transformers takes 128 x 128 and vLLM one scale"
         )
     size = config["weight_block_size"]
-    block = (_ALL, _ALL) if size is None else _positive("weight_block_size", size)
+    block = (_ALL, _ALL) if size is None else parse_block("weight_block_size", size)
     exponents = config.get("scale_fmt") == "ue8m0"
     skip = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return Fp8Format("_scale_inv", block, torch.float8_e8m0fnu if exponents else torch.float32, tuple(skip))
@@ -165,7 +164,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Format:
     strategy, dtype = weights.get("strategy"), torch.bfloat16
     blocks = {"tensor": (_ALL, _ALL), "channel": (1, _ALL)}
     if strategy == "block":
-        blocks["block"] = _positive("block_structure", weights.get("block_structure"))
+        blocks["block"] = parse_block("block_structure", weights.get("block_structure"))
     elif strategy == "group":
         _expect(weights, "group_size", _MX_GROUP)
         _expect(weights, "scale_dtype", "torch.uint8", "uint8", torch.uint8)
@@ -180,15 +179,3 @@ def _expect(config: Mapping[str, Any], key: str, *supported: Any) -> None:
     if (value := config.get(key)) not in supported:
         listed = " or ".join(repr(option) for option in supported)
         raise ValueError(f"expected {key} to be {listed} in the quantization_config to quantize weights, got {value!r}")
-
-
-def _positive(key: str, value: Any) -> Block:
-    sizes = list(value) if isinstance(value, list | tuple) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"expected {key} of positive integers for rows and columns, got {value!r}")
-    return sizes[0], sizes[1]
-
-
-def is_quantizable(shape: Shape, dtype: torch.dtype) -> bool:
-    """Returns True for weights that can be quantized: matrices, or stacks of them, of at least 16 bits."""
-    return len(shape) >= 2 and prod(shape) > 0 and dtypes.is_wide(dtype)

@@ -16,7 +16,8 @@ from torch import nn
 
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.quantization import quantization_section
-from epload.mapping.fp8 import DEFAULT, Fp8Format, is_quantizable, read_format
+from epload.core import dtypes
+from epload.mapping.fp8 import DEFAULT, Fp8Format, read_format
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 
@@ -74,8 +75,9 @@ class Quantize:
         return read_format(self.quantization_config)
 
     def selects(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Returns True if a tensor of the checkpoint is quantized, as far as its name says. Raises ValueError if it cannot be."""
-        if not is_quantizable(shape, dtype) or self.format.skips(name.removesuffix(".weight")):
+        """Returns True if a tensor of the checkpoint is quantized, as far as its name says: matrices, and stacks of them, of at
+        least 16 bits. Raises ValueError if it cannot be."""
+        if len(shape) < 2 or 0 in shape or not dtypes.is_wide(dtype) or self.format.skips(name.removesuffix(".weight")):
             return False
         if self.weights and not any(re.search(pattern, name) for pattern in self.weights):
             return False

@@ -18,10 +18,10 @@ from epload.core.pieces import Metadata
 from epload.core.placement import Box, OwnedRegion, box_slices, intersect, owned_parts, owned_regions
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping import scales
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.place import Place
 from epload.mapping.quantize import Quantize
+from epload.mapping.scales import add_maxima, box_scaling, owned_views, quantize
 from epload.model.targets import Targets
 
 
@@ -94,7 +94,7 @@ def _replace_places(
             if targets.index.get(name) != weight:
                 new_places.append((name, view))
             elif name == first:
-                parts = [_within(view, box) for box in boxes.values()]
+                parts = [owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0] for box in boxes.values()]
                 new_places += [(own, views.setdefault(part, part)) for own, part in zip(boxes, parts, strict=True)]
             elif (first, view) not in placed[i]:
                 raise ModelMismatch(
@@ -137,12 +137,12 @@ def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) 
         start: of the box, where blocks start; it ends where blocks end.
         shape: of the weight.
     """
-    scaling = scales.box_scaling(start, tuple(values.shape), shape, format.blocks(shape))
+    scaling = box_scaling(start, tuple(values.shape), shape, format.blocks(shape))
     maxima = torch.zeros(scaling.counts, device=values.device)
-    scales.add_maxima(scaling, values, maxima)
+    add_maxima(scaling, values, maxima)
     factors, stored = format.scales(maxima)
     narrow = torch.empty(values.shape, dtype=FP8, device=values.device)
-    scales.quantize(scaling, values, factors, format, narrow)
+    quantize(scaling, values, factors, format, narrow)
     return narrow, stored
 
 
@@ -205,16 +205,6 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
     distinct = list(dict.fromkeys(whole))
     largest = [box for box in distinct if not any(intersect(box, other) == box for other in distinct if other != box)]
     return largest or [((0,) * len(shape), (0,) * len(shape))]
-
-
-def _within(view: View, box: Box) -> View:
-    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone."""
-    shared = intersect((view.start, view.size), box)
-    if shared is None:
-        zeros = (0,) * len(view.size)
-        return View(zeros, zeros, 0, view.strides)
-    start, size = shared
-    return view.crop(start, size)._replace(start=tuple(map(int.__sub__, start, box[0])))
 
 
 def _shape(targets: Targets, number: int) -> Shape:

@@ -130,7 +130,7 @@ def divide_weights(
                         f"cannot quantize or dequantize {name}, of which a part is {targets.names[target]}: the mapping reshapes "
                         "it across its rows, so that its blocks of scales are no longer blocks"
                     )
-            parts = [_owned_parts(view, owned[targets.layout[target]]) for target, view in regions]
+            parts = [owned_views(view, owned[targets.layout[target]]) for target, view in regions]
             first, box = _scales_of_parts([part for own in parts for part in own], shape, blocks)
             parts_of[key] = parts, first, distinct.setdefault(box, box)
         parts, first, box = parts_of[key]
@@ -140,12 +140,13 @@ def divide_weights(
     return tuple(scalings), views
 
 
-def _owned_parts(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
+def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
     """Returns the parts of a view of a weight that this rank owns, as views that fill boxes of the local tensor; an empty one if
     there are none."""
     parts = owned_parts((view.start, view.size), owned)
     local = [view.crop(start, size)._replace(start=local_start) for start, size, local_start in parts]
-    return local or [View(view.start, (0,) * len(view.size), 0, view.strides)]
+    zeros = (0,) * len(view.size)
+    return local or [View(zeros, zeros, 0, view.strides)]
 
 
 def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tuple[Shape, View]:

@@ -7,9 +7,10 @@ each weight. Its manifest and places are those of any other model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +31,10 @@ from epload.mapping.quantize import Quantize, linear_targets
 from epload.mapping.scales import Regions
 from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
-from epload.ranks.maxima import as_integers
+from epload.ranks.maxima import as_integers, reduce_maxima
+from epload.ranks.topology import Topology
 
 CONFIG = "config.json"
-Exchange = Callable[[Attempt[Tensor]], Tensor]
-"""Returns the elementwise maximum over all ranks of integers (int32 on CPU), as many on each; raises if any rank has none."""
 
 
 class QuantizedModel:
@@ -90,16 +90,16 @@ class QuantizedModel:
         self._written: dict[int, Tensor] = {}
         """The tensors that were written last, by index."""
 
-    def quantize(self, local: Attempt[list[Tensor]], exchange: Exchange, on_host: bool = False) -> list[Tensor]:
+    def quantize(self, local: Attempt[list[Tensor]], topology: Topology, on_host: bool = False) -> list[Tensor]:
         """Returns the local tensors of :attr:`targets`. Collective.
 
         Args:
             local: of the model; those that are not quantized are in the result.
-            exchange: called once.
+            topology: the ranks, which compare the maxima of blocks that they share.
             on_host: whether the others are in host memory, instead of where the model's are. They are used again the next time.
         """
         own = Attempt(lambda: self._maxima(local.value))
-        reduced = exchange(Attempt(lambda: self._shared_maxima(own.value)))
+        reduced = reduce_maxima(topology, Attempt(lambda: self._shared_maxima(own.value)))
         maxima, tensors = own.value, local.value + [torch.empty(0)] * (len(self.targets.names) - len(local.value))
         counts = list(map(prod, self._shared.values()))
         for (number, grid), values in zip(self._shared.items(), torch.split(reduced, counts), strict=True):
@@ -153,6 +153,14 @@ def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8
             rows.append((name, shape, dtype))
     names, shapes, dtypes = zip(*rows, strict=True)
     return replace(manifest, names=names, shapes=shapes, dtypes=dtypes)
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Raises ValueError if one of the files that are copied is a ``config.json``."""
+    if any(file.name == CONFIG for file in files):
+        raise ValueError(
+            f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
+        )
 
 
 def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:

@@ -19,11 +19,11 @@ from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
 from epload.core.pieces import Piece
-from epload.mapping.precision import kept_by_config, model_by_config
+from epload.mapping.precision import kept_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_box
 from epload.model.targets import collect
-from epload.saving.quantized import CONFIG, quantized_config, quantized_manifest, select_weights
+from epload.saving.quantized import CONFIG, check_files, quantized_config, quantized_manifest, select_weights
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -52,10 +52,7 @@ class Rewrite:
         self.new, self.config, self._weights = new, {}, list[int]()
         if rule is not None:
             self._format, self._weights = rule.format, _weights(old, rule, config)
-            if any(file.name == CONFIG for file in files):
-                raise ValueError(
-                    f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
-                )
+            check_files(files)
             self.new = quantized_manifest(new, set(self._weights), rule.format)
             self.config = {CONFIG: quantized_config(config, rule)}
 
@@ -121,8 +118,11 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
     config = config_next_to(checkpoint, source)
     if not config.get("architectures"):
         return set()
+    names = checkpoint.manifest.names
     try:
-        return kept_by_config(config, checkpoint.manifest, dtype)
+        model, placed = model_by_config(config, checkpoint.manifest, dtype)
+        in_fp32 = kept_in_fp32(model, list(model.state_dict()), dtype)
+        return {n for n, places in zip(names, placed, strict=True) if any(target in in_fp32 for target, _ in places)}
     except ValueError as error:
         raise ValueError(
             f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "
