@@ -7,6 +7,7 @@ needs no other rank for the largest values, and every layout gives the same byte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -53,7 +54,6 @@ def with_quantized(
     quantized, names, sizes, kinds = list[QuantizedTarget](), list[str](), list[Shape](), list[torch.dtype]()
     name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
     boxes_of: dict[tuple[int, int], list[Box]] = {}
-    views: dict[View, View] = {}  # equal ones are one object
     for weight, numbers in sources.items():
         if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
             continue
@@ -70,7 +70,7 @@ def with_quantized(
         names += own
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
-        _replace_places(manifest, targets, placed, numbers, weight, own, views)
+        _replace_places(manifest, targets, placed, numbers, weight, own)
     return targets.with_extra(names, sizes, kinds), tuple(quantized)
 
 
@@ -81,10 +81,8 @@ def _replace_places(
     numbers: Sequence[int],
     weight: int,
     boxes: Mapping[str, Box],
-    views: dict[View, View],
 ) -> None:
-    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name. ``views``: one object for
-    all equal ones.
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name.
 
     Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
     first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
@@ -94,8 +92,7 @@ def _replace_places(
             if targets.index.get(name) != weight:
                 new_places.append((name, view))
             elif name == first:
-                parts = [owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0] for box in boxes.values()]
-                new_places += [(own, views.setdefault(part, part)) for own, part in zip(boxes, parts, strict=True)]
+                new_places += [(own, _within(view, box)) for own, box in boxes.items()]
             elif (first, view) not in placed[i]:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "
@@ -205,6 +202,13 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
     distinct = list(dict.fromkeys(whole))
     largest = [box for box in distinct if not any(intersect(box, other) == box for other in distinct if other != box)]
     return largest or [((0,) * len(shape), (0,) * len(shape))]
+
+
+@lru_cache(maxsize=1024)
+def _within(view: View, box: Box) -> View:
+    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone. Equal ones are
+    one object."""
+    return owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0]
 
 
 def _shape(targets: Targets, number: int) -> Shape:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import (
     Box,
+    Layout,
     OwnedRegion,
     box_slices,
     owned_parts,
@@ -170,11 +172,13 @@ def box_scaling(start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Scali
     return Scaling(0, _box_view(start, size, shape), shape, blocks, 1, first, _grid(size, blocks))
 
 
-def is_shared(regions: Regions, targets: Targets, shape: Shape, blocks: Shape) -> bool:
+@lru_cache(maxsize=1024)
+def is_shared(regions: tuple[tuple[Layout, View], ...], shape: Shape, blocks: Shape) -> bool:
     """Returns True if ranks may have parts of one block of a weight, or need the scale of a block of which they have nothing.
-    Equal on all ranks."""
-    for target, view in regions:
-        layout = targets.layouts[targets.layout[target]]
+    Equal on all ranks.
+
+    ``regions``: the layouts of the targets, each with the view of the weight that fills it."""
+    for layout, view in regions:
         (begin, _), runs = _span(view, shape)
         along = Counter(dim for (dim, _), n in zip(runs, view.size, strict=True) if n > 1)
         for i, (dim, step) in enumerate(runs):

@@ -7,6 +7,8 @@ each weight. Its manifest and places are those of any other model.
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -27,7 +29,7 @@ from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place
 from epload.mapping.precision import kept_in_fp32
-from epload.mapping.quantize import Quantize, linear_targets
+from epload.mapping.quantize import Quantize
 from epload.mapping.scales import Regions
 from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
@@ -35,6 +37,8 @@ from epload.ranks.maxima import as_integers, reduce_maxima
 from epload.ranks.topology import Topology
 
 CONFIG = "config.json"
+_NOT_QUANTIZED = re.compile(r"(^|[._])(lm_head|gate|router)$")
+"""Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
 
 
 class QuantizedModel:
@@ -70,7 +74,7 @@ class QuantizedModel:
         self._shared = {
             number: self._format.grid(shape)
             for number, (_, own, shape, blocks) in enumerate(weights, len(targets.names))
-            if scales.is_shared(own, targets, shape, blocks)
+            if scales.is_shared(tuple((targets.layouts[targets.layout[i]], view) for i, view in own), shape, blocks)
         }
         """The shape of the scales of each weight whose blocks ranks compare, by the index of the scales."""
         self.manifest = quantized_manifest(manifest, regions, self._format)
@@ -179,11 +183,7 @@ def select_weights(
         raise ValueError(
             f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
         )
-    chosen = set(range(len(targets.names)))
-    if not rule.weights:
-        aliases = unwrap(model, targets.index)[1]
-        bare = dict(zip(targets.index, apply_renames(aliases, targets.index), strict=True))
-        chosen = linear_targets(model, targets, bare, rule, kept_in_fp32(model, targets.index, torch.float16))
+    chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]
     weights: dict[int, Regions] = {
         i: regions[i]
@@ -203,3 +203,28 @@ def select_weights(
                 f"{targets.names[target]} in the model; exclude both or none in the quantization_config"
             )
     return weights
+
+
+def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize) -> set[int]:
+    """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
+    configuration excludes, and what transformers keeps in float32."""
+    aliases, in_fp32 = unwrap(model, targets.index)[1], kept_in_fp32(model, targets.index, torch.float16)
+    bare_names = dict(zip(targets.index, apply_renames(aliases, targets.index), strict=True))
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    head = next((get() for get in getters if callable(get)), None)
+    names_of = Counter(targets.index.values())
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
+    chosen = set()
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            number = number_of.get(id(parameter))
+            if parameter is None or number is None or names_of[number] > 1 or module is head:
+                continue
+            name = targets.names[number]
+            path = bare_names[name].rpartition(".")[0]
+            is_stack = path.endswith("experts") and parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
+                continue
+            if name not in in_fp32 and not _NOT_QUANTIZED.search(path) and not rule.format.skips(path):
+                chosen.add(number)
+    return chosen
