@@ -187,8 +187,10 @@ def is_shared(regions: tuple[tuple[Layout, View], ...], shape: Shape, blocks: Sh
             if boundaries and (is_interleaved or len(regions) > 1 or is_crossed):
                 return True
             for boundary in boundaries if view.size[i] > 1 else ():
-                at = begin[dim] + min(max(boundary - view.start[i], 0), view.size[i])
-                if at % blocks[dim] and at < shape[dim]:
+                cut = min(max(boundary - view.start[i], 0), view.size[i])
+                if blocks == _whole(shape) and 0 < cut < view.size[i]:  # any view is in one block
+                    return True
+                if (begin[dim] + cut) % blocks[dim] and begin[dim] + cut < shape[dim]:
                     return True
     return False
 
