@@ -29,7 +29,6 @@ import epload
 from epload import ModelMismatch
 from epload.cli.main import main
 from epload.mapping import Concatenate, Convert, Mapping, Quantize
-from epload.transfer import quantizing
 from support import fakedev, fp8, ranks
 from support.accelerator import DEVICE, SEMANTICS
 from support.checks import all_fine, local_of
@@ -301,7 +300,7 @@ def peak_of_a_load(rank: int, folder: Path) -> int:
             weakref.finalize(tensor, lambda nbytes=tensor.nbytes: held.__setitem__(0, held[0] - nbytes))
         return tensor
 
-    with mock.patch.object(quantizing.torch, "empty", count):
+    with mock.patch.object(torch, "empty", count):
         epload.load(
             model, folder / "w.safetensors", mapping=Quantize(), readers="one", progress=False,
             options=epload.LoadOptions(bucket_bytes=1 << 20),

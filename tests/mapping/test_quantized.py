@@ -15,7 +15,7 @@ import epload
 from epload import Manifest, Mapping, ModelMismatch
 from epload.core.pieces import Quantization
 from epload.core.placement import Layout, Sharded
-from epload.mapping import Convert, Reshape
+from epload.mapping import Convert, Reshape, Split
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from support import ranks
@@ -105,6 +105,15 @@ def test_a_view_across_rows_is_refused() -> None:
     with pytest.raises(ModelMismatch, match="across its rows"):
         epload.load(model, {"w": value, "w_scale_inv": scale}, mapping=mapping, progress=False)
     assert model.w.is_meta
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_one_scale_is_for_any_part_of_a_weight(shape: tuple[int, ...]) -> None:
+    value, scale = weight(0, 6, 4)[0], torch.full(shape, 3.0)
+    mapping = Mapping(converts=(Convert(("^w$",), ("a", "b"), (Reshape((24,)), Split(0, "targets"))),))
+    target = {"a": torch.empty(5, dtype=BF16), "b": torch.empty(19, dtype=BF16)}
+    got = one_rank({"w": value, "w_scale_inv": scale}, target, mapping=mapping)
+    assert torch.equal(torch.cat([got["a"], got["b"]]), (value.float() * 3).to(BF16).flatten())
 
 
 def test_dtypes_by_pattern() -> None:

@@ -33,7 +33,7 @@ from epload.mapping.conversion import match_conversions
 from epload.mapping.place import place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.tracking import ElementTracker, track
-from epload.mapping.transformers import LibraryRename, convert_of
+from epload.mapping.transformers import convert_of, rename_of
 from support.mappings import Shapes, assemble, shapes_of
 
 DECLARED: dict[str, list[Any]] = library._build_checkpoint_conversion_mapping()
@@ -84,7 +84,7 @@ def test_declared_renames_are_the_librarys_own() -> None:
         names = names_for(transforms)
         ours = names[::-1]
         for renaming in renamings:
-            ours = LibraryRename.of(renaming).apply(ours)
+            ours = rename_of(renaming).apply(ours)
         for name, renamed in zip(names, ours[::-1], strict=True):
             expected, _ = rename_source_key(name, renamings, [])
             assert renamed == expected, f"{architecture}: {name}"

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
-from epload.model.devices import Devices, devices_of
+from epload.model.devices import devices_of
 from epload.model.materialize import materialize
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
@@ -43,7 +43,7 @@ class Small(nn.Module):
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
 
 
-def same(read: tuple[Targets, Devices] | None, collected: Targets) -> bool:
+def same(read: tuple[Targets, tuple[torch.device, torch.device]] | None, collected: Targets) -> bool:
     return (
         read is not None
         and read[0].matches(collected)
@@ -263,7 +263,7 @@ def after_loads(rank: int) -> list[str]:
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, None)) is None:
+    if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, ())) is None:
         problems.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

@@ -32,10 +32,10 @@ def declared_quantization(config: Mapping[str, Any]) -> Quantization:
             blocks.append(_ALGORITHMS[algorithm])
         for key in ("weight_block_size", "block_structure"):
             if section.get(key):
-                blocks.append(_block(key, section[key]))
+                blocks.append(parse_block(key, section[key]))
         per_block = section.get("strategy") not in ("tensor", "channel", "token") and not section.get("block_structure")
         if of_weights and per_block and (size := section.get("group_size")) not in (None, -1, 0):
-            blocks.append(_block("group_size", [1, size]))
+            blocks.append(parse_block("group_size", [1, size]))
         keys = ("format", "scale_fmt", "quant_algo", "scale_dtype", "scale_format")
         texts += [str(section.get(key)).lower() for key in keys]
     if not blocks and any("mxfp8" in text for text in texts):
@@ -96,7 +96,8 @@ def _is_companion(name: str) -> bool:
     return _COMPANION.search(name.rpartition(".")[2]) is not None
 
 
-def _block(key: str, value: Any) -> Block:
+def parse_block(key: str, value: Any) -> Block:
+    """Reads the rows and columns of a block. Raises ValueError unless they are positive integers."""
     sizes = list(value) if isinstance(value, list | tuple) else []
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", value):  # as compressed-tensors wrote it once
         sizes = [int(size) for size in value.split("x")]

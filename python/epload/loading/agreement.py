@@ -111,7 +111,7 @@ class Agreement:
             loader=self._loader,
             options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={inputs.local_modules}",
             groups=self._topology.groups.count,
-            meta=lacks_buffers or inputs.devices.has_meta,
+            meta=lacks_buffers or inputs.targets.has_meta,
             lacks_buffers=lacks_buffers,
             trace=request.trace,
             seed=torch.initial_seed(),

@@ -14,7 +14,8 @@ from epload.errors import CheckpointError
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.mapping.precision import set_dtypes
-from epload.model.devices import Devices, check_backend, devices_of
+from epload.model.devices import check_backend, devices_of
+from epload.model.expert_parallel import LocalModules
 from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
@@ -26,18 +27,16 @@ class LocalInputs:
     """One rank's side of one load."""
 
     targets: Targets
-    devices: Devices
+    device: torch.device
+    """The device that the load works on."""
+    materialize_on: torch.device
+    """The device for meta tensors whose own device is not known."""
     checkpoint: Checkpoint | None
     """None on a rank that has not opened it."""
     local_modules: bool
     """True if ranks may hold different modules."""
     modules: Modules | None = None
     """The model's modules; None if it was not walked, because it has not changed since the previous load."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the load works on."""
-        return self.devices.load
 
     def check_unchanged(self, consequence: str = "") -> None:
         """Raises CheckpointError if a file of the checkpoint is not the one, unchanged, that this rank opened."""
@@ -80,9 +79,9 @@ class InputReader:
             modules = Modules(model)
             targets = _collect(request, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), self._resources.streams)
-        check_backend(self._resources.topology.group, devices.load)
-        local_modules = request.parts is not None and bool(request.parts.local_modules)
-        return LocalInputs(targets, devices, self._open(request, devices.load), local_modules, modules)
+        check_backend(self._resources.topology.group, devices[0])
+        local_modules = any(isinstance(part, LocalModules) for part in request.parts)
+        return LocalInputs(targets, *devices, self._open(request, devices[0]), local_modules, modules)
 
     def _open(self, request: Request, device: torch.device) -> Checkpoint | None:
         options, source = self._resources.options, request.checkpoint
@@ -135,7 +134,7 @@ class InputReader:
             if not targets.matches(inputs.targets):
                 return
         options = request.dtype, request.parts
-        self.snapshot = Snapshot(request.model, modules, targets, inputs.devices, options)
+        self.snapshot = Snapshot(request.model, modules, targets, (inputs.device, inputs.materialize_on), options)
 
     def close(self) -> None:
         """Drops what was kept for the next load, which fails."""

@@ -28,7 +28,7 @@ from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes, below_fp32_warning
-from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
+from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES
@@ -196,9 +196,7 @@ class HierarchicalLoader:
             with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
                 try:
                     with self._control.guard():
-                        parts = None
-                        if outer_shards or local_modules:
-                            parts = ExpertParallelSpec(tuple(outer_shards), tuple(local_modules))
+                        parts: tuple[OuterShard | LocalModules, ...] = (*outer_shards, *local_modules)
                         trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                         request = Request(
                             model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,

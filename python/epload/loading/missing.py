@@ -16,7 +16,7 @@ from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
-from epload.model.initialization import Initialization, init_missing_calls, params_ignoring_meta
+from epload.model.initialization import Attributes, init_missing_calls, params_ignoring_meta
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
@@ -30,8 +30,10 @@ from epload.report import LoadReport
 class Missing:
     """Describes what one rank's model lacks after the data is loaded."""
 
-    initialization: Initialization
-    """Values that the model computes."""
+    computed: dict[str, Tensor]
+    """Local tensors that the model computes, on the CPU, by name."""
+    attributes: Attributes
+    """Other attributes that its initializers set."""
     unfilled: frozenset[str]
     """Names for a hook to fill: neither the checkpoint nor the model itself does."""
     uninitialized: frozenset[str]
@@ -92,7 +94,7 @@ def compute_missing(
     targets, model, unfilled = inputs.targets, request.model, {*plan.missing, *plan.mismatched}
     shared = _shared_names(inputs) if unfilled else {}
     on_meta = {shared[name] for name in unfilled if targets.tensors[targets.index[shared[name]]].is_meta}
-    if inputs.devices.has_meta:
+    if targets.has_meta:
         with_values = [name for name in unfilled if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(model, with_values)}
     if meta and anywhere:
@@ -106,21 +108,22 @@ def compute_missing(
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes |= {name: targets.dtypes[targets.index[shared[name]]] for name in unfilled}
 
-    def initialize() -> Initialization:
+    def initialize() -> tuple[dict[str, Tensor], Attributes]:
         adapters = meta and not hooked
-        computed = compute(model, tensors, dtypes, seed, request.parts, adapters, inputs.modules)
-        if (nobody := uninitialized - computed.values.keys()) and not hooked:
+        values, attributes = compute(model, tensors, dtypes, seed, request.parts, adapters, inputs.modules)
+        if (nobody := uninitialized - values.keys()) and not hooked:
             raise unfilled_error(sorted(nobody))
-        return computed
+        return values, attributes
 
     initialized = Attempt(initialize)
     if meta:
         control.agree("initializing what the checkpoint lacks", initialized.failure)
     # Without meta, an initializer that fails leaves everything as it is.
-    initialization = initialized.value if initialized.failure is None else Initialization()
-    filled = initialization.values.keys()
+    computed, attributes = initialized.value if initialized.failure is None else ({}, [])
+    filled = computed.keys()
     return Missing(
-        initialization,
+        computed,
+        attributes,
         frozenset((uninitialized | unfilled) - filled),
         frozenset(uninitialized - filled),
         holders,
@@ -156,7 +159,7 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
             f"no checkpoint has non-persistent buffers, and the model cannot compute {list_keys(sorted(missing.unsaved))}; they "
             "keep their values, which after to_empty() are those of uninitialized memory"
         )
-    computed = missing.initialization.values
+    computed = missing.computed
     if not computed and not missing.unfilled:
         return
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
@@ -165,7 +168,11 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     def local(names: Collection[str]) -> dict[str, Tensor]:
         return dict(zip(names, local_tensors([tensors[name] for name in names]), strict=True))
 
-    missing.initialization.apply(local(computed))
+    with torch.no_grad():
+        for name, tensor in local(computed).items():
+            tensor.copy_(computed[name])
+    for module, name, value in missing.attributes:
+        setattr(module, name, value)
     report.initialized += sorted(computed)
     if request.init_missing is None:
         return

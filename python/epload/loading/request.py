@@ -11,7 +11,7 @@ from torch import nn
 
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes
-from epload.model.expert_parallel import ExpertParallelSpec, LocalModules, OuterShard
+from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
 from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
@@ -83,7 +83,7 @@ class Request:
     strict: bool
     ignore_mismatched_shapes: bool
     dtype: DTypes
-    parts: ExpertParallelSpec | None
+    parts: Parts
     init_missing: InitMissing | None
     prefix: str = ""
     variant: str = ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import torch
+
 from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.loading.agreed import AgreedLoad
@@ -14,7 +16,7 @@ from epload.loading.missing import fill_missing
 from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
-from epload.mapping import scales as fp8_scales
+from epload.mapping.scales import dequantize
 from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
@@ -59,7 +61,8 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         scalings = load.plan.scalings
         computes = scalings or load.plan.quantized
         with resources.device.entered() if computes and device != CPU else nullcontext():
-            fp8_scales.multiply(scalings, load.plan.targets, local.tensors)
+            for scaling in scalings:
+                dequantize(scaling, local.tensors[scaling.target], local.tensors[scaling.scale])
             local.quantize()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)
         _finish(topology, load, report)
@@ -69,13 +72,13 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
     inputs, plan, staging = load.inputs, load.plan, None
     targets, device = inputs.targets, inputs.device
     with report.timed("materialize"):
-        if inputs.devices.has_meta or targets.unsaved_meta:
-            materialize(request.model, targets, inputs.devices.materialize_on, modules=inputs.modules)
+        materialize(request.model, targets, inputs.materialize_on, modules=inputs.modules)
         if device != CPU:
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint
             report.stream = resources.device.describe_stream(device)
-        scales = fp8_scales.scale_tensors(plan.targets, plan.scalings, device)
+        counts = {scaling.scale: scaling.counts for scaling in plan.scalings}
+        scales = [torch.empty(size, dtype=plan.targets.dtypes[i], device=device) for i, size in counts.items()]
         return Local(plan, targets.local() + scales, staging, keeps=resources.options.verify)
 
 

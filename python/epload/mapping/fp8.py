@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
+from epload.checkpoint.quantization import parse_block
 from epload.core.pieces import Block
 from epload.core.views import Shape
 
@@ -29,7 +28,8 @@ DEFAULT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_
 
 
 class Fp8Format(NamedTuple):
-    """A way to store a weight as fp8 (e4m3) values and scales, which multiply them. Equal on all ranks."""
+    """A way to store weights as fp8 (e4m3) values and scales, which multiply them, as a ``quantization_config`` declares it.
+    Equal on all ranks."""
 
     suffix: str
     """Appended to a weight's name, the name of its scales."""
@@ -37,18 +37,33 @@ class Fp8Format(NamedTuple):
     """Rows and columns that share a scale; ``_ALL`` for all of them."""
     scale_dtype: torch.dtype
     """float32, bfloat16, or for powers of two float8_e8m0fnu or, as the byte of their exponent, uint8."""
+    skip: tuple[str, ...] = ()
+    """Patterns of modules that are not quantized, see :meth:`skips`."""
+
+    def skips(self, module: str) -> bool:
+        """Returns True if a module is not quantized, as the library of the configuration decides."""
+        if self.suffix == "_scale":
+            return any(
+                re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
+                for pattern in self.skip
+            )
+        boundary = r"(?:(?<=\.)|(?=\.|$))"
+        return any(re.match(rf"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skip)
 
     def blocks(self, shape: Shape) -> Shape:
         """Returns the shape of the blocks of a weight of this shape. Each index of leading dims has blocks of its own."""
         last = (n or length for n, length in zip(self.block, shape[-2:], strict=True))
         return (1,) * (len(shape) - 2) + tuple(max(n, 1) for n in last)
 
+    def grid(self, shape: Shape) -> Shape:
+        """Returns the number of scales along each dim of a weight of this shape."""
+        return tuple(-(-n // block) for n, block in zip(shape, self.blocks(shape), strict=True))
+
     def scale_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the scales of a weight of this shape."""
-        grid = tuple(-(-n // block) for n, block in zip(shape, self.blocks(shape), strict=True))
         if self.block == (_ALL, _ALL) and len(shape) == 2:
             return () if self._multiplies else (1,)
-        return grid
+        return self.grid(shape)
 
     def check(self, name: str, shape: Shape) -> None:
         """Raises ValueError if a weight cannot be stored in the format."""
@@ -102,25 +117,7 @@ def rounded(values: Tensor) -> Tensor:
 # ---- configurations ----
 
 
-class Declaration(NamedTuple):
-    """States which weights a ``quantization_config`` quantizes, and how."""
-
-    format: Fp8Format
-    skip: tuple[str, ...]
-    """Patterns of modules that are not quantized, see :meth:`skips`."""
-
-    def skips(self, module: str) -> bool:
-        """Returns True if a module is not quantized, as the library of the configuration decides."""
-        if self.format.suffix == "_scale":
-            return any(
-                re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
-                for pattern in self.skip
-            )
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return any(re.match(rf"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skip)
-
-
-def read_declaration(config: Mapping[str, Any]) -> Declaration:
+def read_format(config: Mapping[str, Any]) -> Fp8Format:
     """Reads a ``quantization_config`` as weights are to be quantized.
 
     Raises ValueError for one that declares something else than fp8 weights with scales computed from the weights alone."""
@@ -132,7 +129,7 @@ def read_declaration(config: Mapping[str, Any]) -> Declaration:
     raise ValueError(f'expected quant_method "fp8" or "compressed-tensors" to quantize weights, got {method!r}')
 
 
-def _fine_grained(config: Mapping[str, Any]) -> Declaration:
+def _fine_grained(config: Mapping[str, Any]) -> Fp8Format:
     """Reads the configuration of transformers' fine-grained fp8, and of DeepSeek's checkpoints."""
     _expect(config, "activation_scheme", "dynamic", None)
     _expect(config, "fmt", "e4m3", None)
@@ -145,15 +142,13 @@ def _fine_grained(config: Mapping[str, Any]) -> Declaration:
             "weight: without it transformers takes 128 x 128 and vLLM one scale"
         )
     size = config["weight_block_size"]
-    block = (_ALL, _ALL) if size is None else _positive("weight_block_size", size)
+    block = (_ALL, _ALL) if size is None else parse_block("weight_block_size", size)
     exponents = config.get("scale_fmt") == "ue8m0"
     skip = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return Declaration(
-        Fp8Format("_scale_inv", block, torch.float8_e8m0fnu if exponents else torch.float32), tuple(skip)
-    )
+    return Fp8Format("_scale_inv", block, torch.float8_e8m0fnu if exponents else torch.float32, tuple(skip))
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Declaration:
+def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Format:
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or list(groups[0].get("targets") or ()) != ["Linear"]:
         raise ValueError('expected one entry in config_groups, with targets ["Linear"], to quantize weights')
@@ -169,7 +164,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Declaration:
     strategy, dtype = weights.get("strategy"), torch.bfloat16
     blocks = {"tensor": (_ALL, _ALL), "channel": (1, _ALL)}
     if strategy == "block":
-        blocks["block"] = _positive("block_structure", weights.get("block_structure"))
+        blocks["block"] = parse_block("block_structure", weights.get("block_structure"))
     elif strategy == "group":
         _expect(weights, "group_size", _MX_GROUP)
         _expect(weights, "scale_dtype", "torch.uint8", "uint8", torch.uint8)
@@ -177,22 +172,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Declaration:
     else:
         _expect(weights, "scale_dtype", None)
         _expect(weights, "strategy", *blocks)
-    return Declaration(Fp8Format("_scale", blocks[str(strategy)], dtype), tuple(config.get("ignore") or ()))
+    return Fp8Format("_scale", blocks[str(strategy)], dtype, tuple(config.get("ignore") or ()))
 
 
 def _expect(config: Mapping[str, Any], key: str, *supported: Any) -> None:
     if (value := config.get(key)) not in supported:
         listed = " or ".join(repr(option) for option in supported)
         raise ValueError(f"expected {key} to be {listed} in the quantization_config to quantize weights, got {value!r}")
-
-
-def _positive(key: str, value: Any) -> Block:
-    sizes = list(value) if isinstance(value, list | tuple) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"expected {key} of positive integers for rows and columns, got {value!r}")
-    return sizes[0], sizes[1]
-
-
-def is_quantizable(shape: Shape, dtype: torch.dtype) -> bool:
-    """Returns True for weights that can be quantized: matrices, or stacks of them, of at least 16 bits."""
-    return len(shape) >= 2 and prod(shape) > 0 and dtypes.is_wide(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from epload.core.views import View
@@ -21,16 +21,22 @@ class Rename:
     """Added to the integer that the first group of ``source`` matches."""
     divide: int = 1
     """Divides that integer, after the shift, rounding down."""
+    function: Callable[[Sequence[str]], list[str]] | None = field(default=None, compare=False, repr=False)
+    """Renames in place of the patterns, which then only identify the rule; None for those of your own."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if ``source`` is not a regular expression, ``target`` refers to a group that it lacks, or
         ``divide`` is less than 1."""
+        if self.function is not None:
+            return
         if self.divide < 1:
             raise ValueError(f"expected divide to be at least 1, got {self}")
         _check(self, (self.source,), (self.target,))
 
     def apply(self, names: Sequence[str]) -> list[str]:
         """Returns all names; those that match are renamed."""
+        if self.function is not None:
+            return self.function(names)
         search = re.compile(self.source).search
         return [self._replace(name, match) if (match := search(name)) else name for name in names]
 

@@ -6,7 +6,6 @@ import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from typing import NamedTuple
 
 from epload.core.views import Assembly, Shape, View
 from epload.errors import ModelMismatch
@@ -19,14 +18,9 @@ Place = tuple[str, View]
 rule are one object."""
 
 
-class ShapeMismatch(NamedTuple):
-    """A target that has another shape in the checkpoint, so that nothing is placed in it."""
-
-    target: str
-    sources: tuple[int, ...]
-    """The checkpoint tensors for it, by number."""
-    message: str
-    """Names and both shapes."""
+Mismatch = tuple[str, tuple[int, ...], str]
+"""A target that has another shape in the checkpoint, so that nothing is placed in it; the checkpoint tensors for it, by number;
+and a message with their names and both shapes."""
 
 
 def place(
@@ -34,7 +28,7 @@ def place(
     names: Sequence[str],
     shapes: Sequence[Shape],
     targets: MappingType[str, Shape],
-    mismatches: list[ShapeMismatch] | None = None,
+    mismatches: list[Mismatch] | None = None,
 ) -> list[tuple[Place, ...]]:
     """Returns the places that each checkpoint tensor fills; empty if the model has no place for it.
 
@@ -52,11 +46,11 @@ def place(
     placed = placer.placed
     if mapping.aliases:
         placed = [tuple([(placer.model_name[name], view) for name, view in places]) for places in placed]
-    mismatched = [mismatch._replace(target=placer.model_name[mismatch.target]) for mismatch in placer.mismatches]
+    mismatched = [(placer.model_name[target], sources, text) for target, sources, text in placer.mismatches]
     if mismatches is not None:
         mismatches += mismatched
     elif mismatched:
-        raise ModelMismatch("; ".join(mismatch.message for mismatch in mismatched))
+        raise ModelMismatch("; ".join(text for *_, text in mismatched))
     return placed
 
 
@@ -96,7 +90,7 @@ class _Placer:
         self.placed: list[tuple[Place, ...]] = [()] * len(names)
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
-        self.mismatches: list[ShapeMismatch] = []
+        self.mismatches: list[Mismatch] = []
         self._whole = {shape: View.whole(shape) for shape in dict.fromkeys(shapes)}
         self._outputs: dict[object, TensorLists] = {}
         """Results of conversions; groups that differ only in names share them."""
@@ -132,7 +126,7 @@ class _Placer:
         return next((form for form in forms if form in targets), None)
 
     def _check_used(self, renamed: list[str], groups: list[ConversionGroup]) -> None:
-        mismatched = {source for mismatch in self.mismatches for source in mismatch.sources}
+        mismatched = {source for _, sources, _ in self.mismatches for source in sources}
         lost = [name for i, name in enumerate(self.names) if not self.placed[i] and i not in mismatched]
         if groups or renamed != list(self.names) or not lost:
             return
@@ -155,7 +149,7 @@ class _Placer:
             else:
                 other = "" if target == name else f"{target} has shape "
                 text = f"{list(shape)} in the checkpoint but {other}{list(self.targets[target])} in the model"
-                self.mismatches.append(ShapeMismatch(target, (source,), f"{name} has shape {text}"))
+                self.mismatches.append((target, (source,), f"{name} has shape {text}"))
 
     def _fill(self, target: str, source: int) -> None:
         if (other := self.filled.setdefault(target, source)) != source:
@@ -178,7 +172,7 @@ class _Placer:
                 has_target = True
                 if assembly.shape != self.targets[name]:
                     text = self._problem(group, name, f"the result has shape {list(assembly.shape)}")
-                    self.mismatches.append(ShapeMismatch(name, tuple(group.sources), text))
+                    self.mismatches.append((name, tuple(group.sources), text))
                     continue
                 self._fill(name, group.sources[0])
                 for position, view in assembly.parts:

@@ -79,24 +79,13 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
     return in_fp32
 
 
-def kept_by_config(config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype) -> set[str]:
-    """Returns the names of checkpoint tensors that ``from_pretrained`` keeps in float32 if it loads the checkpoint as this dtype.
-
-    ``config`` is that of its ``config.json``, which names a class of transformers. No code next to it is run. Raises ValueError
-    if the class is unknown, or the checkpoint does not fit it."""
-    model, placed = model_by_config(config, manifest, dtype)
-    in_fp32 = kept_in_fp32(model, list(model.state_dict()), dtype)
-    return {
-        n for n, places in zip(manifest.names, placed, strict=True) if any(target in in_fp32 for target, _ in places)
-    }
-
-
 def model_by_config(
     config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype
 ) -> tuple[nn.Module, list[tuple[Place, ...]]]:
-    """Returns the model on meta that a checkpoint's ``config.json`` names, and the places of the checkpoint's tensors in it.
+    """Returns the model on meta that a checkpoint's ``config.json`` names, a class of transformers, and the places of the
+    checkpoint's tensors in it. Code next to the configuration is not run.
 
-    Raises ValueError as :func:`kept_by_config`."""
+    Raises ValueError if the class is unknown, or the checkpoint does not fit it."""
     try:
         import transformers
 

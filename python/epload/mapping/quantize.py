@@ -1,27 +1,21 @@
-"""The rule by which weights are quantized to fp8, and the weights that it is for."""
+"""The rule by which weights are quantized to fp8."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from epload.checkpoint.opening import read_config
 from epload.checkpoint.quantization import quantization_section
-from epload.mapping.fp8 import DEFAULT, Declaration, is_quantizable, read_declaration
-from epload.model.modules import Modules
-from epload.model.targets import Targets
-
-_KEPT = re.compile(r"(^|[._])(lm_head|gate|router)$")
-"""Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
+from epload.core import dtypes
+from epload.mapping.fp8 import DEFAULT, Fp8Format, read_format
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Quantize:
         if self.config is not None and not (isinstance(self.config, str) and self.config.startswith("{")):
             # As text, which is equal on all ranks.
             object.__setattr__(self, "config", json.dumps(_section(self.config), sort_keys=True, default=str))
-        self.declaration  # noqa: B018 raises if it is not supported
+        self.format  # noqa: B018 raises if it is not supported
 
     @property
     def quantization_config(self) -> dict[str, Any]:
@@ -69,51 +63,19 @@ class Quantize:
         return DEFAULT if self.config is None else dict(json.loads(self.config))
 
     @cached_property
-    def declaration(self) -> Declaration:
-        """The format, and the modules that are excluded."""
-        return read_declaration(self.quantization_config)
+    def format(self) -> Fp8Format:
+        """The format that the configuration declares, and the modules that it excludes."""
+        return read_format(self.quantization_config)
 
     def selects(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Returns True if a tensor of the checkpoint is quantized, as far as its name says. Raises ValueError if it cannot be."""
-        if not is_quantizable(shape, dtype) or self.declaration.skips(name.removesuffix(".weight")):
+        """Returns True if a tensor of the checkpoint is quantized, as far as its name says: matrices, and stacks of them, of at
+        least 16 bits. Raises ValueError if it cannot be."""
+        if len(shape) < 2 or 0 in shape or not dtypes.is_wide(dtype) or self.format.skips(name.removesuffix(".weight")):
             return False
         if self.weights and not any(re.search(pattern, name) for pattern in self.weights):
             return False
-        self.declaration.format.check(name, shape)
+        self.format.check(name, shape)
         return True
-
-
-def linear_targets(
-    model: nn.Module, targets: Targets, bare_names: Mapping[str, str], rule: Quantize, wide: Collection[str]
-) -> set[int]:
-    """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
-    configuration excludes, and those whose names are in ``wide``.
-
-    ``bare_names``: the name without wrappers of each of the model's names."""
-    head, names_of = _output_embeddings(model), Counter(targets.index.values())
-    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
-    chosen = set()
-    for _, module in Modules(model).named:
-        for leaf, parameter in module._parameters.items():
-            number = number_of.get(id(parameter))
-            if parameter is None or number is None or names_of[number] > 1 or module is head:
-                continue
-            name = targets.names[number]
-            path = bare_names[name].rpartition(".")[0]
-            is_stack = path.endswith("experts") and parameter.ndim == 3
-            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
-                continue
-            if name not in wide and not _KEPT.search(path) and not rule.declaration.skips(path):
-                chosen.add(number)
-    return chosen
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    for module in model.modules():
-        if callable(get := getattr(module, "get_output_embeddings", None)):
-            head: nn.Module | None = get()
-            return head
-    return None
 
 
 def _section(config: Any) -> Mapping[str, Any]:

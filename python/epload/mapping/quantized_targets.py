@@ -6,7 +6,8 @@ needs no other rank for the largest values, and every layout gives the same byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.pieces import Metadata
-from epload.core.placement import Box, OwnedRegion, box_slices, intersect, owned_parts, owned_regions, row_major_strides
+from epload.core.placement import Box, OwnedRegion, box_slices, intersect, owned_parts, owned_regions
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping import scales
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.place import Place
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import Scaling
+from epload.mapping.scales import add_maxima, box_scaling, owned_views, quantize
 from epload.model.targets import Targets
 
 
@@ -51,34 +51,26 @@ def with_quantized(
     for i, places in enumerate(placed):
         for number in dict.fromkeys(targets.index[name] for name, _ in places):
             sources.setdefault(number, []).append(i)
-    format, quantized = rule.declaration.format, list[QuantizedTarget]()
-    names, sizes, kinds = list[str](), list[Shape](), list[torch.dtype]()
+    quantized, names, sizes, kinds = list[QuantizedTarget](), list[str](), list[Shape](), list[torch.dtype]()
     name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
-    # Weights that are divided alike share boxes and views.
     boxes_of: dict[tuple[int, int], list[Box]] = {}
-    views_of: dict[tuple[int, int, int], tuple[View, list[View]]] = {}
     for weight, numbers in sources.items():
         if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
             continue
-        scale = _scale_of(manifest, targets, sources, weight, name_of[weight], format)
+        scale = _scale_of(manifest, targets, sources, weight, name_of[weight], rule.format)
         layouts = targets.layout[weight], targets.layout[scale]
         if layouts not in boxes_of:
-            boxes_of[layouts] = _needed_boxes(targets, weight, scale, format.blocks(_shape(targets, weight)))
+            boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(_shape(targets, weight)))
         boxes = boxes_of[layouts]
-        first = len(targets.names) + len(names)
-        quantized.append(QuantizedTarget(weight, scale, tuple(enumerate(boxes, first)), format))
+        quantized.append(
+            QuantizedTarget(weight, scale, tuple(enumerate(boxes, len(targets.names) + len(names))), rule.format)
+        )
         of_sources = {manifest.dtypes[i] for i in numbers}
-        names += [f"{name_of[weight]} before it is quantized, {i}" for i in range(len(boxes))]
+        own = {f"{name_of[weight]} before it is quantized, {i}": box for i, box in enumerate(boxes)}
+        names += own
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
-
-        def views(view: View, boxes: Sequence[Box] = boxes, layouts: tuple[int, int] = layouts) -> list[View]:
-            key = id(view), *layouts
-            if key not in views_of:  # the view is kept, so that no other gets its id
-                views_of[key] = view, [_within(view, box) for box in boxes]
-            return views_of[key][1]
-
-        _replace_places(manifest, targets, placed, numbers, weight, names[-len(boxes) :], views)
+        _replace_places(manifest, targets, placed, numbers, weight, own)
     return targets.with_extra(names, sizes, kinds), tuple(quantized)
 
 
@@ -88,11 +80,9 @@ def _replace_places(
     placed: list[tuple[Place, ...]],
     numbers: Sequence[int],
     weight: int,
-    boxes: Sequence[str],
-    views: Callable[[View], Sequence[View]],
+    boxes: Mapping[str, Box],
 ) -> None:
-    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name. ``views``: of a view of the
-    weight the part in each box.
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name.
 
     Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
     first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
@@ -102,7 +92,7 @@ def _replace_places(
             if targets.index.get(name) != weight:
                 new_places.append((name, view))
             elif name == first:
-                new_places += zip(boxes, views(view), strict=True)
+                new_places += [(own, _within(view, box)) for own, box in boxes.items()]
             elif (first, view) not in placed[i]:
                 raise ModelMismatch(
                     f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "
@@ -120,17 +110,20 @@ def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[T
         if 0 in size:
             continue
         narrow, stored = quantize_box(local[number], start, shape, target.format)
-        for region in owned_parts((start, size), _owned(targets, target.weight)):
-            inside = tuple(map(int.__sub__, region.start, start))
-            weight[box_slices(region.local_start, region.size)].copy_(narrow[box_slices(inside, region.size)])
+        _copy_owned(narrow, start, targets, target.weight, weight)
         stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
         if prod(_shape(targets, target.scale)) == 1:
             scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
-            continue
-        first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
-        for region in owned_parts((first, tuple(stored.shape)), _owned(targets, target.scale)):
-            inside = tuple(map(int.__sub__, region.start, first))
-            scale[box_slices(region.local_start, region.size)].copy_(stored[box_slices(inside, region.size)])
+        else:
+            first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
+            _copy_owned(stored, first, targets, target.scale, scale)
+
+
+def _copy_owned(values: Tensor, start: Shape, targets: Targets, number: int, local: Tensor) -> None:
+    """Copies what this rank owns of a box of a target, which begins at ``start``, to the local tensor."""
+    for region in owned_parts((start, tuple(values.shape)), _owned(targets, number)):
+        inside = tuple(map(int.__sub__, region.start, start))
+        local[box_slices(region.local_start, region.size)].copy_(values[box_slices(inside, region.size)])
 
 
 def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) -> tuple[Tensor, Tensor]:
@@ -141,14 +134,12 @@ def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) 
         start: of the box, where blocks start; it ends where blocks end.
         shape: of the weight.
     """
-    blocks, size, strides = format.blocks(shape), tuple(values.shape), row_major_strides(shape)
-    grid = tuple(-(-n // block) for n, block in zip(size, blocks, strict=True))
-    pair = Targets().with_extra(["weight", "scales"], [size, grid], [values.dtype, torch.float32])
-    view = View((0,) * len(size), size, sum(map(int.__mul__, start, strides)), strides)
-    table = [Scaling(0, view, shape, 1, tuple(map(int.__floordiv__, start, blocks)), blocks)]
-    factors, stored = format.scales(scales.block_maxima(table, pair, [values])[1])
-    narrow = torch.empty(size, dtype=FP8, device=values.device)
-    scales.quantize(table, pair, [values], {1: factors}, format, [narrow])
+    scaling = box_scaling(start, tuple(values.shape), shape, format.blocks(shape))
+    maxima = torch.zeros(scaling.counts, device=values.device)
+    add_maxima(scaling, values, maxima)
+    factors, stored = format.scales(maxima)
+    narrow = torch.empty(values.shape, dtype=FP8, device=values.device)
+    quantize(scaling, values, factors, format, narrow)
     return narrow, stored
 
 
@@ -213,14 +204,11 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
     return largest or [((0,) * len(shape), (0,) * len(shape))]
 
 
+@lru_cache(maxsize=1024)
 def _within(view: View, box: Box) -> View:
-    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone."""
-    shared = intersect((view.start, view.size), box)
-    if shared is None:
-        zeros = (0,) * len(view.size)
-        return View(zeros, zeros, 0, view.strides)
-    start, size = shared
-    return view.crop(start, size)._replace(start=tuple(map(int.__sub__, start, box[0])))
+    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone. Equal ones are
+    one object."""
+    return owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0]
 
 
 def _shape(targets: Targets, number: int) -> Shape:

@@ -1,5 +1,5 @@
-"""Finds the scales that a rank needs for fp8 weights that it widens, and multiplies by them once all data has arrived. The same
-table backwards: the largest values of blocks, and fp8 weights.
+"""One table of the parts of weights that a rank has and of their scales, read in two directions: fp8 weights are multiplied by
+the scales once all data has arrived; wider weights give the largest values of blocks, which give the scales, and fp8 weights.
 
 A weight stored in fp8 with scales fills a wider parameter as ``(weight.float() * scale).to(dtype)``. Scales are sent like any
 tensor; each rank keeps those of the blocks that it owns, in extra tensors that live as long as the load. If the model keeps fp8,
@@ -12,7 +12,8 @@ shapes leave no other choice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import (
     Box,
+    Layout,
     OwnedRegion,
     box_slices,
     owned_parts,
@@ -55,19 +57,25 @@ _WAY_OUT = (
 
 
 class Scaling(NamedTuple):
-    """A region of a target to be multiplied, and its scales."""
+    """A part of a weight that this rank has in a local tensor, and its scales."""
 
     target: int
     view: View
-    """View of the weight in the checkpoint."""
+    """The box of the local tensor, and the region of the weight in the checkpoint that it has. Empty if this rank has nothing."""
     shape: Shape
     """Shape of that weight."""
+    blocks: Shape
+    """Shape of a block of the weight that shares a scale."""
     scale: int
     """Index among the targets of the tensor with the scales that this rank needs: a box of all scales."""
     first: Shape
     """Start of that box among the scales, one entry per dim of the weight."""
-    blocks: Shape
-    """Shape of a block of the weight that shares a scale."""
+    counts: Shape
+    """Size of that box."""
+
+
+Regions = Sequence[tuple[int, View]]
+"""The targets that a weight fills, each with the view of the weight that fills it."""
 
 
 def with_scales(
@@ -81,162 +89,155 @@ def with_scales(
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)
-    boxes = ScaleBoxes(targets)
-    scalings: list[Scaling] = []
-    needed: dict[int, Shape] = {}
-    """The shape of the box of each scale, by the scale's number in the checkpoint."""
+    weights, scales = list[tuple[str, Regions, Shape, Shape]](), list[int]()
     for i, dtype in enumerate(manifest.dtypes):
         regions = [(targets.index[name], view) for name, view in placed[i]] if dtype in dtypes.FP8 else []
         regions = [region for region in regions if targets.dtypes[region[0]] is not dtype]
-        if not regions:
-            continue
-        shape = manifest.shapes[i]
-        scale = _scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions])
-        blocks = _block_shape(manifest, i, scale)
-        first, view = boxes.find(manifest.names[i], regions, shape, blocks)
-        placed[scale] = ((f"scale {manifest.names[scale]}", view),)
-        index = len(targets.names) + len(needed)
-        scalings += [Scaling(target, region, shape, index, first, blocks) for target, region in regions]
-        needed[scale] = view.size
-    names = [f"scale {manifest.names[scale]}" for scale in needed]
-    return targets.with_extra(names, list(needed.values()), [manifest.dtypes[n] for n in needed]), tuple(scalings)
+        if regions:
+            scales.append(_scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions]))
+            weights.append((manifest.names[i], regions, manifest.shapes[i], _block_shape(manifest, i, scales[-1])))
+    scalings, views = divide_weights(targets, weights)
+    names = [f"scale {manifest.names[scale]}" for scale in scales]
+    for scale, name, view in zip(scales, names, views, strict=True):
+        placed[scale] = ((name, view),)
+    return targets.with_extra(names, [view.size for view in views], [manifest.dtypes[n] for n in scales]), scalings
 
 
-class ScaleBoxes:
-    """Finds the scales that a rank needs for what it owns of weights."""
+# ---- the table ----
 
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
-        self._owned = [owned_regions(*layout) for layout in zip(targets.layouts, targets.coordinates, strict=True)]
-        self._boxes: dict[tuple[object, ...], list[Box]] = {}
-        """Boxes of a weight that this rank owns of a region, by what they depend on."""
-        self._views: dict[tuple[Shape, Shape, Shape], View] = {}
-        """Views of scales; those of weights that are divided alike are one object."""
 
-    def find(self, name: str, regions: Sequence[tuple[int, View]], shape: Shape, blocks: Shape) -> tuple[Shape, View]:
-        """Returns the start of the box of all scales that this rank needs, one entry per dim of the weight, and the view of the
-        scales that fills a tensor with this box alone.
+def divide_weights(
+    targets: Targets, weights: Iterable[tuple[str, Regions, Shape, Shape]]
+) -> tuple[tuple[Scaling, ...], list[View]]:
+    """Returns the parts of weights that this rank has, at least one of each region, and for each weight the view of all its
+    scales that fills a tensor with those that this rank needs. These tensors follow the targets.
 
-        Args:
-            name: of the weight, for messages.
-            regions: targets and the views of the weight that fill them.
-            shape, blocks: of the weight and of its blocks.
+    Args:
+        weights: the name of each, for messages, its regions, its shape, and the shape of its blocks.
 
-        Raises:
-            ModelMismatch: blocks of the weight are no blocks of a target.
-        """
-        boxes: list[Box] = []
-        for target, view in regions:
-            layout = self._targets.layout[target]
-            key = (layout, view, shape, blocks)
-            if key not in self._boxes:
+    Raises:
+        ModelMismatch: blocks of a weight are no blocks of a target.
+    """
+    owned = [owned_regions(*layout) for layout in zip(targets.layouts, targets.coordinates, strict=True)]
+    scalings, views = list[Scaling](), list[View]()
+    # Weights that are divided alike share what follows, and equal views are one object.
+    parts_of: dict[tuple[object, ...], tuple[list[list[View]], Shape, View]] = {}
+    distinct: dict[View, View] = {}
+    for scale, (name, regions, shape, blocks) in enumerate(weights, len(targets.names)):
+        key = shape, blocks, *((targets.layout[target], view) for target, view in regions)
+        if key not in parts_of:
+            for target, view in regions:
                 if blocks != _whole(shape) and not _keeps_blocks(view, shape):
                     raise ModelMismatch(
-                        f"cannot quantize or dequantize {name}, of which a part is {self._targets.names[target]}: the mapping "
-                        "reshapes it across its rows, so that its blocks of scales are no longer blocks"
+                        f"cannot quantize or dequantize {name}, of which a part is {targets.names[target]}: the mapping reshapes "
+                        "it across its rows, so that its blocks of scales are no longer blocks"
                     )
-                parts = owned_parts((view.start, view.size), self._owned[layout])
-                self._boxes[key] = [_span(view.crop(part.start, part.size), shape)[0] for part in parts]
-            boxes += self._boxes[key]
-        first, size = _box_of_scales(boxes, blocks)
-        grid = _grid(shape, blocks)
-        if (first, size, grid) not in self._views:
-            strides = row_major_strides(grid)
-            view = View((0,) * len(size), size, sum(map(int.__mul__, first, strides)), strides)
-            self._views[first, size, grid] = view
-        return first, self._views[first, size, grid]
+            parts = [owned_views(view, owned[targets.layout[target]]) for target, view in regions]
+            first, box = _scales_of_parts([part for own in parts for part in own], shape, blocks)
+            parts_of[key] = parts, first, distinct.setdefault(box, box)
+        parts, first, box = parts_of[key]
+        views.append(box)
+        for (target, _), own in zip(regions, parts, strict=True):
+            scalings += [Scaling(target, part, shape, blocks, scale, first, box.size) for part in own]
+    return tuple(scalings), views
 
 
-def scale_tensors(targets: Targets, scalings: Sequence[Scaling], device: torch.device) -> list[Tensor]:
-    """Returns uninitialized tensors for the scales, in the order of the targets."""
-    numbers = sorted({scaling.scale for scaling in scalings})
-    shapes = [targets.layouts[targets.layout[number]].shape for number in numbers]
-    return [torch.empty(s, dtype=targets.dtypes[n], device=device) for n, s in zip(numbers, shapes, strict=True)]
+def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
+    """Returns the parts of a view of a weight that this rank owns, as views that fill boxes of the local tensor; an empty one if
+    there are none."""
+    parts = owned_parts((view.start, view.size), owned)
+    local = [view.crop(start, size)._replace(start=local_start) for start, size, local_start in parts]
+    zeros = (0,) * len(view.size)
+    return local or [View(zeros, zeros, 0, view.strides)]
 
 
-def multiply(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> None:
-    """Multiplies what this rank owns of each region, in place. ``local`` are the local tensors of ``targets``."""
-    for scaling, view, where in _owned_pieces(scalings, targets, local):
-        part = local[scaling.target][where]
-        scale = local[scaling.scale].to(part.device)
-        factors = (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()
+def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tuple[Shape, View]:
+    """Returns where the box of all scales for some parts of a weight starts, and the view of the scales that fills a tensor with
+    this box alone."""
+    boxes = [_span(part, shape)[0] for part in parts if 0 not in part.size]
+    first = size = (0,) * len(blocks)
+    if boxes and blocks == _whole(shape):
+        size = (1,) * len(blocks)
+    elif boxes:
+        starts = zip(*(start for start, _ in boxes), strict=True)
+        ends = zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True)
+        first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
+        size = tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))
+    return first, _box_view(first, size, _grid(shape, blocks))
+
+
+def box_scaling(start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Scaling:
+    """Returns the part of a weight that is a box of whole blocks, in a tensor of its own, with its scales in another one."""
+    first = tuple(map(int.__floordiv__, start, blocks))
+    return Scaling(0, _box_view(start, size, shape), shape, blocks, 1, first, _grid(size, blocks))
+
+
+@lru_cache(maxsize=1024)
+def is_shared(regions: tuple[tuple[Layout, View], ...], shape: Shape, blocks: Shape) -> bool:
+    """Returns True if ranks may have parts of one block of a weight, or need the scale of a block of which they have nothing.
+    Equal on all ranks.
+
+    ``regions``: the layouts of the targets, each with the view of the weight that fills it."""
+    for layout, view in regions:
+        (begin, _), runs = _span(view, shape)
+        along = Counter(dim for (dim, _), n in zip(runs, view.size, strict=True) if n > 1)
+        for i, (dim, step) in enumerate(runs):
+            boundaries, is_interleaved = shard_boundaries(layout, i)
+            is_crossed = view.size[i] > 1 and (step != 1 or along[dim] > 1)
+            if boundaries and (is_interleaved or len(regions) > 1 or is_crossed):
+                return True
+            for boundary in boundaries if view.size[i] > 1 else ():
+                cut = min(max(boundary - view.start[i], 0), view.size[i])
+                if blocks == _whole(shape) and 0 < cut < view.size[i]:  # any view is in one block
+                    return True
+                if (begin[dim] + cut) % blocks[dim] and begin[dim] + cut < shape[dim]:
+                    return True
+    return False
+
+
+# ---- both directions ----
+
+
+def dequantize(scaling: Scaling, local: Tensor, scales: Tensor) -> None:
+    """Multiplies what a local tensor has of a weight by its scales, in place."""
+    scales = scales.to(local.device)
+    factors = (scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales).float()
+    for view in _pieces(scaling, local):
+        part = local[box_slices(view.start, view.size)]
         part.copy_(part.float() * _expand(factors, scaling, view))
 
 
-# ---- the same backwards ----
+def quantize(scaling: Scaling, local: Tensor, factors: Tensor, format: Fp8Format, into: Tensor) -> None:
+    """Writes what a local tensor has of a weight as fp8 to a tensor of the same shape. ``factors``: the first result of
+    :meth:`Fp8Format.scales`, of the maxima of the blocks."""
+    for view in _pieces(scaling, local):
+        where = box_slices(view.start, view.size)
+        into[where].copy_(format.narrow(rounded(local[where].detach()), _expand(factors, scaling, view)))
 
 
-def block_maxima(scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Returns the largest absolute value of each block among the elements that this rank owns, float32, by the index of the
-    tensor with the block's scale: the same box of all blocks. 0 for a block of which this rank has nothing; NaN counts as the
-    largest. ``local``: the local tensors of ``targets``."""
-    boxes = {scaling.scale: targets.layouts[targets.layout[scaling.scale]].shape for scaling in scalings}
-    device = {scaling.scale: local[scaling.target].device for scaling in scalings}
-    maxima = {scale: torch.zeros(box, device=device[scale]) for scale, box in boxes.items()}
-    for scaling, view, where in _owned_pieces(scalings, targets, local):
+def add_maxima(scaling: Scaling, local: Tensor, maxima: Tensor) -> None:
+    """Raises the largest absolute values of blocks, float32, to those of the elements that a local tensor has of a weight. NaN
+    counts as the largest. ``maxima`` has the box of the scales; 0 for a block without elements."""
+    for view in _pieces(scaling, local):
+        part = rounded(local[box_slices(view.start, view.size)].detach()).abs()
+        if maxima.numel() == 1:
+            maxima.copy_(torch.maximum(maxima, part.amax().float()))
+            continue
         (start, size), runs = _span(view, scaling.shape)
         low = tuple(map(int.__floordiv__, start, scaling.blocks))
-        counts = tuple(
-            -(-(a + n) // block) - at for a, n, block, at in zip(start, size, scaling.blocks, low, strict=True)
-        )
+        ends = zip(map(int.__add__, start, size), scaling.blocks, low, strict=True)
+        counts = tuple(-(-end // block) - at for end, block, at in ends)
         # Padded with zeros to whole blocks, unless a dim has one block only.
         lengths = [n if count == 1 else block for n, block, count in zip(size, scaling.blocks, counts, strict=True)]
         first = [0 if count == 1 else a % block for a, block, count in zip(start, scaling.blocks, counts, strict=True)]
-        part = rounded(local[scaling.target][where].detach()).abs()
         padded = part.new_zeros(list(map(int.__mul__, counts, lengths)))
         inside = padded[box_slices(first, size)]
         strides = [step * inside.stride(dim) for dim, step in runs]
         inside.as_strided(view.size, strides, inside.storage_offset()).copy_(part)
         grouped = padded.reshape([n for pair in zip(counts, lengths, strict=True) for n in pair])
         largest = grouped.amax(dim=list(range(1, grouped.ndim, 2))).float()
-        box = maxima[scaling.scale][box_slices(tuple(map(int.__sub__, low, scaling.first)), counts)]
-        box.copy_(torch.maximum(box, largest.to(box.device)))
-    return maxima
-
-
-def shared_blocks(scalings: Sequence[Scaling], targets: Targets) -> Tensor:
-    """Returns which blocks of one weight have to be compared: some rank has a part of it, or only its scale in the box of scales
-    that it needs. bool, one entry per block. Equal on all ranks.
-
-    ``scalings``: all of the weight."""
-    shape, blocks = scalings[0].shape, scalings[0].blocks
-    shared = torch.zeros(_grid(shape, blocks), dtype=torch.bool)
-    for scaling in scalings:
-        view, layout = scaling.view, targets.layouts[targets.layout[scaling.target]]
-        (begin, _), runs = _span(view, shape)
-        cuts = [shard_boundaries(layout, i) for i in range(len(layout.shape))]
-        along = Counter(dim for (dim, _), n in zip(runs, view.size, strict=True) if n > 1)
-        for i, ((dim, step), (boundaries, is_interleaved)) in enumerate(zip(runs, cuts, strict=True)):
-            if not boundaries:
-                continue
-            if is_interleaved or len(scalings) > 1 or (view.size[i] > 1 and (step != 1 or along[dim] > 1)):
-                shared[:] = True
-            for boundary in boundaries if view.size[i] > 1 else ():
-                at = begin[dim] + min(max(boundary - view.start[i], 0), view.size[i])
-                if at % blocks[dim] and at < shape[dim]:
-                    shared.select(dim, at // blocks[dim])[:] = True
-    return shared
-
-
-def quantize(
-    scalings: Sequence[Scaling],
-    targets: Targets,
-    local: Sequence[Tensor],
-    factors: Mapping[int, Tensor],
-    format: Fp8Format,
-    into: Sequence[Tensor],
-) -> None:
-    """Writes what this rank owns of each region as fp8.
-
-    Args:
-        local: the local tensors of ``targets``.
-        factors: for each block whose maximum :func:`block_maxima` returns, the first result of :meth:`Fp8Format.scales`.
-        into: tensors of the same shapes, of which those of the regions are fp8.
-    """
-    for scaling, view, where in _owned_pieces(scalings, targets, local):
-        part = rounded(local[scaling.target][where].detach())
-        expanded = _expand(factors[scaling.scale].to(part.device), scaling, view)
-        into[scaling.target][where].copy_(format.narrow(part, expanded))
+        box = maxima[box_slices(tuple(map(int.__sub__, low, scaling.first)), counts)]
+        box.copy_(torch.maximum(box, largest))
 
 
 # ---- which scales ----
@@ -343,26 +344,16 @@ def _grid(shape: Shape, blocks: Shape) -> Shape:
 # ---- geometry ----
 
 
-def _owned_pieces(
-    scalings: Sequence[Scaling], targets: Targets, local: Sequence[Tensor]
-) -> Iterator[tuple[Scaling, View, tuple[slice, ...]]]:
-    """Yields what this rank owns of each region, in pieces of bounded size: the view of the weight, and the index of the same
-    elements in the local tensor."""
-    owned: dict[int, list[OwnedRegion]] = {}
-    for scaling in scalings:
-        layout, whole = targets.layout[scaling.target], scaling.view
-        if layout not in owned:
-            owned[layout] = owned_regions(targets.layouts[layout], targets.coordinates[layout])
-        for start, size, local_start in owned_parts((whole.start, whole.size), owned[layout]):
-            if not size:
-                yield scaling, whole, ()
-                continue
-            limit = _PIECE_ELEMENTS_ON_CPU if local[scaling.target].is_cpu else _PIECE_ELEMENTS
-            rows = max(1, limit * size[0] // prod(size))
-            for row in range(0, size[0], rows):
-                n, steps = (min(rows, size[0] - row), *size[1:]), (row, *(0,) * (len(size) - 1))
-                at = tuple(map(int.__add__, local_start, steps))
-                yield scaling, whole.crop(tuple(map(int.__add__, start, steps)), n), box_slices(at, n)
+def _pieces(scaling: Scaling, local: Tensor) -> Iterator[View]:
+    """Yields the view of a part of a weight in pieces of bounded size."""
+    view = scaling.view
+    if not view.size:
+        yield view
+    elif count := prod(view.size):
+        limit = _PIECE_ELEMENTS_ON_CPU if local.is_cpu else _PIECE_ELEMENTS
+        rows = max(1, limit * view.size[0] // count)
+        for row in range(0, view.size[0], rows):
+            yield view.narrow(0, row, min(rows, view.size[0] - row))
 
 
 def _expand(factors: Tensor, scaling: Scaling, view: View) -> Tensor:
@@ -400,11 +391,6 @@ def _keeps_blocks(view: View, shape: Shape) -> bool:
     return is_exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True))
 
 
-def _box_of_scales(boxes: Sequence[Box], blocks: Shape) -> tuple[Shape, Shape]:
-    """Returns the start and the size of the box of all scales for some boxes of a weight."""
-    if not boxes:
-        return (0,) * len(blocks), (0,) * len(blocks)
-    starts = zip(*(start for start, _ in boxes), strict=True)
-    ends = zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True)
-    first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
-    return first, tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))
+def _box_view(start: Shape, size: Shape, shape: Shape) -> View:
+    """Returns the view of a box of a tensor of this shape that fills a tensor with the box alone."""
+    return View.whole(shape).crop(start, size)._replace(start=(0,) * len(size))

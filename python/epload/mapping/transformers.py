@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingType
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count, takewhile
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def from_transformers(model: Any) -> Mapping:
     unexpected, missing = _ignored_patterns(model, modules)
     names = "\n".join(name for name, _ in model.named_parameters())
     return Mapping(
-        tuple(LibraryRename.of(transform) for transform in transforms if transform not in converters),
+        tuple(rename_of(transform) for transform in transforms if transform not in converters),
         tuple(chain.from_iterable(_with_scales(converter, model, names) for converter in converters)),
         model.base_model_prefix,
         tuple((getattr(model, "all_tied_weights_keys", None) or {}).items()),
@@ -99,26 +99,17 @@ def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
     return model
 
 
-@dataclass(frozen=True)
-class LibraryRename(Rename):
-    """A rename that the library's own code applies. ``source`` and ``target`` only identify it."""
+def rename_of(transform: Any) -> Rename:
+    """Returns the rule for a ``WeightRenaming``, which the library's own code applies."""
+    offset = getattr(transform, "offset", 0)
+    identity = type(transform).__name__, transform.target_patterns, offset, _scopes(transform)
+    return Rename(transform.compiled_sources.pattern, repr(identity), function=partial(_rename, transform))
 
-    transform: Any = field(default=None, compare=False, repr=False)
-    """A ``WeightRenaming``."""
 
-    @classmethod
-    def of(cls, transform: Any) -> LibraryRename:
-        offset = getattr(transform, "offset", 0)
-        identity = type(transform).__name__, transform.target_patterns, offset, _scopes(transform)
-        return cls(transform.compiled_sources.pattern, repr(identity), transform=transform)
-
-    def __post_init__(self) -> None:
-        """Checks nothing, since the patterns are the library's."""
-
-    def apply(self, names: Collection[str]) -> list[str]:
-        transform = copy.copy(self.transform)  # it may note what it has matched
-        renamed = {name: transform.rename_source_key(name)[0] for name in sorted(names)}
-        return [renamed[name] for name in names]
+def _rename(transform: Any, names: Sequence[str]) -> list[str]:
+    transform = copy.copy(transform)  # it may note what it has matched
+    renamed = {name: transform.rename_source_key(name)[0] for name in sorted(names)}
+    return [renamed[name] for name in names]
 
 
 @torch.inference_mode(False)  # where composite operations arrive in one piece

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,29 +15,22 @@ from epload.native.info import has_npu
 CPU = torch.device("cpu")
 
 
-class Devices(NamedTuple):
-    load: torch.device
-    """The accelerator that some targets are on, or will be; the CPU if there is none."""
-    materialize_on: torch.device
-    """Device for meta tensors whose own device is not known: the accelerator of the other targets, if any."""
-    has_meta: bool
-    """True if any target is on meta now."""
-
-
-def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[torch.Stream]) -> Devices:
-    """Returns the devices for loading these targets. A plain tensor on meta goes to the accelerator of the other targets or of
-    their meshes, otherwise to the streams' device.
+def devices_of(
+    targets: Targets, offloaded: AbstractSet[int], streams: Sequence[torch.Stream]
+) -> tuple[torch.device, torch.device]:
+    """Returns the device for loading these targets, and that for meta tensors whose own device is not known. The first is the
+    accelerator that some targets are on, or will be, or the CPU if there is none; the second the accelerator of the other
+    targets or of their meshes, otherwise the streams' device.
 
     ``offloaded``: ids of the parameters that FSDP keeps on the CPU. ``streams``: those that the caller gave. Raises ValueError if
     targets are on two accelerators, or a stream is on a device where they are not."""
     accelerators: dict[torch.device, str] = {}
     current: dict[str, torch.device] = {}
     """Device of each type of mesh."""
-    has_meta, unlocated, fills_accelerator = False, True, False
+    unlocated, fills_accelerator = True, False
     for name, tensor in zip(targets.names, targets.tensors, strict=True):
         device, is_offloaded = tensor.device, id(tensor) in offloaded
         mesh_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else ""
-        has_meta |= device.type == "meta"
         if device.type == "meta" and not mesh_type:
             fills_accelerator = True
             continue
@@ -59,7 +51,7 @@ def devices_of(targets: Targets, offloaded: AbstractSet[int], streams: Sequence[
         if stream.device != load:
             expected = "stream=None for a model on cpu" if load == CPU else f"a stream of {load}, where the model is"
             raise ValueError(f"expected {expected}, got a stream of {stream.device}")
-    return Devices(load, materialize_on, has_meta)
+    return load, materialize_on
 
 
 def _current_device(name: str, device_type: str) -> torch.device:

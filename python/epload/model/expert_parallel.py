@@ -78,25 +78,24 @@ class LocalModules:
         return f"{name[: match.start(1)]}{int(match[1]) + self.first}{name[match.end(1) :]}"
 
 
-@dataclass(frozen=True)
-class ExpertParallelSpec:
-    """The outer shards and local modules of one model. For each tensor the first that matches applies."""
+Parts = Sequence[OuterShard | LocalModules]
+"""All that a caller says of one model. For each tensor the first outer shard and the first local modules that match apply."""
 
-    outer_shards: tuple[OuterShard, ...] = ()
-    local_modules: tuple[LocalModules, ...] = ()
 
-    def check(self, names: Sequence[str]) -> None:
-        """Raises ValueError if the pattern of an outer shard matches none of the model's names.
+def outer_shard(parts: Parts, name: str) -> OuterShard | None:
+    """Returns the outer shard that a tensor is."""
+    return next((part for part in parts if not isinstance(part, LocalModules) and re.search(part.pattern, name)), None)
 
-        A pattern for local modules may match nothing: with more ranks than experts, some ranks have none.
-        """
-        for shard in self.outer_shards:
-            if not any(re.search(shard.pattern, name) for name in names):
-                raise ValueError(f"{shard} matches no tensor of the model, which has {', '.join(names[:5])}, ...")
 
-    def outer_shard(self, name: str) -> OuterShard | None:
-        return next((shard for shard in self.outer_shards if re.search(shard.pattern, name)), None)
+def global_name(parts: Parts, name: str) -> str | None:
+    """See :meth:`LocalModules.global_name`. None for a tensor that is not in local modules."""
+    return next(filter(None, (part.global_name(name) for part in parts if isinstance(part, LocalModules))), None)
 
-    def global_name(self, name: str) -> str | None:
-        """See :meth:`LocalModules.global_name`. None for a tensor that is not in local modules."""
-        return next(filter(None, (part.global_name(name) for part in self.local_modules)), None)
+
+def check_patterns(parts: Parts, names: Sequence[str]) -> None:
+    """Raises ValueError if the pattern of an outer shard matches none of the model's names.
+
+    A pattern for local modules may match nothing: with more ranks than experts, some ranks have none."""
+    for part in parts:
+        if not isinstance(part, LocalModules) and not any(re.search(part.pattern, name) for name in names):
+            raise ValueError(f"{part} matches no tensor of the model, which has {', '.join(names[:5])}, ...")

@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from epload.core.placement import box_slices, owned_regions
 from epload.errors import ModelMismatch
 from epload.model import dtensor
-from epload.model.expert_parallel import ExpertParallelSpec
+from epload.model.expert_parallel import Parts, global_name, outer_shard
 from epload.model.memory import is_poisoned, poison
 from epload.model.modules import Modules
 
@@ -40,22 +40,8 @@ InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
 """Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place."""
 
 
-@dataclass
-class Initialization:
-    """The results of a model's initializers, on one rank."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    """The local tensors, on the CPU, by the names that were passed in."""
-    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    """Other attributes that the initializers set on modules."""
-
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the values to the model's local tensors, given by name, on any device, and sets the attributes."""
-        with torch.no_grad():
-            for name, value in self.values.items():
-                tensors[name].copy_(value)
-        for module, name, value in self.attributes:
-            setattr(module, name, value)
+Attributes = list[tuple[nn.Module, str, Any]]
+"""Attributes to set on modules."""
 
 
 def compute_missing(
@@ -63,10 +49,10 @@ def compute_missing(
     missing: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     seed: int,
-    expert_parallel: ExpertParallelSpec | None = None,
+    expert_parallel: Parts = (),
     adapters: bool = True,
     modules: Modules | None = None,
-) -> Initialization:
+) -> tuple[dict[str, Tensor], Attributes]:
     """Runs the model's own initializers for some of its tensors. Leaves the model and all random-number generators as they were.
 
     Args:
@@ -75,11 +61,16 @@ def compute_missing(
         expert_parallel: sharding that the model does not describe; different shards get different random numbers.
         adapters: whether to initialize what adapters add, too.
 
-    Returns the tensors that the model could compute, which may be none. Raises ModelMismatch if an initializer failed.
+    Returns:
+        The tensors that the model could compute, which may be none: the local ones, on the CPU, by name. And the other attributes
+        that the initializers set.
+
+    Raises:
+        ModelMismatch: an initializer failed.
     """
-    result = Initialization()
+    values, attributes = dict[str, Tensor](), list[tuple[nn.Module, str, Any]]()
     if not missing:
-        return result
+        return values, attributes
     modules = modules or Modules(model)
     full: dict[int, Tensor] = {}
     for name, tensor in missing.items():
@@ -101,17 +92,16 @@ def compute_missing(
                     computed.setdefault(id(tensor), value.detach())
         for name, attribute in exchanged.items():
             if name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not own.get(name, full):
-                result.attributes.append((module, name, attribute))
+                attributes.append((module, name, attribute))
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():
         value = computed.get(id(tensor))
         if value is not None and value.shape == tensor.shape:
-            result.values[name] = _local_shard(name, tensor, value.to(dtypes[name]), fsdp_axes.get(id(tensor)))
-    result.attributes += _rope_lengths(model, result.values)
-    return result
+            values[name] = _local_shard(name, tensor, value.to(dtypes[name]), fsdp_axes.get(id(tensor)))
+    return values, attributes + _rope_lengths(model, values)
 
 
-def _rope_lengths(model: nn.Module, computed: Collection[str]) -> list[tuple[nn.Module, str, Any]]:
+def _rope_lengths(model: nn.Module, computed: Collection[str]) -> Attributes:
     """Returns the attributes to set on modules whose computed rotary frequencies had been scaled for a longer sequence."""
     paths = {name.rpartition(".")[0] for name in computed if "inv_freq" in name}
     return [
@@ -192,7 +182,7 @@ class _Initializer:
     names: list[str]
     """Their names in the model, for messages."""
     seed: int
-    expert_parallel: ExpertParallelSpec | None
+    expert_parallel: Parts
     adapters: bool
     """True to initialize what adapters add, which only the adapted layer may do: it does not belong to the adapted model."""
 
@@ -239,10 +229,10 @@ class _Initializer:
         """Seeds the CPU's generators for one module: equally on ranks that hold the same tensors, differently for different
         modules and for different shards of one that the model does not describe."""
         shard = ""
-        if self.expert_parallel is not None and own:
+        if self.expert_parallel and own:
             name = f"{path}.{own[0]}" if path else own[0]
-            path = (self.expert_parallel.global_name(name) or name).removesuffix(own[0]).removesuffix(".")
-            if (outer := self.expert_parallel.outer_shard(name)) is not None:
+            path = (global_name(self.expert_parallel, name) or name).removesuffix(own[0]).removesuffix(".")
+            if (outer := outer_shard(self.expert_parallel, name)) is not None:
                 shard = str(outer.mesh.get_local_rank())
         digest = hashlib.blake2b(f"{self.seed}/{path}/{shard}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> 1

@@ -43,7 +43,7 @@ def materialize(
     Parameters that FSDP offloads and DTensors on a CPU mesh are allocated on the CPU, all others on ``device``.
 
     ``private`` forces or forbids the private path; None decides by the torch version."""
-    if not targets.unsaved_meta and not any(tensor.is_meta for tensor in targets.tensors):
+    if not targets.unsaved_meta and not targets.has_meta:
         return
     modules = modules or Modules(model)
     dtypes = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}

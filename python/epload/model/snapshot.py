@@ -15,11 +15,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from epload.model import dtensor
-from epload.model.devices import Devices
 from epload.model.modules import Modules
 from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
@@ -28,12 +28,19 @@ from epload.model.targets import Targets
 class Snapshot:
     """The targets of a model, and the state of the model's modules from which they were collected. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, modules: Modules, targets: Targets, devices: Devices, options: object) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Modules,
+        targets: Targets,
+        devices: tuple[torch.device, torch.device],
+        options: object,
+    ) -> None:
         """
         Args:
             modules: of the model, whose targets have been collected from them.
             targets: meta tensors among them have been replaced since, in the model and here; nothing else has changed.
-            devices: of the targets.
+            devices: of the targets, see :func:`epload.model.devices.devices_of`.
             options: everything else that targets and devices depend on.
         """
         self._model = None
@@ -48,12 +55,10 @@ class Snapshot:
         parents = [module for module in unique if module._modules]
         self._parents = [*map(weakref.ref, parents)]
         self._children = [weakref.ref(child) for child in _children(parents)]
-        collections: list[Any] = [module._modules for module in unique if not module._modules]
+        self._collections: list[Any] = [module._modules for module in unique if not module._modules]
         for m in unique:
-            collections += m._parameters, m._buffers, *([m._non_persistent_buffers_set] if m._buffers else ())
-        self._empty = [each for each in collections if not each]
-        self._filled = [each for each in collections if each]
-        self._keys = _keys(self._filled, parents)
+            self._collections += m._parameters, m._buffers, *([m._non_persistent_buffers_set] if m._buffers else ())
+        self._keys = _keys(self._collections, parents)
         self._modules = [*map(weakref.ref, unique)]
         self._next_hook_id = RemovableHandle.next_id
         self._ids = [*map(id, tensors)]
@@ -64,10 +69,10 @@ class Snapshot:
         # Buffers that were on meta have storage now.
         names = targets.unsaved_buffers | targets.unsaved_meta.keys()
         self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
-        self._devices, self._options = devices._replace(has_meta=False), options
-        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._empty, self._filled)))
+        self._devices, self._options = devices, options
+        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._collections)))
 
-    def read(self, model: nn.Module, options: object) -> tuple[Targets, Devices] | None:
+    def read(self, model: nn.Module, options: object) -> tuple[Targets, tuple[torch.device, torch.device]] | None:
         """Returns the targets that collecting from the model would give, and their devices.
 
         Reshards FSDP2 modules, as collecting does. None if the targets must be collected: the model is another one or
@@ -81,10 +86,9 @@ class Snapshot:
         parents = [module for parent in self._parents if (module := parent()) is not None]
         tensors = [*chain.from_iterable(map(dict.values, self._tensor_dicts))]
         if (
-            any(self._empty)
-            or [*map(id, tensors)] != self._ids
+            [*map(id, tensors)] != self._ids
             or _children(parents) != [child() for child in self._children]
-            or _keys(self._filled, parents) != self._keys
+            or _keys(self._collections, parents) != self._keys
             or self._has_new_hooks()
         ):
             return None

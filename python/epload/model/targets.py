@@ -18,7 +18,7 @@ from epload.core.placement import Layout, Placement
 from epload.errors import ModelMismatch
 from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh, mesh_of
-from epload.model.expert_parallel import ExpertParallelSpec, OuterShard
+from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, outer_shard
 from epload.model.flat_state import FlatState
 from epload.model.modules import Modules
 from epload.model.state_dict import read_state
@@ -79,6 +79,11 @@ class Targets:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by name."""
         return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
+
+    @property
+    def has_meta(self) -> bool:
+        """True if any target is on meta."""
+        return any(tensor.is_meta for tensor in self.tensors)
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
@@ -141,7 +146,7 @@ def _describe_placement(placement: Placement) -> str:
 
 def collect(
     model: nn.Module,
-    expert_parallel: ExpertParallelSpec | None = None,
+    expert_parallel: Parts = (),
     modules: Modules | None = None,
     filled: bool = True,
 ) -> Targets:
@@ -158,7 +163,6 @@ def collect(
     modules = modules or Modules(model)
     modules.reshard()
     entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
-    spec = expert_parallel or ExpertParallelSpec()
     targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
@@ -177,22 +181,22 @@ def collect(
         if owner != number:
             targets.index[name] = by_id[id(tensor)] = owner
             continue
-        fsdp_axis, outer = fsdp_axes.get(id(tensor)), spec.outer_shard(name)
+        fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
         sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         key = (tensor.shape, sharding, fsdp_axis, outer)
         if key not in layouts:
             layouts[key] = len(targets.layouts)
             layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, in_module)
             targets.add_layout(name, tensor, layout, coordinate, outer)
-        if (global_name := spec.global_name(name)) is not None:
+        if (shared_name := global_name(expert_parallel, name)) is not None:
             targets.local_only.add(number)
-        targets.index[global_name or name] = number
+        targets.index[shared_name or name] = number
         targets.names.append(name)
         targets.tensors.append(tensor)
         targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
     _check_overlap(targets, by_storage)
-    spec.check(targets.names)
+    check_patterns(expert_parallel, targets.names)
     return targets
 
 

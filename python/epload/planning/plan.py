@@ -14,7 +14,7 @@ from epload.core.columns import column, first_of_each, from_raw, numbered_rows, 
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
-from epload.mapping.place import ShapeMismatch, place
+from epload.mapping.place import Mismatch, place
 from epload.mapping.quantized_targets import QuantizedTarget, with_quantized
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
@@ -125,12 +125,12 @@ def make_plan(
     """
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
-    mismatches: list[ShapeMismatch] = []
+    mismatches: list[Mismatch] = []
     placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
-    mismatched = {targets.names[targets.index[mismatch.target]]: mismatch.message for mismatch in mismatches}
+    mismatched = {targets.names[targets.index[target]]: text for target, _, text in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
     targets, quantized = with_quantized(manifest, targets, placed, mapping.quantize)
-    explained = required | {source for mismatch in mismatches for source in mismatch.sources}
+    explained = required | {source for _, sources, _ in mismatches for source in sources}
     unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
     scaled = {scaling.target for scaling in scalings}
     tensors, placed, filled, tied, tied_pairs, casts = select(manifest, targets, placed, required, scaled)

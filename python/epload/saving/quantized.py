@@ -7,8 +7,12 @@ each weight. Its manifest and places are those of any other model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,22 +22,23 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core.attempt import Attempt
 from epload.core.placement import box_slices
-from epload.core.views import Shape, View
+from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping import scales
-from epload.mapping.fp8 import FP8
+from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place
 from epload.mapping.precision import kept_in_fp32
-from epload.mapping.quantize import Quantize, linear_targets
-from epload.mapping.scales import ScaleBoxes, Scaling
+from epload.mapping.quantize import Quantize
+from epload.mapping.scales import Regions
 from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
-from epload.ranks.maxima import as_integers
+from epload.ranks.maxima import as_integers, reduce_maxima
+from epload.ranks.topology import Topology
 
 CONFIG = "config.json"
-Exchange = Callable[[Attempt[Tensor]], Tensor]
-"""Returns the elementwise maximum over all ranks of integers (int32 on CPU), as many on each; raises if any rank has none."""
+_NOT_QUANTIZED = re.compile(r"(^|[._])(lm_head|gate|router)$")
+"""Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
 
 
 class QuantizedModel:
@@ -62,100 +67,104 @@ class QuantizedModel:
             ModelMismatch: a part of a tensor is excluded, or a mapping reshapes weights across their rows.
             ValueError: there is nothing to quantize, or a weight cannot be.
         """
-        self._format, self._count = rule.declaration.format, len(targets.names)
-        weights = select_weights(model, targets, manifest, placed, rule)
-        boxes, self._scalings = ScaleBoxes(targets), list[Scaling]()
-        names, sizes, dtypes = list[str](), list[Shape](), list(targets.dtypes)
-        rows: list[tuple[str, Shape, torch.dtype, tuple[Place, ...]]] = []
-        shared_of: dict[tuple[object, ...], Tensor] = {}
-        self._shared: dict[int, Tensor] = {}
-        """The blocks that ranks compare, of the weights that have any, by the index of the scales."""
-        for i, row in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, placed, strict=True)):
-            if i not in weights:
-                rows.append(row)
-                continue
-            name, shape, _, places = row
-            blocks, scale = self._format.blocks(shape), f"{name}{self._format.suffix}"
-            first, view = boxes.find(name, weights[i], shape, blocks)
-            number = self._count + len(names)
-            scalings = [Scaling(target, region, shape, number, first, blocks) for target, region in weights[i]]
-            key = shape, *((targets.layout[target], id(region)) for target, region in weights[i])
-            if key not in shared_of:
-                shared_of[key] = scales.shared_blocks(scalings, targets)
-            if shared_of[key].any():
-                self._shared[number] = shared_of[key]
-            self._scalings += scalings
-            for scaling in scalings:
-                dtypes[scaling.target] = FP8
-            names.append(f"scales of {name}")
-            sizes.append(view.size)
-            rows.append((name, shape, FP8, places))
-            rows.append((scale, self._format.scale_shape(shape), self._format.scale_dtype, ((names[-1], view),)))
-        all_names, shapes, all_dtypes, self.placed = map(list, zip(*rows, strict=True))
-        self.manifest = replace(manifest, names=tuple(all_names), shapes=tuple(shapes), dtypes=tuple(all_dtypes))
-        scale_dtypes = [self._format.scale_dtype] * len(names)
-        self._first = {scaling.scale: scaling.first for scaling in self._scalings}
-        self.targets = replace(targets, dtypes=dtypes).with_extra(names, sizes, scale_dtypes)
-        self._tensors: list[Tensor] = []
+        self._format, names, shapes = rule.format, manifest.names, manifest.shapes
+        regions = select_weights(model, targets, manifest, placed, rule)
+        weights = [(names[i], regions[i], shapes[i], self._format.blocks(shapes[i])) for i in regions]
+        self._scalings, views = scales.divide_weights(targets, weights)
+        self._shared = {
+            number: self._format.grid(shape)
+            for number, (_, own, shape, blocks) in enumerate(weights, len(targets.names))
+            if scales.is_shared(tuple((targets.layouts[targets.layout[i]], view) for i, view in own), shape, blocks)
+        }
+        """The shape of the scales of each weight whose blocks ranks compare, by the index of the scales."""
+        self.manifest = quantized_manifest(manifest, regions, self._format)
+        scale_places = {i: (f"scales of {names[i]}", view) for i, view in zip(regions, views, strict=True)}
+        self.placed = []
+        for i, places in enumerate(placed):
+            self.placed += [places, (scale_places[i],)] if i in scale_places else [places]
+        dtypes = list(targets.dtypes)
+        for scaling in self._scalings:
+            dtypes[scaling.target] = FP8
+        self.targets = replace(targets, dtypes=dtypes).with_extra(
+            [name for name, _ in scale_places.values()],
+            [view.size for view in views],
+            [self._format.scale_dtype] * len(views),
+        )
+        self._boxes = {row.scale: box_slices(row.first, row.counts) for row in self._scalings}
+        self._written: dict[int, Tensor] = {}
+        """The tensors that were written last, by index."""
 
-    def quantize(self, local: Attempt[list[Tensor]], exchange: Exchange, on_host: bool = False) -> list[Tensor]:
+    def quantize(self, local: Attempt[list[Tensor]], topology: Topology, on_host: bool = False) -> list[Tensor]:
         """Returns the local tensors of :attr:`targets`. Collective.
 
         Args:
             local: of the model; those that are not quantized are in the result.
-            exchange: called once.
+            topology: the ranks, which compare the maxima of blocks that they share.
             on_host: whether the others are in host memory, instead of where the model's are. They are used again the next time.
         """
-        maxima = Attempt(lambda: scales.block_maxima(self._scalings, self.targets, local.value))
-        reduced = exchange(Attempt(lambda: self._shared_maxima(maxima.value)))
-        self._take(maxima.value, reduced)
-        tensors = self._allocate(local.value, on_host)
+        own = Attempt(lambda: self._maxima(local.value))
+        reduced = reduce_maxima(topology, Attempt(lambda: self._shared_maxima(own.value)))
+        maxima, tensors = own.value, local.value + [torch.empty(0)] * (len(self.targets.names) - len(local.value))
+        counts = list(map(prod, self._shared.values()))
+        for (number, grid), values in zip(self._shared.items(), torch.split(reduced, counts), strict=True):
+            maxima[number].copy_(values.view(torch.float32).reshape(grid)[self._boxes[number]])
         factors: dict[int, Tensor] = {}
-        for number, of_blocks in maxima.value.items():
-            factors[number], stored = self._format.scales(of_blocks)
-            tensors[number].copy_(stored)
-        scales.quantize(self._scalings, self.targets, local.value, factors, self._format, tensors)
+        for scaling in self._scalings:
+            target, number = scaling.target, scaling.scale
+            device = torch.device("cpu") if on_host else local.value[target].device
+            tensors[target] = self._reuse(target, local.value[target].shape, device)
+            if number not in factors:
+                factors[number], stored = self._format.scales(maxima[number])
+                tensors[number] = self._reuse(number, stored.shape, device).copy_(stored)
+            scales.quantize(scaling, local.value[target], factors[number], self._format, tensors[target])
         return tensors
+
+    def _maxima(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Returns the largest absolute value of each block among the elements that this rank has, by the index of the scales."""
+        maxima: dict[int, Tensor] = {}
+        for scaling in self._scalings:
+            tensor = local[scaling.target]
+            if scaling.scale not in maxima:
+                maxima[scaling.scale] = torch.zeros(scaling.counts, device=tensor.device)
+            scales.add_maxima(scaling, tensor, maxima[scaling.scale])
+        return maxima
 
     def _shared_maxima(self, maxima: dict[int, Tensor]) -> Tensor:
-        """Returns those of the blocks that ranks share, as integers; 0 for one of which this rank has nothing."""
+        """Returns those of the weights that ranks share, as integers; 0 for a block of which this rank has nothing."""
         parts = [torch.empty(0, dtype=torch.int32)]
-        for number, shared in self._shared.items():
-            grid = torch.zeros(shared.shape)
-            grid[self._box(number)] = maxima[number].cpu()
-            parts.append(as_integers(grid[shared]))
+        for number, grid in self._shared.items():
+            of_weight = torch.zeros(grid)
+            of_weight[self._boxes[number]] = maxima[number].cpu()
+            parts.append(as_integers(of_weight).flatten())
         return torch.cat(parts)
 
-    def _take(self, maxima: dict[int, Tensor], reduced: Tensor) -> None:
-        """Replaces the maxima of the blocks that ranks share by those of all ranks."""
-        counts = [int(shared.sum()) for shared in self._shared.values()]
-        for (number, shared), values in zip(self._shared.items(), torch.split(reduced, counts), strict=True):
-            grid = torch.zeros(shared.shape)
-            grid[shared] = values.view(torch.float32)
-            box = self._box(number)
-            of_all = grid[box].to(maxima[number].device)
-            maxima[number][:] = torch.where(shared[box].to(of_all.device), of_all, maxima[number])
+    def _reuse(self, number: int, shape: Shape, device: torch.device) -> Tensor:
+        """Returns the tensor that was written last, or a new one."""
+        tensor = self._written.get(number)
+        if tensor is None or (tensor.shape, tensor.device) != (shape, device):
+            tensor = torch.empty(shape, dtype=self.targets.dtypes[number], device=device)
+        self._written[number] = tensor
+        return tensor
 
-    def _box(self, number: int) -> tuple[slice, ...]:
-        """Returns the box of all scales of a weight that this rank needs."""
-        return box_slices(self._first[number], self.targets.layouts[self.targets.layout[number]].shape)
 
-    def _allocate(self, local: Sequence[Tensor], on_host: bool) -> list[Tensor]:
-        """Returns the tensors to write: the model's, but for those that are quantized and their scales."""
-        device_of = {scaling.scale: local[scaling.target].device for scaling in self._scalings}
-        device_of |= {scaling.target: local[scaling.target].device for scaling in self._scalings}
-        tensors = list(local) + [torch.empty(0)] * (len(self.targets.names) - self._count)
-        for number, device in device_of.items():
-            shape = (
-                local[number].shape if number < self._count else self.targets.layouts[self.targets.layout[number]].shape
-            )
-            device = torch.device("cpu") if on_host else device
-            old = self._tensors[number] if self._tensors else None
-            if old is None or (old.shape, old.device) != (shape, device):
-                old = torch.empty(shape, dtype=self.targets.dtypes[number], device=device)
-            tensors[number] = old
-        self._tensors = tensors
-        return tensors
+def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8Format) -> Manifest:
+    """Returns the tensors that are written if some of a manifest, by number, are quantized: scales follow their weights."""
+    rows = list[tuple[str, Shape, torch.dtype]]()
+    for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
+        if i in weights:
+            rows += (name, shape, FP8), (f"{name}{format.suffix}", format.scale_shape(shape), format.scale_dtype)
+        else:
+            rows.append((name, shape, dtype))
+    names, shapes, dtypes = zip(*rows, strict=True)
+    return replace(manifest, names=names, shapes=shapes, dtypes=dtypes)
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Raises ValueError if one of the files that are copied is a ``config.json``."""
+    if any(file.name == CONFIG for file in files):
+        raise ValueError(
+            f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
+        )
 
 
 def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:
@@ -165,7 +174,7 @@ def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:
 
 def select_weights(
     model: nn.Module, targets: Targets, manifest: Manifest, placed: Sequence[tuple[Place, ...]], rule: Quantize
-) -> dict[int, list[tuple[int, View]]]:
+) -> dict[int, Regions]:
     """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor.
 
     Raises ModelMismatch, ValueError: see :class:`QuantizedModel`."""
@@ -174,13 +183,9 @@ def select_weights(
         raise ValueError(
             f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
         )
-    chosen = set(range(len(targets.names)))
-    if not rule.weights:
-        aliases = unwrap(model, targets.index)[1]
-        bare = dict(zip(targets.index, apply_renames(aliases, targets.index), strict=True))
-        chosen = linear_targets(model, targets, bare, rule, kept_in_fp32(model, targets.index, torch.float16))
+    chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]
-    weights = {
+    weights: dict[int, Regions] = {
         i: regions[i]
         for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True))
         if {target for target, _ in regions[i]} <= chosen and rule.selects(name, shape, dtype)
@@ -198,3 +203,28 @@ def select_weights(
                 f"{targets.names[target]} in the model; exclude both or none in the quantization_config"
             )
     return weights
+
+
+def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize) -> set[int]:
+    """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
+    configuration excludes, and what transformers keeps in float32."""
+    aliases, in_fp32 = unwrap(model, targets.index)[1], kept_in_fp32(model, targets.index, torch.float16)
+    bare_names = dict(zip(targets.index, apply_renames(aliases, targets.index), strict=True))
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    head = next((get() for get in getters if callable(get)), None)
+    names_of = Counter(targets.index.values())
+    number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
+    chosen = set()
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            number = number_of.get(id(parameter))
+            if parameter is None or number is None or names_of[number] > 1 or module is head:
+                continue
+            name = targets.names[number]
+            path = bare_names[name].rpartition(".")[0]
+            is_stack = path.endswith("experts") and parameter.ndim == 3
+            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
+                continue
+            if name not in in_fp32 and not _NOT_QUANTIZED.search(path) and not rule.format.skips(path):
+                chosen.add(number)
+    return chosen

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,11 @@ from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
 from epload.core.pieces import Piece
-from epload.core.views import Shape
-from epload.mapping.fp8 import FP8, Fp8Format
-from epload.mapping.precision import kept_by_config, model_by_config
+from epload.mapping.precision import kept_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_box
 from epload.model.targets import collect
-from epload.saving.quantized import CONFIG, quantized_config, select_weights
+from epload.saving.quantized import CONFIG, check_files, quantized_config, quantized_manifest, select_weights
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -51,50 +49,29 @@ class Rewrite:
         Raises:
             ValueError: there is nothing to quantize, it is unknown what is to be, or ``files`` has another ``config.json``.
         """
-        self._format: Fp8Format | None = rule.declaration.format if rule is not None else None
-        weights = _weights(old, rule, config) if rule is not None else set()
-        if rule is not None and any(file.name == CONFIG for file in files):
-            raise ValueError(
-                f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
-            )
-        self.config = {CONFIG: quantized_config(config, rule)} if rule is not None else {}
-        names, shapes, dtypes = list[str](), list[Shape](), list[torch.dtype]()
-        self._number: list[int] = []
-        """The number in ``new`` of each tensor; its scales have the next one."""
-        self._weights = weights
-        for i, row in enumerate(zip(new.names, new.shapes, new.dtypes, strict=True)):
-            self._number.append(len(names))
-            rows = [row]
-            if i in weights and self._format is not None:
-                name, shape, _ = row
-                scale = f"{name}{self._format.suffix}", self._format.scale_shape(shape), self._format.scale_dtype
-                rows = [(name, shape, FP8), scale]
-            for name, shape, dtype in rows:
-                names.append(name)
-                shapes.append(shape)
-                dtypes.append(dtype)
-        self.new = replace(new, names=tuple(names), shapes=tuple(shapes), dtypes=tuple(dtypes))
+        self.new, self.config, self._weights = new, {}, list[int]()
+        if rule is not None:
+            self._format, self._weights = rule.format, _weights(old, rule, config)
+            check_files(files)
+            self.new = quantized_manifest(new, set(self._weights), rule.format)
+            self.config = {CONFIG: quantized_config(config, rule)}
 
     def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, Tensor, int]]:
         """Yields what is written of one tensor of the checkpoint, on CPU: the number in :attr:`new`, where it begins there in
         bytes, the values, and how many bytes of the checkpoint they took."""
-        number, offset = self._number[tensor], 0
-        if tensor in self._weights:
-            yield from self._quantize(checkpoint, tensor)
+        before = bisect_left(self._weights, tensor)
+        number, offset = tensor + before, 0  # each weight before it is followed by its scales
+        if tensor in self._weights[before : before + 1]:
+            yield from self._quantize(checkpoint, tensor, number)
             return
         for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
             data = values.to(self.new.dtypes[number])
             yield number, offset, data, values.nbytes
             offset += data.nbytes
 
-    def _quantize(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, Tensor, int]]:
+    def _quantize(self, checkpoint: Checkpoint, tensor: int, number: int) -> Iterator[tuple[int, int, Tensor, int]]:
         """Reads whole rows of blocks."""
-        assert self._format is not None
-        number, shape, dtype = (
-            self._number[tensor],
-            checkpoint.manifest.shapes[tensor],
-            checkpoint.manifest.dtypes[tensor],
-        )
+        shape, dtype = checkpoint.manifest.shapes[tensor], checkpoint.manifest.dtypes[tensor]
         *leading, rows, columns = shape
         block, scale_offset = self._format.blocks(shape)[-2], 0
         step = block * max(1, _CHUNK_ELEMENTS // (block * columns))
@@ -110,10 +87,15 @@ class Rewrite:
                 scale_offset += scales.nbytes
 
 
-def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> set[int]:
-    """Returns the numbers of the tensors that are quantized."""
+def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> list[int]:
+    """Returns the numbers of the tensors that are quantized, ascending."""
     if rule.weights:
-        return _matching(old, rule)
+        rows = enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))
+        if numbers := [i for i, row in rows if rule.selects(*row)]:
+            return numbers
+        raise ValueError(
+            f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
+        )
     try:
         model, placed = model_by_config(config, old, torch.bfloat16)
     except ValueError as error:
@@ -121,17 +103,7 @@ def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> set[in
             f"cannot tell which weights of {old.source} to quantize: no config.json next to it names a model that can be built "
             f"({error}); pass weights=, regular expressions of their names, to Quantize"
         ) from error
-    return set(select_weights(model, collect(model), old, placed, rule))
-
-
-def _matching(old: Manifest, rule: Quantize) -> set[int]:
-    rows = enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))
-    numbers = {i for i, row in rows if rule.selects(*row)}
-    if not numbers:
-        raise ValueError(
-            f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
-        )
-    return numbers
+    return list(select_weights(model, collect(model), old, placed, rule))
 
 
 def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
@@ -146,8 +118,11 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
     config = config_next_to(checkpoint, source)
     if not config.get("architectures"):
         return set()
+    names = checkpoint.manifest.names
     try:
-        return kept_by_config(config, checkpoint.manifest, dtype)
+        model, placed = model_by_config(config, checkpoint.manifest, dtype)
+        in_fp32 = kept_in_fp32(model, list(model.state_dict()), dtype)
+        return {n for n, places in zip(names, placed, strict=True) if any(target in in_fp32 for target, _ in places)}
     except ValueError as error:
         raise ValueError(
             f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,14 +20,13 @@ from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
-from epload.ranks.maxima import reduce_maxima
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
-from epload.saving.quantized import CONFIG
+from epload.saving.quantized import check_files
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
 
@@ -77,10 +75,8 @@ class SaveJob:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
         if missing := [file for file in self._files if not file.is_file()]:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
-        if quantize_rule(mapping) is not None and any(file.name == CONFIG for file in self._files):
-            raise ValueError(
-                f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
-            )
+        if quantize_rule(mapping) is not None:
+            check_files(self._files)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
         if not isinstance(model, nn.Module):
@@ -122,7 +118,7 @@ class SaveJob:
             base, tensors = self._base.value, self._tensors
             if (quantized := self._model.value.quantized) is not None:
                 with report.timed("pack"):
-                    written = quantized.quantize(tensors, partial(reduce_maxima, topology), on_host=True)
+                    written = quantized.quantize(tensors, topology, on_host=True)
                 tensors = Attempt(lambda: written)
 
             def write(folder: NewFolder, wrote: Wrote) -> None:

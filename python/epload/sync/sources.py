@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -138,11 +137,10 @@ class SentModel:
 
     def _quantize(self, local: Attempt[list[Tensor]]) -> list[Tensor]:
         """Returns the tensors that are sent. Collective."""
-        exchange = partial(reduce_maxima, self._topology)
         if self._quantized is None:
-            exchange(Attempt(lambda: local.value[0]))
+            reduce_maxima(self._topology, Attempt(lambda: local.value[0]))
         assert self._quantized is not None
-        return self._quantized.quantize(local, exchange, on_host=self._snapshot)
+        return self._quantized.quantize(local, self._topology, on_host=self._snapshot)
 
     def let_change(self, in_full: bool = False) -> list[Tensor] | None:
         """Makes the copy, if one is sent; then the model may change. Returns it.
