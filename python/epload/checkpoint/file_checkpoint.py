@@ -64,12 +64,16 @@ class FileCheckpoint(Checkpoint):
         else:
             copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
             regions = Regions([bucket], copies, columns[:, :2].contiguous(), pipe)
-        self._store.read_regions(self._locations.file, self._locations.offset, regions)
+        self._read(regions)
 
     def read_regions(self, regions: Regions) -> int | None:
-        locations = self._locations
-        parts = regions if locations.chunks is None else regions.split(locations.chunks)
-        return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)
+        chunks = self._locations.chunks
+        parts = regions if chunks is None else regions.split(chunks)
+        return None if parts is None else self._read(parts)
+
+    def _read(self, regions: Regions) -> int:
+        """Reads regions of chunks, or of tensors where these are not in chunks. Returns the bytes read."""
+        return self._store.read_regions(self._locations.file, self._locations.offset, regions)
 
 
 @dataclass(frozen=True)
