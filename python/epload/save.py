@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.core import threads
-from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import AnyMapping
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
-from epload.saving.run import SaveJob
+from epload.saving.run import PendingSave
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -79,9 +77,10 @@ def save(
         print(report)
     """
     wait_for_pending()
-    return SaveJob(
+    job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
-    ).run()
+    )
+    return job._run()
 
 
 @on_cpu
@@ -113,11 +112,13 @@ def save_async(
     """
     global _pending
     wait_for_pending()
-    job = SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout)
-    pending = PendingSave(job)
+    job = PendingSave(
+        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
+    )
+    job._start()
     with _pending_lock:
-        _pending = pending
-    return pending
+        _pending = job
+    return job
 
 
 def wait_for_pending() -> None:
@@ -126,27 +127,3 @@ def wait_for_pending() -> None:
         pending = _pending
     if pending is not None:
         pending._thread.join()
-
-
-class PendingSave:
-    """A save that goes on in the background; made by :func:`save_async`."""
-
-    def __init__(self, job: SaveJob) -> None:
-        job.snapshot()
-        self._thread = threads.start("epload-save", lambda: self._run(job))
-
-    def _run(self, job: SaveJob) -> None:
-        self._outcome = Attempt(job.run)
-
-    def done(self) -> bool:
-        """Returns True if it has ended, so that :meth:`wait` returns at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> SaveReport:
-        """Waits until it has ended.
-
-        Raises:
-            LoadError, ValueError, TypeError: as :func:`save`.
-        """
-        self._thread.join()
-        return self._outcome.value

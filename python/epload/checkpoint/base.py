@@ -12,7 +12,10 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes
+from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece
+from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
 from epload.native.ops import Pipe
 
@@ -171,6 +174,23 @@ class Checkpoint(ABC):
         """
         wrapped: Checkpoint = Checkpoint._opener.from_state_dict(state_dict, consume)
         return wrapped
+
+
+def regions_of_boxes(manifest: Manifest, boxes: Sequence[tuple[int, Box]], targets: list[Tensor]) -> Regions:
+    """Returns boxes of tensors as regions that fill whole targets.
+
+    Args:
+        boxes: the tensor's index in the manifest, and the box.
+        targets: of the shapes of the boxes, on CPU.
+    """
+    dims = max((len(start) for _, (start, _) in boxes), default=0) or 1
+    rows, origins = [], []
+    for target, (tensor, (start, size)) in enumerate(boxes):
+        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
+        fill = [0] * (dims - len(size))
+        rows.append([target, 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
+        origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
+    return Regions(targets, CopyTable(torch.tensor(rows)), torch.tensor(origins))
 
 
 def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint import file_sets
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.index import Index, is_plain
@@ -27,7 +27,7 @@ from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor
 from epload.checkpoint.quantization import quantization_of
 from epload.core import dtypes
 from epload.core.columns import arange, batches, column
-from epload.core.copy_table import ALIGNMENT, CopyTable
+from epload.core.copy_table import ALIGNMENT
 from epload.core.pieces import Piece, Pieces
 from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
@@ -334,20 +334,15 @@ def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], bu
     if not boxes:
         return
     manifest = checkpoint.manifest
-    dims = max(len(start) for _, (start, _), _ in boxes) or 1
-    targets, origins = [], []
-    rows: list[list[int]] = []
-    for tensor, (start, size), begin in boxes:
-        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
-        fill = [0] * (dims - len(size))
-        rows.append([len(rows), 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
-        origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
+    targets = []
+    for tensor, (_, size), begin in boxes:
+        dtype = manifest.dtypes[tensor]
         targets.append(buffer[begin : begin + prod(size) * dtype.itemsize].view(dtype).view(size))
     locations = manifest.locations
-    in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
-    copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
     # Requests for objects join runs of several boxes; as regions each box would fetch all that it spans.
-    if in_gaps or checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
+    in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
+    regions = regions_of_boxes(manifest, [(tensor, box) for tensor, box, _ in boxes], targets)
+    if in_gaps or checkpoint.read_regions(regions) is None:
         checkpoint.fill(buffer, Pieces(torch.cat([_runs(manifest, *each) for each in boxes])))
 
 

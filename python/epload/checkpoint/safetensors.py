@@ -15,7 +15,7 @@ from typing import Any
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
@@ -46,9 +46,6 @@ def read(opened: OpenFiles) -> FileCheckpoint:
         starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
         tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
     return opened.checkpoint(tensors)
-
-
-FORMAT = Format((".safetensors",), file_facts, read)
 
 
 def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from epload.core import garbage_collection, log
+from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
@@ -33,8 +33,8 @@ from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
 
 
-class SaveJob:
-    """Saves a model once. Reads the model when it is made. Arguments are those of :func:`epload.save`."""
+class PendingSave:
+    """A save that goes on in the background; made by :func:`epload.save_async`. Reads the model when it is made."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class SaveJob:
         topology: Topology | None,
         timeout: timedelta | float | None,
     ) -> None:
+        """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
         log.configure()
         self._path = Path(path).expanduser().absolute()
@@ -103,11 +104,29 @@ class SaveJob:
             raise ValueError("files= are for whole checkpoints; leave them out, and pass them to epload.convert()")
         return BaseCheckpoint(source, self._path, self._model.value)
 
-    def snapshot(self) -> None:
-        """Copies the local tensors to host memory, so that the model may change before :meth:`run`."""
+    def _start(self) -> None:
+        """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
         self._tensors = Attempt(lambda: _copy_to_host(self._model.value.targets.local()))
 
-    def run(self) -> SaveReport:
+        def run() -> None:
+            self._outcome = Attempt(self._run)
+
+        self._thread = threads.start("epload-save", run)
+
+    def done(self) -> bool:
+        """Returns True if it has ended, so that :meth:`wait` returns at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """Waits until it has ended.
+
+        Raises:
+            LoadError, ValueError, TypeError: as :func:`epload.save`.
+        """
+        self._thread.join()
+        return self._outcome.value
+
+    def _run(self) -> SaveReport:
         """Saves the model. Collective.
 
         Raises:
