@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,6 @@ from epload.saving.run import PendingSave
 
 MAX_SHARD_BYTES = 5 << 30
 
-_pending_lock = threading.Lock()
 _pending: PendingSave | None = None
 """The last save that :func:`save_async` has begun in this process."""
 
@@ -116,14 +114,11 @@ def save_async(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
     )
     job._start()
-    with _pending_lock:
-        _pending = job
+    _pending = job
     return job
 
 
 def wait_for_pending() -> None:
     """Waits until a save that goes on in the background has ended, whatever its outcome."""
-    with _pending_lock:
-        pending = _pending
-    if pending is not None:
+    if (pending := _pending) is not None:
         pending._thread.join()

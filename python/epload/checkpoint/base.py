@@ -141,7 +141,7 @@ class Checkpoint(ABC):
             TypeError: ``source`` has another type.
             ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
-        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
+        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress)
         return opened
 
     @staticmethod
@@ -157,7 +157,7 @@ class Checkpoint(ABC):
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
             TypeError: ``source`` has another type.
         """
-        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress or _ignore)
+        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress)
         return joined
 
     @staticmethod
@@ -207,7 +207,3 @@ def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterat
         buffer = torch.empty(min(elements, count - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
         yield buffer.view(dtype)
-
-
-def _ignore(nbytes: int) -> None:
-    """Does nothing: progress that nobody asks for."""

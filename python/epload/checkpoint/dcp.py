@@ -268,9 +268,8 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
         if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == _ZIP:
             yield from _in_archives(members, store)
             continue
-        for (
-            item
-        ) in members:  # its elements alone have this length: they are part of a safetensors file that begins there
+        # The elements alone have this length: they are part of a safetensors file that begins there.
+        for item in members:
             key = item.chunk.file, item.chunk.offset
             if key not in headers:
                 item.nbytes = item.file.nbytes - item.chunk.offset

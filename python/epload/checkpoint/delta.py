@@ -26,10 +26,10 @@ from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor
 from epload.checkpoint.quantization import quantization_of
 from epload.core import dtypes
-from epload.core.columns import arange, batches, column
+from epload.core.columns import batches, column
 from epload.core.copy_table import ALIGNMENT
-from epload.core.pieces import Piece, Pieces
-from epload.core.placement import Box, row_major_strides
+from epload.core.pieces import Piece
+from epload.core.placement import Box, contiguous_runs, row_major_strides
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -343,22 +343,16 @@ def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], bu
     in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
     regions = regions_of_boxes(manifest, [(tensor, box) for tensor, box, _ in boxes], targets)
     if in_gaps or checkpoint.read_regions(regions) is None:
-        checkpoint.fill(buffer, Pieces(torch.cat([_runs(manifest, *each) for each in boxes])))
+        checkpoint.fill(buffer, [piece for row in boxes for piece in _runs(manifest, *row)])
 
 
-def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> Tensor:
-    """Returns the contiguous runs of a box as pieces that go to a buffer from ``begin`` on: int64 [n, 4]."""
-    shape, itemsize, (start, size) = manifest.shapes[tensor], manifest.dtypes[tensor].itemsize, box
-    strides, length = row_major_strides(shape), itemsize
-    dims = list(range(len(shape)))
-    while dims and (size[dims[-1]] == 1 or strides[dims[-1]] * itemsize == length):
-        length *= size[dims.pop()]
-    offset = column([sum(map(int.__mul__, start, strides))])
-    for dim in dims:
-        offset = (offset[:, None] + arange(size[dim]) * strides[dim]).flatten()
-    number = arange(len(offset))
-    zero = torch.zeros_like(number)
-    return torch.stack([zero + tensor, offset * itemsize, begin + number * length, zero + length], 1)
+def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> list[Piece]:
+    """Returns the contiguous runs of a box as pieces that go to a buffer from ``begin`` on."""
+    itemsize, strides, (start, size) = manifest.dtypes[tensor].itemsize, row_major_strides(manifest.shapes[tensor]), box
+    first = sum(map(int.__mul__, start, strides))
+    length, offsets = contiguous_runs(size, strides)
+    nbytes = length * itemsize
+    return [Piece(tensor, (first + at) * itemsize, begin + i * nbytes, nbytes) for i, at in enumerate(offsets)]
 
 
 def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:

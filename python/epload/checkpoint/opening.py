@@ -52,7 +52,12 @@ second parses files, and raises CheckpointError if they are malformed, OSError i
 
 
 def open_source(
-    source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress, links: int = delta.MAX_LINKS
+    source: Any,
+    known: Manifest | None,
+    prefix: str,
+    variant: str,
+    progress: Progress | None,
+    links: int = delta.MAX_LINKS,
 ) -> Checkpoint:
     """See :meth:`Checkpoint.open`. ``links``: maximum number of deltas in a chain."""
     if isinstance(source, Checkpoint):
@@ -97,7 +102,7 @@ def open_source(
         return _read(store, store.path_of(file.name), known, has_config=has_config)
 
 
-def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
@@ -168,14 +173,12 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
 
 @contextmanager
 def _located(
-    source: Source,
-    variant: str = "",
-    progress: Progress = lambda nbytes: None,
-    shared: Shared | None = None,
+    source: Source, variant: str = "", progress: Progress | None = None, shared: Shared | None = None
 ) -> Iterator[tuple[ByteStore, str]]:
     """Yields what one of :data:`STORES` returns. If the body fails, closes the files."""
     try:
-        store, name = next(filter(None, (locate(source, variant, progress, shared) for locate in STORES)))
+        report = progress or (lambda nbytes: None)
+        store, name = next(filter(None, (locate(source, variant, report, shared) for locate in STORES)))
         try:
             yield store, name
         except BaseException:
@@ -215,8 +218,7 @@ def _choose(store: ByteStore, prefix: str, variant: str) -> list[str]:
             raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
         return [dcp.FILE]
     _check_no_options(str(store), prefix)
-    config = store.peek(file_sets.CONFIG) if file_sets.CONFIG in names else b""
-    return file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
+    return file_sets.choose(names, str(store), variant, store.peek)
 
 
 def _open_index(store: ByteStore, name: str, prefix: str, known: Manifest | None) -> Checkpoint:

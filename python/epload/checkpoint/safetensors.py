@@ -40,9 +40,8 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     """Reads the headers of files. Raises as :func:`read_layout`."""
     layouts = [read_layout(file, number) for number, file in enumerate(opened.store.files)]
     tensors = list(chain.from_iterable(layouts))
-    if any(
-        tensor.start is not None for tensor in tensors
-    ):  # some files have one rank's parts, unless an index names them
+    # Some files have one rank's parts, unless an index names them.
+    if any(tensor.start is not None for tensor in tensors):
         starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
         tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
     return opened.checkpoint(tensors)

@@ -156,14 +156,8 @@ def doctor(as_json: bool) -> int:
     """
     findings = {name: check() for name, check in CHECKS.items()}
     if as_json:
-        print_json(
-            {
-                "findings": [
-                    {"check": name, "status": status, "found": found, "advice": advice}
-                    for name, (status, found, advice) in findings.items()
-                ]
-            }
-        )
+        keys = ("check", "status", "found", "advice")
+        print_json({"findings": [dict(zip(keys, (name, *row), strict=True)) for name, row in findings.items()]})
     else:
         show(table([("check", "", "found"), *((name, status, found) for name, (status, found, _) in findings.items())]))
         if advice := [(name, advice) for name, (_, _, advice) in findings.items() if advice]:

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.delta import (
-    MAX_LINKS,
-    DeltaCheckpoint,
-    DeltaChunk,
-    content_digest,
-    encode_index,
-    read_boxes,
-)
+from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, content_digest, encode_index, read_boxes
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import arange

@@ -67,11 +67,7 @@ class PendingSave:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        mapping: AnyMapping,
-        names_from: Any,
-        dtype: torch.dtype | None,
+        self, model: nn.Module | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:

@@ -64,12 +64,7 @@ def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[s
 
 
 def compare_values(
-    first: Checkpoint,
-    second: Checkpoint,
-    names: list[str],
-    progress: Progress,
-    rtol: float = 0.0,
-    atol: float = 0.0,
+    first: Checkpoint, second: Checkpoint, names: list[str], progress: Progress, rtol: float = 0.0, atol: float = 0.0
 ) -> Iterator[dict[str, Any]]:
     """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Yields for each tensor that differs its
     name, how many elements differ by more than the tolerances (``differing``), how many it has (``count``), and of all absolute
