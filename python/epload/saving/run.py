@@ -22,6 +22,7 @@ from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
 from epload.ranks.maxima import reduce_maxima
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
@@ -30,7 +31,7 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.quantized import CONFIG
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, write_checkpoint, write_regions
 
 
 class PendingSave:
@@ -129,7 +130,8 @@ class PendingSave:
             LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
         """
         report, topology = self._report, self._topology
-        with exclusively("save()", topology, self, self._made_by, self._timeout):
+        call = Call("save()", topology, self, self._made_by)
+        with exclusive(call, self._timeout), topology.control.guard():
             with report.timed("plan"), garbage_collection.paused():
                 summaries = self._agree()
                 planned = Attempt(lambda: self._plan(summaries))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -19,7 +17,6 @@ from epload.core.copy_table import byte_view
 from epload.core.placement import box_slices, contiguous_runs
 from epload.files import read_regular
 from epload.native import ops
-from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, check_seen_by_all
@@ -31,18 +28,6 @@ CALL_BYTES = 128 << 20
 """Bytes on a device that are written in one call, in which all threads of the pipe take part."""
 Wrote = Callable[[int], None]
 """Called with the number of bytes after each write; may raise to stop."""
-
-
-@contextmanager
-def exclusively(
-    what: str, topology: Topology, owner: object, made_by: threading.Thread, timeout: timedelta
-) -> Iterator[None]:
-    """A context in which no other load or save of the process runs, and out of which every rank raises the same error."""
-    try:
-        with exclusive(Call(what, topology, owner, made_by), timeout), topology.control.guard():
-            yield
-    except Refused as refused:
-        raise refused.failure.error() from None
 
 
 def check_equal(digests: Mapping[int, str], activity: str) -> None:
