@@ -107,6 +107,7 @@ class PendingSave:
 
         def run() -> None:
             self._outcome = Attempt(self._run)
+            del self._model, self._base, self._tensors  # which are much memory
 
         self._thread = threads.start("epload-save", run)
 
