@@ -98,9 +98,8 @@ def convert(
         planned = Attempt(plan)
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
-        topology.control.agree(
-            "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
-        )
+        control = topology.control
+        control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
         checkpoint, rewrite, layout, _ = planned.value
 
         def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
