@@ -15,8 +15,9 @@ from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.native.info import VERSION, build_info
 from epload.ranks.topology import Topology
 from epload.report import LoadReport, SaveReport
-from epload.save import PendingSave, save, save_async
+from epload.save import save, save_async
 from epload.saving.convert import convert
+from epload.saving.run import PendingSave
 from epload.sync.participants import EngineRank
 from epload.sync.receiver import WeightReceiver
 from epload.sync.report import SyncReport

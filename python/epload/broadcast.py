@@ -17,7 +17,7 @@ from epload.model.devices import check_backend, check_stream
 from epload.native import ops
 from epload.planning.algorithms import ALGORITHMS
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, Refused, exclusive, inside_load
+from epload.ranks.single_flight import Call, exclusive, inside_load
 from epload.ranks.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -68,11 +68,8 @@ def coalesced_bcast(
     """
     topology = topology if topology is not None else Topology.default()
     call = Call("coalesced_bcast()", topology)
-    try:
-        with nullcontext() if inside_load(topology) else exclusive(call):
-            _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
-    except Refused as refused:
-        raise refused.failure.error() from None
+    with nullcontext() if inside_load(topology) else exclusive(call):
+        _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
 
 
 def _broadcast(

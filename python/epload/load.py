@@ -27,7 +27,7 @@ from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.planning.schedule import WAVE_BYTES
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 
@@ -147,11 +147,8 @@ def load_state(
     """
     topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
     topology.check_source(src)
-    try:
-        with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
-            flat, source, values, missing = _agree_on_values(topology.control, state, checkpoint, src, strict)
-    except Refused as refused:
-        raise refused.failure.error() from None
+    with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
+        flat, source, values, missing = _agree_on_values(topology.control, state, checkpoint, src, strict)
     report = load(
         flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,

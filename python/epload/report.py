@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from os import PathLike
+from time import monotonic_ns, thread_time
 from typing import Any
 
-from epload.observe import render
-from epload.observe.phases import PHASES, Phase, PhaseRecorder
-from epload.observe.plot import plot
-from epload.observe.render import Facts, count, list_keys, show_bytes, show_rate
-from epload.observe.trace import Trace
+import torch
 
+from epload.observe.phases import PHASES, Phase
+from epload.observe.plot import plot
+from epload.observe.render import count, list_keys, show_bytes, show_rate
+from epload.observe.trace import Events, save_trace
+
+Facts = Sequence[tuple[str, str]]
+"""Titles and texts."""
+_UNRATED = "unpack"
+"""The bytes of this phase are those of whole buckets, of which a rank may keep little, so that their rate says nothing."""
+_MIN_SECONDS = 0.0005
+"""Phases that took less, and handled no bytes, are not shown."""
 SAVE_PHASES = ("plan", "pack", "write", "sync")
 
 
@@ -34,8 +44,32 @@ class Report:
     """Likely mistakes. Each was also issued as a Python warning."""
 
     def __post_init__(self) -> None:
-        self.recorder = PhaseRecorder(self.phases)
-        self.timed = self.recorder.timed
+        self.events: Events | None = None
+        """Records spans of time, too, if the operation is traced; else None."""
+
+    @contextmanager
+    def timed(self, phase: str, detail: str = "", ranks: Sequence[int] = ()) -> Iterator[Phase]:
+        """Adds the time that the calling thread spends in the block to a phase, and the bytes that the block sets. Any thread may
+        call it.
+
+        Args:
+            detail: what of the phase it is, for a trace.
+            ranks: those that are waited for.
+        """
+        block = Phase()
+        began, began_cpu = monotonic_ns(), thread_time()
+        # Its native state does not say that torch.profiler records where all threads are profiled.
+        profiled = bool(torch.autograd.profiler._is_profiler_enabled)
+        try:
+            with torch.profiler.record_function(f"epload::{phase}") if profiled else nullcontext():
+                yield block
+        finally:
+            total = self.phases[phase]
+            total.seconds += (monotonic_ns() - began) / 1e9
+            total.cpu_seconds += thread_time() - began_cpu
+            total.nbytes += block.nbytes
+            if self.events is not None:
+                self.events.add(phase, began, block.nbytes, detail, tuple(ranks))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict of JSON values."""
@@ -61,7 +95,22 @@ class Report:
         return f"<{type(self).__name__}: {self._headline()}>"
 
     def __str__(self) -> str:
-        return render.as_text(self._headline(), self._facts(), self.phases, self.warnings)
+        facts = self._facts()
+        shown = {
+            name: phase
+            for name, phase in self.phases.items()
+            if phase.seconds >= _MIN_SECONDS or (phase.nbytes and name != _UNRATED)
+        }
+        width = max((len(title) for title, _ in facts), default=0)
+        lines = [self._headline(), *(f"  {title:<{width}}  {text}" for title, text in facts)]
+        width = max([width, *map(len, shown)])
+        for name, phase in shown.items():
+            nbytes = show_bytes(phase.nbytes) if phase.nbytes else ""
+            rate = (
+                show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != _UNRATED else ""
+            )
+            lines.append(f"  {name:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
+        return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
         """Returns the report for notebooks."""
@@ -104,7 +153,7 @@ class TransferReport(Report):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.merged: Trace | None = None
+        self.merged: list[Events] | None = None
         """The events of all ranks of a load that was traced, on the first rank; else None."""
 
     def trace(self, path: str | PathLike[str]) -> None:
@@ -114,8 +163,8 @@ class TransferReport(Report):
         Raises:
             ValueError: the load was not traced.
         """
-        if (trace := self._traced()) is not None:
-            trace.save(path)
+        if (ranks := self._traced()) is not None:
+            save_trace(ranks, path)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. The first rank draws;
@@ -125,11 +174,11 @@ class TransferReport(Report):
             ValueError: the load was not traced.
             ImportError: matplotlib is not installed.
         """
-        if (trace := self._traced()) is not None:
-            plot(trace, path)
+        if (ranks := self._traced()) is not None:
+            plot(ranks, path)
 
-    def _traced(self) -> Trace | None:
-        if self.recorder.events is None:
+    def _traced(self) -> list[Events] | None:
+        if self.events is None:
             raise ValueError(
                 "expected the report of a load that was traced, got one of a load that was not: pass trace=True to the load "
                 "(options=epload.LoadOptions(trace=True) to epload.load), or set EPLOAD_TRACE to a folder"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,17 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from epload.core import threads
-from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import AnyMapping
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
-from epload.saving.run import SaveJob
+from epload.saving.run import PendingSave
 
 MAX_SHARD_BYTES = 5 << 30
 
-_pending_lock = threading.Lock()
 _pending: PendingSave | None = None
 """The last save that :func:`save_async` has begun in this process."""
 
@@ -79,9 +75,10 @@ def save(
         print(report)
     """
     wait_for_pending()
-    return SaveJob(
+    job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
-    ).run()
+    )
+    return job._run()
 
 
 @on_cpu
@@ -113,40 +110,15 @@ def save_async(
     """
     global _pending
     wait_for_pending()
-    job = SaveJob(model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout)
-    pending = PendingSave(job)
-    with _pending_lock:
-        _pending = pending
-    return pending
+    job = PendingSave(
+        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
+    )
+    job._start()
+    _pending = job
+    return job
 
 
 def wait_for_pending() -> None:
     """Waits until a save that goes on in the background has ended, whatever its outcome."""
-    with _pending_lock:
-        pending = _pending
-    if pending is not None:
+    if (pending := _pending) is not None:
         pending._thread.join()
-
-
-class PendingSave:
-    """A save that goes on in the background; made by :func:`save_async`."""
-
-    def __init__(self, job: SaveJob) -> None:
-        job.snapshot()
-        self._thread = threads.start("epload-save", lambda: self._run(job))
-
-    def _run(self, job: SaveJob) -> None:
-        self._outcome = Attempt(job.run)
-
-    def done(self) -> bool:
-        """Returns True if it has ended, so that :meth:`wait` returns at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> SaveReport:
-        """Waits until it has ended.
-
-        Raises:
-            LoadError, ValueError, TypeError: as :func:`save`.
-        """
-        self._thread.join()
-        return self._outcome.value

@@ -16,7 +16,7 @@ import epload
 from epload import Checkpoint, CheckpointError
 from epload.checkpoint import opening
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.object_store import ObjectStore
@@ -130,7 +130,7 @@ def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.Mon
         return (MemoryStore(store.contents), name) if scheme == "memory" else None
 
     monkeypatch.setattr(opening, "STORES", (locate, *opening.STORES))
-    monkeypatch.setattr(opening, "FORMATS", (Format((".numbers",), FileFacts.of, _numbers), *opening.FORMATS))
+    monkeypatch.setattr(opening, "FORMATS", {".numbers": (FileFacts.of, _numbers), **opening.FORMATS})
     assert_same(read_all(Checkpoint.open("memory://bias.numbers")), {"bias": tensor(3, (5,))})
     for verify in (False, True):
         model = nn.Linear(3, 4)

@@ -26,7 +26,7 @@ def test_every_check_has_a_finding() -> None:
 
 
 def test_a_failed_check_gives_status_1_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = doctor.Finding("ok", "fine"), doctor.Finding("fail", "broken", "mend it")
+    good, bad = ("ok", "fine", ""), ("fail", "broken", "mend it")
     monkeypatch.setattr(doctor, "CHECKS", {"a": lambda: good, "b": lambda: bad})
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
@@ -47,8 +47,8 @@ def test_shared_memory(free: int, limit: str, status: str, tmp_path: Path) -> No
     memory.write_text(f"MemTotal: 99 kB\nMemAvailable:   {free // 1024} kB\n")
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
-    assert doctor.check_shared_memory(memory, tmp_path).status == status
-    assert doctor.check_shared_memory(memory, tmp_path / "absent").status == ("warn" if free < 1 << 30 else "ok")
+    assert doctor.check_shared_memory(memory, tmp_path)[0] == status
+    assert doctor.check_shared_memory(memory, tmp_path / "absent")[0] == ("warn" if free < 1 << 30 else "ok")
 
 
 def test_what_a_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +58,13 @@ def test_what_a_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "memfd_create", refuse)
     monkeypatch.setattr(doctor.dist, "TCPStore", refuse)
     memory, store = doctor.check_shared_memory(), doctor.check_store()
-    assert (memory.status, store.status) == ("warn", "fail")
-    assert "Operation not permitted" in memory.found
-    assert "connection refused" in store.found
+    assert (memory[0], store[0]) == ("warn", "fail")
+    assert "Operation not permitted" in memory[1]
+    assert "connection refused" in store[1]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-        assert doctor.check_limits().status == "warn"
+        assert doctor.check_limits()[0] == "warn"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -73,8 +73,8 @@ def test_a_slow_lookup_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_name(address: str) -> None:
         raise OSError("no name")
 
-    assert doctor.check_lookup(no_name).status == "ok"
+    assert doctor.check_lookup(no_name)[0] == "ok"
     monkeypatch.setattr(doctor, "_SLOW_LOOKUP", 0.04)
     slow = doctor.check_lookup(lambda address: time.sleep(0.05))
-    assert slow.status == "warn"
-    assert "/etc/hosts" in slow.advice
+    assert slow[0] == "warn"
+    assert "/etc/hosts" in slow[2]

@@ -21,8 +21,7 @@ from epload.cli.main import main
 from epload.cli.output import print_json
 from epload.core.log import logger
 from epload.errors import message_of, redact, redact_url
-from epload.observe.events import Event, Events
-from epload.observe.trace import Trace
+from epload.observe.trace import Event, Events, merge_events, save_trace
 from support import ranks
 
 SECRET = "hunter2"
@@ -185,7 +184,7 @@ def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_traces(tmp_path: Path) -> None:
     events = Events(0, spans=[Event("MainThread", "read", 0, 1, detail=URL, name=URL)])
-    Trace([events]).save(tmp_path / "load.json")
+    save_trace(merge_events([events]), tmp_path / "load.json")
     text = (tmp_path / "load.json").read_text()
     assert SECRET not in text
     assert text.count("https://host/a") == 2

@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import epload
 from epload import HierarchicalLoader, LoadOptions, Topology
-from epload.observe.events import ROUND, Event, Events
-from epload.observe.trace import Trace
+from epload.observe.trace import ROUND, Event, Events, merge_events, save_trace
 from support import ranks
 from support.checks import all_fine
 from support.failures import Slow
@@ -30,15 +29,12 @@ def traced(rank: int, folder: Path, readers: str) -> list[str]:
     report = loader.load(model, source, trace=rank == 2)  # whoever asks, all record
     problems = wrong(model, state)
     before = report.phases["read"].nbytes
-    if (
-        report.recorder.events is None
-        or sum(span.nbytes for span in report.recorder.events.spans if span.phase == "read") != before
-    ):
-        problems.append(f"events do not count what phases do: {report.recorder.events}")
+    if report.events is None or sum(span.nbytes for span in report.events.spans if span.phase == "read") != before:
+        problems.append(f"events do not count what phases do: {report.events}")
     report.trace(folder / f"{readers}.json" if rank == 0 else folder / "no" / "such" / "folder")
     report.plot(folder / f"{readers}.png" if rank == 0 else folder / "no" / "such" / "folder")
     again = loader.load(model, state if rank != 0 or readers != "one" else state_for(1))
-    if again.recorder.events is not None:
+    if again.events is not None:
         problems.append("a load that nobody asked to trace is traced")
     return problems
 
@@ -115,7 +111,7 @@ def by_environment(rank: int, folder: str) -> bool:
     try:
         loader = HierarchicalLoader(Topology.from_nodes(NODES[:1]), readers="every")
         reports = [loader.load(meta_net(), state_for(1)) for _ in range(2)]
-        return all(report.recorder.events is not None for report in reports)
+        return all(report.events is not None for report in reports)
     finally:
         del os.environ["EPLOAD_TRACE"]
 
@@ -139,7 +135,9 @@ def test_ranks_of_two_machines_are_shown_on_one_clock(tmp_path: Path) -> None:
     def rounds(*begins: int) -> list[Event]:
         return [Event("MainThread", ROUND, begin, begin + 100, 0, str(i)) for i, begin in enumerate(begins)]
 
-    Trace([Events(0, 0, 5000, rounds(1, 201)), Events(1, 1, 4000, rounds(1000, 1221))]).save(tmp_path / "x.json")
+    save_trace(
+        merge_events([Events(0, 0, 5000, rounds(1, 201)), Events(1, 1, 4000, rounds(1000, 1221))]), tmp_path / "x.json"
+    )
     times = [(span["pid"], span["ts"], span["args"].get("waits_for")) for span in spans_in(tmp_path / "x.json")]
     assert times == [(0, 0.001, None), (0, 0.201, [1]), (1, 0.0, [0]), (1, 0.221, None)]
 

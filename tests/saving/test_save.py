@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,17 @@ def test_saves_in_the_background(tmp_path: Path) -> None:
         assert all(
             torch.equal(found, values(name, version)) for name, found in read_folder(tmp_path / str(version)).items()
         )
+
+
+def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    weight = weakref.ref(model.weight)
+    pending = epload.save_async(model, tmp_path / "new")
+    copy = weakref.ref(pending._tensors.value[0])
+    assert pending.wait().tensors == 2
+    del model
+    gc.collect()
+    assert (weight(), copy()) == (None, None)
 
 
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:

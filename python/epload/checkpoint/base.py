@@ -12,7 +12,10 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes
+from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece
+from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
 from epload.native.ops import Pipe
 
@@ -138,7 +141,7 @@ class Checkpoint(ABC):
             TypeError: ``source`` has another type.
             ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
-        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress or _ignore)
+        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress)
         return opened
 
     @staticmethod
@@ -154,7 +157,7 @@ class Checkpoint(ABC):
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
             TypeError: ``source`` has another type.
         """
-        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress or _ignore)
+        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress)
         return joined
 
     @staticmethod
@@ -173,6 +176,23 @@ class Checkpoint(ABC):
         return wrapped
 
 
+def regions_of_boxes(manifest: Manifest, boxes: Sequence[tuple[int, Box]], targets: list[Tensor]) -> Regions:
+    """Returns boxes of tensors as regions that fill whole targets.
+
+    Args:
+        boxes: the tensor's index in the manifest, and the box.
+        targets: of the shapes of the boxes, on CPU.
+    """
+    dims = max((len(start) for _, (start, _) in boxes), default=0) or 1
+    rows, origins = [], []
+    for target, (tensor, (start, size)) in enumerate(boxes):
+        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
+        fill = [0] * (dims - len(size))
+        rows.append([target, 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
+        origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
+    return Regions(targets, CopyTable(torch.tensor(rows)), torch.tensor(origins))
+
+
 def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:
     """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
 
@@ -187,7 +207,3 @@ def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterat
         buffer = torch.empty(min(elements, count - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
         yield buffer.view(dtype)
-
-
-def _ignore(nbytes: int) -> None:
-    """Does nothing: progress that nobody asks for."""

@@ -16,9 +16,9 @@ import torch
 
 from epload.checkpoint import safetensors, torch_file
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.index import Index, is_plain
-from epload.checkpoint.manifest import FileFacts, StoredTensor
+from epload.checkpoint.manifest import StoredTensor
 from epload.checkpoint.pickles import PickledCall, read_pickle
 from epload.core import dtypes
 from epload.core.placement import Box
@@ -123,9 +123,6 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     inside = {name.rpartition(".")[0] for name in names}
     others = [name for name in metadata.others if name not in siblings and name.rpartition(".")[0] in inside]
     return opened.checkpoint(located, [*siblings, *others], shapes)
-
-
-FORMAT = Format((".distcp",), FileFacts.of, read)
 
 
 # ---- the metadata ----
@@ -271,9 +268,8 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
         if first.nbytes != prod(first.chunk.shape) * first.chunk.dtype.itemsize or first.read(0, 4) == _ZIP:
             yield from _in_archives(members, store)
             continue
-        for (
-            item
-        ) in members:  # its elements alone have this length: they are part of a safetensors file that begins there
+        # The elements alone have this length: they are part of a safetensors file that begins there.
+        for item in members:
             key = item.chunk.file, item.chunk.offset
             if key not in headers:
                 item.nbytes = item.file.nbytes - item.chunk.offset

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint import file_sets
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor
 from epload.checkpoint.quantization import quantization_of
 from epload.core import dtypes
-from epload.core.columns import arange, batches, column
-from epload.core.copy_table import ALIGNMENT, CopyTable
-from epload.core.pieces import Piece, Pieces
-from epload.core.placement import Box, row_major_strides
+from epload.core.columns import batches, column
+from epload.core.copy_table import ALIGNMENT
+from epload.core.pieces import Piece
+from epload.core.placement import Box, contiguous_runs, row_major_strides
 from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -72,17 +72,10 @@ class DeltaChunk(NamedTuple):
         return cls(file, offset, nbytes, before, after, (tuple(box[:dims]), tuple(box[dims:])))
 
 
-class DeltaTensor(NamedTuple):
-    """A tensor, and its chunks."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: list[DeltaChunk]
-
-
-_Patched = tuple[int, DeltaChunk]
-"""A chunk, and the number of its tensor in the base; -1 if the base has none."""
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...], list[DeltaChunk]]]
+"""Dtype, shape and chunks of each tensor, by name."""
+_Patched = tuple[str, int, DeltaChunk]
+"""The name of a tensor, its number in the base, -1 if the base has none, and a chunk of it."""
 
 
 class DeltaIndex(Index):
@@ -103,12 +96,19 @@ class DeltaIndex(Index):
             declared = (json.loads(text) for name, text in self.config.items() if name in file_sets.CONFIGS)
             self.quantization = next(filter(None, map(quantization_of, declared)), None)
             self.files = [(str(name), int(nbytes)) for name, nbytes in content["files"]]
-            self.tensors = [self._parse(name, *fields) for name, fields in content["tensors"].items()]
+            self.tensors: Tensors = {
+                name: (
+                    dtypes.SAFETENSORS[dtype],
+                    tuple(shape),
+                    self._chunks(name, dtypes.SAFETENSORS[dtype], shape, rows),
+                )
+                for name, (dtype, shape, rows) in content["tensors"].items()
+            }
             if self.base.startswith("/") or "://" in self.base or "\0" in self.base or not self.base:
                 raise ValueError(f"expected the base as a relative path, got {self.base[:200]!r}")
             if not self.files or not all(is_plain(name) for name, _ in self.files):
                 raise ValueError("expected plain names of files in the folder")
-            if sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors) >= 1 << 62:
+            if sum(prod(shape) * dtype.itemsize for dtype, shape, _ in self.tensors.values()) >= 1 << 62:
                 raise ValueError("more bytes than a checkpoint can have")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
@@ -116,33 +116,31 @@ class DeltaIndex(Index):
                 "again, or read it with the version of epload that has written it"
             ) from error
 
-    def _parse(self, name: str, dtype: str, shape: list[int], rows: list[list[int]]) -> DeltaTensor:
-        tensor = DeltaTensor(name, dtypes.SAFETENSORS[dtype], tuple(shape), [])
+    def _chunks(self, name: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]]) -> list[DeltaChunk]:
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
             raise ValueError(f"{name} has shape {str(shape)[:100]}")
-        for row in rows:
-            chunk = DeltaChunk.from_row(row, len(shape))
-            nbytes = prod(chunk.box[1]) * tensor.dtype.itemsize
+        chunks = [DeltaChunk.from_row(row, len(shape)) for row in rows]
+        for chunk in chunks:
+            nbytes = prod(chunk.box[1]) * dtype.itemsize
             if nbytes > MAX_CHUNK_BYTES:
                 raise ValueError(f"{name} has a chunk of {nbytes} bytes, expected at most {MAX_CHUNK_BYTES}")
             if chunk.offset + chunk.nbytes > self.files[chunk.file][1]:
                 raise ValueError(f"{name} has changes that end outside their file")
             if not chunk.nbytes and not chunk.before == chunk.after > 0:
                 raise ValueError(f"{name} lacks changes")
-            tensor.chunks.append(chunk)
-        if not rows and 0 not in shape:
+        if not chunks and 0 not in shape:
             raise ValueError(f"{name} has no chunks")
-        return tensor
+        return chunks
 
 
 def encode_index(
     base: str, base_digest: str, digest: str, config: Mapping[str, bytes], files: Sequence[tuple[str, int]],
-    tensors: Iterable[DeltaTensor],
+    tensors: Tensors,
 ) -> bytes:  # fmt: skip
     """Returns the content of an index; the arguments are the attributes of :class:`DeltaIndex`."""
     described = {
         name: [_NAMES[dtype], shape, [chunk.to_row() for chunk in sorted(chunks, key=lambda chunk: chunk.box)]]
-        for name, dtype, shape, chunks in tensors
+        for name, (dtype, shape, chunks) in tensors.items()
     }
     content = {
         "format": "epload delta",
@@ -157,16 +155,124 @@ def encode_index(
 
 
 class DeltaCheckpoint(FileCheckpoint):
-    """Changes, and the base that they are of."""
+    """Changes, and the base that they are of.
 
-    def __init__(self, store: _PatchingStore, manifest: Manifest, base: Checkpoint, index: DeltaIndex) -> None:
-        """Takes ownership of the store and the base."""
+    The manifest describes the chunks of all tensors as if they lay one after the other in a file. They are read from the base,
+    and changed.
+    """
+
+    def __init__(self, store: ByteStore, base: Checkpoint, index: DeltaIndex) -> None:
+        """Takes ownership of the store, in which the files of the index are open, and of the base. Raises CheckpointError if the
+        base is another one."""
+        numbers = {name: i for i, name in enumerate(base.manifest.names)}
+        dtype_of, shape_of = base.manifest.dtypes, base.manifest.shapes
+        stored: list[StoredTensor] = []
+        self._chunks: list[_Patched] = []
+        end = 0
+        for name, (dtype, shape, chunks) in index.tensors.items():
+            number = numbers.get(name, -1)
+            if number >= 0 and (dtype_of[number], shape_of[number]) != (dtype, shape):
+                number = -1
+            empty = [DeltaChunk(0, 0, 0, 0, 0, ((0,) * len(shape), shape))] if 0 in shape else []
+            for chunk in empty or chunks:
+                if chunk.before and number < 0:
+                    raise _other_base(index, base, f"tensors: no {name} of {dtypes.name(dtype)} {list(shape)}")
+                start, size = chunk.box
+                stored.append(StoredTensor(name, dtype, size, end, start))
+                self._chunks.append((name, number, chunk))
+                end += prod(size) * dtype.itemsize
+        self._begins = column([chunk.offset for chunk in stored])
+        self._sizes = column([prod(chunk.shape) * chunk.dtype.itemsize for chunk in stored])
+        shapes = {name: shape for name, (_, shape, _) in index.tensors.items()}
+        facts = [FileFacts.of(file) for file in (index.file, *store.files)]
+        manifest = OpenFiles(store, facts, str(store), index).checkpoint(stored, shapes=shapes).manifest
+        if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+            manifest = replace(manifest, quantization=index.quantization)
         super().__init__(store, manifest)
-        self.base = base
+        self.base, self._index = base, index
         self.config = index.config
         """Content of the small files that belong to the model, such as its ``config.json``, by name."""
         self.digest = index.content_digest
         """Equal to :func:`content_digest` of a whole checkpoint with the same tensors."""
+
+    def changed(self) -> str:
+        return super().changed() or self.base.changed()
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.base.reopen()
+
+    def configure_reads(self, direct: bool, threads: int | None = None) -> None:
+        self.base.configure_reads(direct, threads)
+
+    def close(self) -> None:
+        super().close()
+        self.base.close()
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        self._fill_regions(bucket, pieces)
+
+    def _read(self, regions: Regions) -> int:
+        copies, origins = regions.copies, regions.origins
+        rows = copies.nbytes().nonzero().flatten()
+        begin = (self._locations.offset[origins[:, 0]] + origins[:, 1])[rows]
+        chunk_of = torch.searchsorted(self._begins, begin, right=True) - 1
+        chunks, number_of = torch.unique(chunk_of, return_inverse=True)
+        sizes = self._sizes[chunks]
+        aligned = -(sizes // -ALIGNMENT) * ALIGNMENT
+        parts = batches(sizes, BATCH_BYTES)
+        content = torch.empty(max((int(aligned[part].sum()) for part in parts), default=0), dtype=torch.uint8)
+        for part in parts:
+            starts = aligned[part].cumsum(0) - aligned[part]
+            self._patch(chunks[part].tolist(), starts.tolist(), content)
+            selected = ((number_of >= part[0]) & (number_of <= part[-1])).nonzero().flatten()
+            table = copies.select(rows[selected])
+            table.offset.copy_(starts[number_of[selected] - part[0]] + (begin - self._begins[chunk_of])[selected])
+            regions._replace(copies=table).unpack(content)
+        return int(sizes.sum())
+
+    def _patch(self, numbers: Sequence[int], starts: Sequence[int], content: Tensor) -> None:
+        """Reads chunks into a buffer, and checks them.
+
+        Args:
+            numbers: of the chunks.
+            starts: where each goes in the buffer, in bytes.
+        """
+        chunks = [self._chunks[i] for i in numbers]
+        pairs = zip(chunks, starts, strict=True)
+        read_boxes(self.base, [(tensor, chunk.box, at) for (_, tensor, chunk), at in pairs if chunk.before], content)
+        encoded = self._read_changes([chunk for _, _, chunk in chunks])
+        sizes = self._sizes[list(numbers)].tolist()
+        for (name, _, chunk), begin, nbytes, changes in zip(chunks, starts, sizes, encoded, strict=True):
+            part = content[begin : begin + nbytes]
+            if not chunk.before:
+                part.zero_()
+            elif ops.checksum(part) != chunk.before:
+                raise _other_base(self._index, self.base, f"values in {name}")
+            if chunk.nbytes:
+                try:
+                    ops.apply_changes(changes, part)
+                    damage = "" if ops.checksum(part) == chunk.after else "they do not give what was saved"
+                except ValueError as error:
+                    damage = str(error)
+                if damage:
+                    file = self._store.files[chunk.file]
+                    raise CheckpointError(
+                        f"{file}: the changes of {name} are damaged ({damage}); copy the folder again"
+                    )
+
+    def _read_changes(self, chunks: Sequence[DeltaChunk]) -> Sequence[Tensor]:
+        """Returns the encoded changes of each chunk."""
+        sizes = [chunk.nbytes for chunk in chunks]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        rows = [
+            [chunk.file, chunk.offset, end - chunk.nbytes, chunk.nbytes]
+            for chunk, end in zip(chunks, accumulate(sizes), strict=True)
+            if chunk.nbytes
+        ]
+        if rows:
+            self._store.read(torch.tensor(rows, dtype=torch.int64), buffer)
+        return torch.split(buffer, sizes)
 
 
 def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCheckpoint:
@@ -201,7 +307,7 @@ def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCh
     try:
         if content_digest(base) != index.base_digest:
             raise _other_base(index, base, "names, shapes, dtypes or values")
-        return _describe(store, base, index)
+        return DeltaCheckpoint(store, base, index)
     except BaseException:
         base.close()
         raise
@@ -212,158 +318,6 @@ def _other_base(index: DeltaIndex, base: Checkpoint, what: str) -> CheckpointErr
         f"{base.manifest.source} is not the checkpoint that {index.file} has the changes of: it has other {what}; put back the "
         "one that was there, or load a whole checkpoint"
     )
-
-
-def _describe(store: ByteStore, base: Checkpoint, index: DeltaIndex) -> DeltaCheckpoint:
-    """Returns the checkpoint whose file, as far as others see it, is a sequence of all chunks without changes left to apply."""
-    numbers = {name: i for i, name in enumerate(base.manifest.names)}
-    dtype_of, shape_of = base.manifest.dtypes, base.manifest.shapes
-    stored: list[StoredTensor] = []
-    sources: list[_Patched] = []
-    end = 0
-    for name, dtype, shape, chunks in index.tensors:
-        number = numbers.get(name, -1)
-        if number >= 0 and (dtype_of[number], shape_of[number]) != (dtype, shape):
-            number = -1
-        empty = [DeltaChunk(0, 0, 0, 0, 0, ((0,) * len(shape), shape))] if 0 in shape else []
-        for chunk in empty or chunks:
-            if chunk.before and number < 0:
-                raise _other_base(index, base, f"tensors: no {name} of {dtypes.name(dtype)} {list(shape)}")
-            start, size = chunk.box
-            stored.append(StoredTensor(name, dtype, size, end, start))
-            sources.append((number, chunk))
-            end += prod(size) * dtype.itemsize
-    facts = [_facts(file) for file in (index.file, *store.files)]
-    patching = _PatchingStore(store, base, index, sources, stored)
-    shapes = {tensor.name: tensor.shape for tensor in index.tensors}
-    manifest = OpenFiles(patching, facts, str(store), index).checkpoint(stored, shapes=shapes).manifest
-    if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
-        manifest = replace(manifest, quantization=index.quantization)
-    return DeltaCheckpoint(patching, manifest, base, index)
-
-
-def _facts(file: StoredFile) -> FileFacts:
-    return FileFacts(file.name, file.nbytes, file.identity, "") if file.identity else FileFacts.of(file)
-
-
-class _PatchingStore(ByteStore):
-    """The chunks of all tensors, one after the other, as the only file of a store: those of the base, with changes applied."""
-
-    def __init__(
-        self,
-        store: ByteStore,
-        base: Checkpoint,
-        index: DeltaIndex,
-        sources: Sequence[_Patched],
-        stored: Sequence[StoredTensor],
-    ) -> None:
-        """
-        Args:
-            store: the folder with the changes.
-            sources: of each chunk.
-            stored: each chunk as others see it, in the order of offsets.
-        """
-        super().__init__()
-        self._changes, self._base, self._index, self._sources, self._stored = store, base, index, sources, stored
-        self._offsets = column([chunk.offset for chunk in stored])
-        self._sizes = column([prod(chunk.shape) * chunk.dtype.itemsize for chunk in stored])
-        self.files = store.files
-        self._buffers: list[Tensor] = []
-        """Memory that no read uses at present."""
-
-    def names(self, standard: Sequence[str] = ()) -> list[str]:
-        return self._changes.names(standard)
-
-    def path_of(self, name: str) -> str:
-        return self._changes.path_of(name)
-
-    def open_files(self, names: Sequence[str]) -> Iterable[StoredFile]:
-        return self._changes.open_files(names)
-
-    def changed(self) -> str:
-        return self._changes.changed() or self._base.changed()
-
-    def reopen(self) -> None:
-        self._changes.reopen()
-        self._base.reopen()
-
-    def close(self) -> None:
-        self._buffers.clear()
-        self._changes.close()
-        self._base.close()
-
-    def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        start = torch.zeros(1, dtype=torch.int64)
-        copies = CopyTable.of_bytes(ranges[:, 2], ranges[:, 3])
-        self.read_regions(start, start, Regions([buffer], copies, ranges[:, :2].contiguous()))
-
-    def read_regions(self, files: Tensor, offsets: Tensor, regions: Regions) -> int:
-        self._base.configure_reads(self.direct_io, self.threads)
-        copies, origins = regions.copies, regions.origins
-        rows = copies.nbytes().nonzero().flatten()
-        begin = (offsets[origins[:, 0]] + origins[:, 1])[rows]
-        chunk_of = torch.searchsorted(self._offsets, begin, right=True) - 1
-        chunks, number_of = torch.unique(chunk_of, return_inverse=True)
-        sizes = self._sizes[chunks]
-        for numbers in batches(sizes, BATCH_BYTES):
-            aligned = -(sizes[numbers] // -ALIGNMENT) * ALIGNMENT
-            starts, nbytes = aligned.cumsum(0) - aligned, int(aligned.sum())
-            content = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
-            content = content if len(content) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-            self._patch(chunks[numbers].tolist(), starts.tolist(), content)
-            selected = ((number_of >= numbers[0]) & (number_of <= numbers[-1])).nonzero().flatten()
-            table = copies.select(rows[selected])
-            table.offset.copy_(starts[number_of[selected] - numbers[0]] + (begin - self._offsets[chunk_of])[selected])
-            regions._replace(copies=table).unpack(content)
-            self._buffers.append(content)
-        return int(sizes.sum())
-
-    def _patch(self, chunks: Sequence[int], starts: Sequence[int], content: Tensor) -> None:
-        """Reads chunks into a buffer, and checks them.
-
-        Args:
-            chunks: their numbers.
-            starts: where each goes in the buffer, in bytes.
-        """
-        sources = [self._sources[i] for i in chunks]
-        pairs = list(zip(sources, starts, strict=True))
-        read_boxes(
-            self._base, [(number, chunk.box, begin) for (number, chunk), begin in pairs if chunk.before], content
-        )
-        encoded = self._read_changes([chunk for _, chunk in sources])
-        for i, ((_, chunk), begin), changes in zip(chunks, pairs, encoded, strict=True):
-            part, name = content[begin : begin + int(self._sizes[i])], self._stored[i].name
-            if not chunk.before:
-                part.zero_()
-            elif ops.checksum(part) != chunk.before:
-                raise _other_base(self._index, self._base, f"values in {name}")
-            if chunk.nbytes:
-                try:
-                    ops.apply_changes(changes, part)
-                    damage = "" if ops.checksum(part) == chunk.after else "they do not give what was saved"
-                except ValueError as error:
-                    damage = str(error)
-                if damage:
-                    file = self._changes.files[chunk.file]
-                    raise CheckpointError(
-                        f"{file}: the changes of {name} are damaged ({damage}); copy the folder again"
-                    )
-
-    def _read_changes(self, chunks: Sequence[DeltaChunk]) -> Sequence[Tensor]:
-        """Returns the encoded changes of each chunk."""
-        sizes = [chunk.nbytes for chunk in chunks]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        rows = [
-            [chunk.file, chunk.offset, end - chunk.nbytes, chunk.nbytes]
-            for chunk, end in zip(chunks, accumulate(sizes), strict=True)
-            if chunk.nbytes
-        ]
-        if rows:
-            self._changes.read(torch.tensor(rows, dtype=torch.int64), buffer)
-        return torch.split(buffer, sizes)
-
-    def __str__(self) -> str:
-        return str(self._changes)
 
 
 def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], buffer: Tensor) -> None:
@@ -380,36 +334,25 @@ def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[int, Box, int]], bu
     if not boxes:
         return
     manifest = checkpoint.manifest
-    dims = max(len(start) for _, (start, _), _ in boxes) or 1
-    targets, origins = [], []
-    rows: list[list[int]] = []
-    for tensor, (start, size), begin in boxes:
-        dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
-        fill = [0] * (dims - len(size))
-        rows.append([len(rows), 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
-        origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
+    targets = []
+    for tensor, (_, size), begin in boxes:
+        dtype = manifest.dtypes[tensor]
         targets.append(buffer[begin : begin + prod(size) * dtype.itemsize].view(dtype).view(size))
     locations = manifest.locations
-    in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
-    copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
     # Requests for objects join runs of several boxes; as regions each box would fetch all that it spans.
-    if in_gaps or checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
-        checkpoint.fill(buffer, Pieces(torch.cat([_runs(manifest, *each) for each in boxes])))
+    in_gaps = manifest.in_object_storage and locations is not None and locations.chunks is None
+    regions = regions_of_boxes(manifest, [(tensor, box) for tensor, box, _ in boxes], targets)
+    if in_gaps or checkpoint.read_regions(regions) is None:
+        checkpoint.fill(buffer, [piece for row in boxes for piece in _runs(manifest, *row)])
 
 
-def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> Tensor:
-    """Returns the contiguous runs of a box as pieces that go to a buffer from ``begin`` on: int64 [n, 4]."""
-    shape, itemsize, (start, size) = manifest.shapes[tensor], manifest.dtypes[tensor].itemsize, box
-    strides, length = row_major_strides(shape), itemsize
-    dims = list(range(len(shape)))
-    while dims and (size[dims[-1]] == 1 or strides[dims[-1]] * itemsize == length):
-        length *= size[dims.pop()]
-    offset = column([sum(map(int.__mul__, start, strides))])
-    for dim in dims:
-        offset = (offset[:, None] + arange(size[dim]) * strides[dim]).flatten()
-    number = arange(len(offset))
-    zero = torch.zeros_like(number)
-    return torch.stack([zero + tensor, offset * itemsize, begin + number * length, zero + length], 1)
+def _runs(manifest: Manifest, tensor: int, box: Box, begin: int) -> list[Piece]:
+    """Returns the contiguous runs of a box as pieces that go to a buffer from ``begin`` on."""
+    itemsize, strides, (start, size) = manifest.dtypes[tensor].itemsize, row_major_strides(manifest.shapes[tensor]), box
+    first = sum(map(int.__mul__, start, strides))
+    length, offsets = contiguous_runs(size, strides)
+    nbytes = length * itemsize
+    return [Piece(tensor, (first + at) * itemsize, begin + i * nbytes, nbytes) for i, at in enumerate(offsets)]
 
 
 def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:

@@ -1,22 +1,21 @@
 """Checkpoints whose tensors, or parts of them, are byte ranges of files, in any format and in any byte store.
 
-A format is one module with a :class:`Format`, which ``FORMATS`` in :mod:`epload.checkpoint.opening` lists.
+A format is one module with two functions, which ``FORMATS`` in :mod:`epload.checkpoint.opening` lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor, TensorLocations
 from epload.core.chunks import Chunks
@@ -64,12 +63,16 @@ class FileCheckpoint(Checkpoint):
         else:
             copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
             regions = Regions([bucket], copies, columns[:, :2].contiguous(), pipe)
-        self._store.read_regions(self._locations.file, self._locations.offset, regions)
+        self._read(regions)
 
     def read_regions(self, regions: Regions) -> int | None:
-        locations = self._locations
-        parts = regions if locations.chunks is None else regions.split(locations.chunks)
-        return None if parts is None else self._store.read_regions(locations.file, locations.offset, parts)
+        chunks = self._locations.chunks
+        parts = regions if chunks is None else regions.split(chunks)
+        return None if parts is None else self._read(parts)
+
+    def _read(self, regions: Regions) -> int:
+        """Reads regions of chunks, or of tensors where these are not in chunks. Returns the bytes read."""
+        return self._store.read_regions(self._locations.file, self._locations.offset, regions)
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,3 @@ def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
             if intersect(a, b) is not None:
                 return f"has chunks at {list(a[0])} and {list(b[0])} that overlap"
     return ""
-
-
-class Format(NamedTuple):
-    """A format of files with tensors."""
-
-    suffixes: tuple[str, ...]
-    """The suffixes of its files; "" for files of all names that no other format has."""
-    facts: Callable[[StoredFile], FileFacts]
-    """Returns the facts of a file. Raises CheckpointError if it has changed, OSError if it cannot be read."""
-    read: Callable[[OpenFiles], Checkpoint]
-    """Parses files. Raises CheckpointError if they are malformed, OSError if they cannot be read."""

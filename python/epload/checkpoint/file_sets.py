@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from epload.checkpoint import unsupported
@@ -65,20 +65,22 @@ def standard_names(variant: str = "") -> list[str]:
     return names if variant else [*names, DCP, *_PEFT, DELTA]
 
 
-def choose(names: Collection[str], where: str, variant: str = "", named_by_config: str = "") -> list[str]:
+def choose(
+    names: Collection[str], where: str, variant: str = "", read: Callable[[str], bytes] = lambda name: b""
+) -> list[str]:
     """Chooses the files of a folder that are its checkpoint: an index, the metadata of a DCP folder, or weight files.
 
     Args:
         names: what is in the folder; names of folders end with "/".
         where: the folder, for messages.
         variant: of the weights, e.g. "fp16"; empty for those that have none.
-        named_by_config: see :func:`weights_in_config`.
+        read: returns the content of a file, of which the configuration may name the weights.
 
     Raises:
         CheckpointError: the folder has no weights, a part of a set only, or several sets of which none comes first.
     """
     sets = _group(names)
-    if named_by_config:
+    if named_by_config := _weights_in_config(read(CONFIG)) if CONFIG in names else "":
         stated = f"{where}/{CONFIG} states transformers_weights={named_by_config!r}"
         if variant:
             raise CheckpointError(
@@ -111,7 +113,7 @@ def choose(names: Collection[str], where: str, variant: str = "", named_by_confi
     return candidates[0].files
 
 
-def weights_in_config(content: bytes) -> str:
+def _weights_in_config(content: bytes) -> str:
     """Returns the name of the weights that a ``config.json`` states as ``transformers_weights``; empty if it states none."""
     try:
         name = json.loads(content)["transformers_weights"]
@@ -170,9 +172,8 @@ def _group(names: Collection[str]) -> list[FileSet]:
         numbers = {number for number, _ in files}
         first, count = min(1, *numbers), int(total or len(files))
         is_complete = len(numbers) == count and max(numbers) == first + count - 1
-        if len(numbers) < len(files) and not _RANK_FILE.match(
-            listed[0]
-        ):  # each rank has files of all numbers, or of some
+        # Each rank has files of all numbers, or of some.
+        if len(numbers) < len(files) and not _RANK_FILE.match(listed[0]):
             is_complete = False
         if total or (is_complete and count > 1):
             fault = "" if is_complete else _fault(numbers, first, count)

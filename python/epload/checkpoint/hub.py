@@ -120,9 +120,7 @@ def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: s
     def content(file: str) -> bytes:
         return read_regular(hub.hf_hub_download(name, file, revision=commit))
 
-    configs = [file for file in file_sets.CONFIGS if file in names]
-    stated = file_sets.weights_in_config(content(file_sets.CONFIG)) if file_sets.CONFIG in configs else ""
-    chosen = file_sets.choose(names, _address(name, commit), variant, stated)
+    chosen = file_sets.choose(names, _address(name, commit), variant, content)
     if chosen == [file_sets.DCP]:
         chosen = chosen + [file for file in names if file.endswith((".distcp", ".safetensors"))]
     elif chosen[0].endswith(".json"):
@@ -130,7 +128,7 @@ def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: s
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             in_index = set(json.loads(content(chosen[0]))["weight_map"].values())
             chosen = chosen + sorted(in_index.intersection(names))
-    return [*configs, *chosen]
+    return [*(file for file in file_sets.CONFIGS if file in names), *chosen]
 
 
 def _describe(hub: Any, name: str, revision: str, error: Exception) -> CheckpointError:

@@ -38,14 +38,6 @@ class Index:
         self.raw = file.read(0, file.nbytes)
         self.digest = hashlib.sha256(self.raw + salt).hexdigest()[:32]
 
-    @property
-    def is_valid(self) -> bool:
-        """True if the file is a JSON object with a weight map, which may still be malformed."""
-        try:
-            return "weight_map" in dict(json.loads(self.raw))
-        except (ValueError, TypeError, RecursionError):
-            return False
-
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """The file that holds each tensor, by name; it may omit tensors.

@@ -24,7 +24,7 @@ from epload.checkpoint import (
 )
 from epload.checkpoint.base import Checkpoint, Progress
 from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import FileFacts, Manifest
 from epload.checkpoint.quantization import quantization_of
@@ -40,12 +40,24 @@ STORES: tuple[Locate, ...] = (hub.locate, object_store.locate, local_store.locat
 They get the path or URL; the variant of the weights; a function to call with numbers of bytes as they are downloaded; and what
 another rank has opened, if this one joins it. They return the folder and the name of the file in it that is meant, "" for the
 folder itself; None if the path or URL is of another store. They raise CheckpointError if there is nothing."""
-FORMATS: tuple[Format, ...] = (safetensors.FORMAT, dcp.FORMAT, torch_file.FORMAT)
-"""The formats. The first that knows a file's suffix has it."""
+FORMATS: dict[str, tuple[Callable[[StoredFile], FileFacts], Callable[[OpenFiles], Checkpoint]]] = {
+    ".safetensors": (safetensors.file_facts, safetensors.read),
+    ".distcp": (FileFacts.of, dcp.read),
+    "": (torch_file.file_facts, torch_file.read),
+}
+"""The formats by the suffix of their files, and last that of all other files.
+
+The first function returns the facts of a file, and raises CheckpointError if it has changed, OSError if it cannot be read. The
+second parses files, and raises CheckpointError if they are malformed, OSError if they cannot be read."""
 
 
 def open_source(
-    source: Any, known: Manifest | None, prefix: str, variant: str, progress: Progress, links: int = delta.MAX_LINKS
+    source: Any,
+    known: Manifest | None,
+    prefix: str,
+    variant: str,
+    progress: Progress | None,
+    links: int = delta.MAX_LINKS,
 ) -> Checkpoint:
     """See :meth:`Checkpoint.open`. ``links``: maximum number of deltas in a chain."""
     if isinstance(source, Checkpoint):
@@ -85,12 +97,12 @@ def open_source(
         file, *others = store.open(chosen)
         if others:
             return _read(store, str(store), known)
-        if not file.name.endswith(safetensors.FORMAT.suffixes) and (reason := unsupported.of_file(file)):
+        if not file.name.endswith(".safetensors") and (reason := unsupported.of_file(file)):
             raise CheckpointError(reason)
         return _read(store, store.path_of(file.name), known, has_config=has_config)
 
 
-def join_source(source: Any, manifest: Manifest, progress: Progress) -> Checkpoint:
+def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> Checkpoint:
     """See :meth:`Checkpoint.join`."""
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
@@ -161,14 +173,12 @@ def from_state_dict(state_dict: Mapping[Any, Tensor], consume: bool = False) -> 
 
 @contextmanager
 def _located(
-    source: Source,
-    variant: str = "",
-    progress: Progress = lambda nbytes: None,
-    shared: Shared | None = None,
+    source: Source, variant: str = "", progress: Progress | None = None, shared: Shared | None = None
 ) -> Iterator[tuple[ByteStore, str]]:
     """Yields what one of :data:`STORES` returns. If the body fails, closes the files."""
     try:
-        store, name = next(filter(None, (locate(source, variant, progress, shared) for locate in STORES)))
+        report = progress or (lambda nbytes: None)
+        store, name = next(filter(None, (locate(source, variant, report, shared) for locate in STORES)))
         try:
             yield store, name
         except BaseException:
@@ -208,14 +218,13 @@ def _choose(store: ByteStore, prefix: str, variant: str) -> list[str]:
             raise ValueError(f"{store}: expected prefix= or variant=, got prefix={prefix!r} and variant={variant!r}")
         return [dcp.FILE]
     _check_no_options(str(store), prefix)
-    config = store.peek(file_sets.CONFIG) if file_sets.CONFIG in names else b""
-    return file_sets.choose(names, str(store), variant, file_sets.weights_in_config(config))
+    return file_sets.choose(names, str(store), variant, store.peek)
 
 
 def _open_index(store: ByteStore, name: str, prefix: str, known: Manifest | None) -> Checkpoint:
     file = store.open_description(name)
     index = dcp.DcpIndex(file, prefix) if name == dcp.FILE else Index(file)
-    if not name.endswith((dcp.FILE, ".index.json")) and not index.is_valid:
+    if not name.endswith((dcp.FILE, ".index.json")) and b'"weight_map"' not in index.raw:
         raise CheckpointError(unsupported.of_file(file))
     if known is not None and known.locations is not None and known.locations.index == index.digest:
         names = [facts.name for facts in known.locations.files]
@@ -246,12 +255,13 @@ def _read(
     else:
         name_of = {_format_of(file): file.name for file in reversed(store.files)}
         if isinstance(index, dcp.DcpIndex):
-            name_of = {dcp.FORMAT: dcp.FILE}
+            name_of = {".distcp": dcp.FILE}
         if len(name_of) > 1:
             raise CheckpointError(
                 f"{source} has files of several formats ({', '.join(name_of.values())}); expected one format"
             )
-        checkpoint = next(iter(name_of), FORMATS[0]).read(OpenFiles(store, facts, source, index))
+        _, read = FORMATS[next(iter(name_of), ".safetensors")]
+        checkpoint = read(OpenFiles(store, facts, source, index))
     manifest = checkpoint.manifest
     quantization = _quantization(store, manifest) if has_config else None
     if quantization != manifest.quantization:
@@ -260,15 +270,14 @@ def _read(
     return checkpoint
 
 
-def _format_of(file: StoredFile) -> Format:
-    return next(format for format in FORMATS if file.name.endswith(format.suffixes))
+def _format_of(file: StoredFile) -> str:
+    return next(suffix for suffix in FORMATS if file.name.endswith(suffix))
 
 
 def _facts(file: StoredFile) -> FileFacts:
     """Raises CheckpointError, OSError."""
-    if file.identity:
-        return FileFacts(file.name, file.nbytes, file.identity, "")
-    return _format_of(file).facts(file)
+    facts, _ = FORMATS[_format_of(file)]
+    return FileFacts.of(file) if file.identity else facts(file)
 
 
 # ---- quantization ----

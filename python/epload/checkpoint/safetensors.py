@@ -15,7 +15,7 @@ from typing import Any
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
@@ -40,15 +40,11 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     """Reads the headers of files. Raises as :func:`read_layout`."""
     layouts = [read_layout(file, number) for number, file in enumerate(opened.store.files)]
     tensors = list(chain.from_iterable(layouts))
-    if any(
-        tensor.start is not None for tensor in tensors
-    ):  # some files have one rank's parts, unless an index names them
+    # Some files have one rank's parts, unless an index names them.
+    if any(tensor.start is not None for tensor in tensors):
         starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
         tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
     return opened.checkpoint(tensors)
-
-
-FORMAT = Format((".safetensors",), file_facts, read)
 
 
 def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:

@@ -16,7 +16,6 @@ from epload.core.columns import arange, column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces
 from epload.core.placement import box_slices
-from epload.core.regions import Regions
 from epload.core.views import View
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -92,25 +91,14 @@ class StateDictCheckpoint(Checkpoint):
         return self._tensors.get(self._manifest.names[index])
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
-        columns = Pieces.of(pieces).columns
-        sources, begins = self._sources(pieces)
-        copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
-        copies.target.copy_(arange(len(sources)))
-        copies.start.copy_(begins[:, None])
-        if sources:
-            ops.pack(bucket, sources, copies.rows)
-        self._release(pieces)
+        self._copy(bucket, pieces, None)
 
     def fill_on_device(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe) -> bool:
-        columns = Pieces.of(pieces).columns
-        sources, begins = self._sources(pieces)
-        origins = torch.stack([arange(len(sources)), begins], 1)
-        ops.upload(sources, origins, [bucket], CopyTable.of_bytes(columns[:, 2], columns[:, 3]).rows, pipe)
-        self._release(pieces)
+        self._copy(bucket, pieces, pipe)
         return True
 
-    def _sources(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Tensor]:
-        """Returns for each piece bytes on CPU that have it, and int64 [n]: where in them it begins."""
+    def _copy(self, bucket: Tensor, pieces: Sequence[Piece], pipe: ops.Pipe | None) -> None:
+        """Copies pieces from bytes on CPU that have them, each from where it begins there."""
         sources, begins = [], []
         for piece in pieces:
             name = self._manifest.names[piece.tensor]
@@ -121,19 +109,15 @@ class StateDictCheckpoint(Checkpoint):
                 source, begin = _copied(tensor.detach(), piece)
             sources.append(source)
             begins.append(begin)
-        return sources, column(begins)
-
-    def read_regions(self, regions: Regions) -> int | None:
-        if regions.pipe is None or self.read_once:
-            return None
-        numbers, tensor = torch.unique(regions.origins[:, 0], return_inverse=True)
-        names = self._manifest.names
-        sources = [source for i in numbers.tolist() if (source := _bytes_of(self._tensors[names[i]])) is not None]
-        if len(sources) < len(numbers):
-            return None
-        origins = torch.stack([tensor, regions.origins[:, 1]], 1)
-        ops.upload(sources, origins, regions.targets, regions.copies.rows, regions.pipe)
-        return int(regions.copies.nbytes().sum())
+        columns, number, begin_of = Pieces.of(pieces).columns, arange(len(sources)), column(begins)
+        copies = CopyTable.of_bytes(columns[:, 2], columns[:, 3])
+        if pipe is not None:
+            ops.upload(sources, torch.stack([number, begin_of], 1), [bucket], copies.rows, pipe)
+        elif sources:
+            copies.target.copy_(number)
+            copies.start.copy_(begin_of[:, None])
+            ops.pack(bucket, sources, copies.rows)
+        self._release(pieces)
 
     def _release(self, pieces: Sequence[Piece]) -> None:
         """Drops the tensors that have been read, if the caller's state dict is consumed."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, Format, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
 from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.pickles import Suspicious, read_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
@@ -186,9 +186,6 @@ def file_facts(file: StoredFile) -> FileFacts:
     except Exception:
         pass  # reading the file reports what is wrong
     return FileFacts.of(file, header)
-
-
-FORMAT = Format(("",), file_facts, read)
 
 
 def _entries(file: StoredFile) -> list[zipfile.ZipInfo]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -16,7 +15,7 @@ from epload.cli.output import facts, json_option, print_json, show, table, varia
 from epload.core.dtypes import name as dtype_name
 from epload.observe.progress import Progress
 from epload.observe.render import count, show_bytes
-from epload.verify.compare import ValueDifference, compare_headers, compare_values, find_non_finite
+from epload.verify.compare import compare_headers, compare_values, find_non_finite
 
 
 def _compiled(context: click.Context, parameter: click.Parameter, value: str) -> re.Pattern[str]:
@@ -152,13 +151,13 @@ def diff(
     one, two = (Checkpoint.open(path, variant=variant) for path in (first, second))
     headers = compare_headers(one, two, pattern)
     common = headers.pop("common")
-    values: list[ValueDifference] = []
+    values: list[dict[str, Any]] = []
     if not headers_only:
         sizes = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
         with Progress(sum(sizes[name] for name in common), not as_json) as bar:
             values = list(compare_values(one, two, common, bar.update, rtol, atol))
     if as_json:
-        print_json({**headers, "common": len(common), "values": list(map(asdict, values))})
+        print_json({**headers, "common": len(common), "values": values})
     else:
         _print_differences(headers, values)
         equal = (
@@ -168,7 +167,7 @@ def diff(
     return int(any(headers.values()) or bool(values))
 
 
-def _print_differences(headers: dict[str, Any], values: list[ValueDifference]) -> None:
+def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]]) -> None:
     for kind, details in (
         ("only in FIRST", dict.fromkeys(headers["only_first"], "")),
         ("only in SECOND", dict.fromkeys(headers["only_second"], "")),
@@ -178,5 +177,5 @@ def _print_differences(headers: dict[str, Any], values: list[ValueDifference]) -
         for name, pair, n in fold(details):
             show(f"{kind}: {name}{pair}" + (f" ({n:,} tensors)" if n > 1 else ""))
     for value in values:
-        elements = f"{value.differing:,} of {value.count:,} elements"
-        show(f"values: {value.name}: {elements}, max {value.largest:.4g}, mean {value.mean:.4g}")
+        elements = f"{value['differing']:,} of {value['count']:,} elements"
+        show(f"values: {value['name']}: {elements}, max {value['largest']:.4g}, mean {value['mean']:.4g}")

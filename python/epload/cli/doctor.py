@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -28,14 +28,9 @@ _FILES = 4096
 _REBUILD = "pip install --force-reinstall --no-deps . in epload's source folder"
 
 
-class Finding(NamedTuple):
-    """The result of one check."""
-
-    status: str
-    """``"ok"``; ``"warn"`` if loads may be slow, or fail in some modes; ``"fail"`` if they will fail."""
-    found: str
-    advice: str = ""
-    """The recommended action; empty if all is well."""
+Finding = tuple[str, str, str]
+"""The result of one check: its status, what it has found, and the recommended action, empty if all is well. The status is "ok";
+"warn" if loads may be slow, or fail in some modes; "fail" if they will fail."""
 
 
 def full_build_info() -> dict[str, Any]:
@@ -51,7 +46,7 @@ def check_build() -> Finding:
     available = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "HCCL": hasattr(torch, "npu")}
     backends = ", ".join(name for name, is_available in available.items() if is_available)
     built = f"built for {info['torch_version']} by {info['compiler']}"
-    return Finding("ok", f"torch {torch.__version__} with {backends}, epload {info['version']} {built}")
+    return "ok", f"torch {torch.__version__} with {backends}, epload {info['version']} {built}", ""
 
 
 def check_devices() -> Finding:
@@ -60,19 +55,19 @@ def check_devices() -> Finding:
     if npu is not None and npu.is_available():
         text = count(npu.device_count(), "NPU")
         if info["npu"]:
-            return Finding("ok", text)
-        return Finding("fail", text, f"rebuild with EPLOAD_NPU=1 against this torch_npu: {_REBUILD}")
+            return "ok", text, ""
+        return "fail", text, f"rebuild with EPLOAD_NPU=1 against this torch_npu: {_REBUILD}"
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     if torch.cuda.is_available():
         text = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {built}"
         if not info["cuda_obstacle"]:
-            return Finding("ok", text)
+            return "ok", text, ""
         text += f"; kernels not used: {info['cuda_obstacle']}"
-        return Finding("warn", text, f"rebuild with EPLOAD_CUDA=1: {_REBUILD}")
+        return "warn", text, f"rebuild with EPLOAD_CUDA=1: {_REBUILD}"
     if not Path("/proc/driver/nvidia/version").exists():
-        return Finding("ok", f"no accelerator; torch has {built}")
+        return "ok", f"no accelerator; torch has {built}", ""
     advice = "see nvidia-smi" if torch.version.cuda else "install a torch with CUDA"
-    return Finding("fail", f"an NVIDIA driver, but torch with {built} finds no device", advice)
+    return "fail", f"an NVIDIA driver, but torch with {built} finds no device", advice
 
 
 def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
@@ -85,7 +80,7 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
         os.close(os.memfd_create("epload"))
     except OSError as error:
         advice = "ranks of a node will not share staging buffers; allow the system call memfd_create"
-        return Finding("warn", f"memfd_create: {error.strerror}", advice)
+        return "warn", f"memfd_create: {error.strerror}", advice
     fields = dict(line.split(":") for line in memory.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):  # a container has no limit, which is "max"
@@ -93,8 +88,8 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
         free = max(min(free, limit - int((group / "memory.current").read_text())), 0)
     text = f"anonymous files, {show_bytes(free)} of memory available"
     if free < 2 * SYNC_WAVE_BYTES:
-        return Finding("warn", text, f"staging buffers of a node need {show_bytes(2 * SYNC_WAVE_BYTES)}")
-    return Finding("ok", text)
+        return "warn", text, f"staging buffers of a node need {show_bytes(2 * SYNC_WAVE_BYTES)}"
+    return "ok", text, ""
 
 
 def check_limits() -> Finding:
@@ -106,7 +101,7 @@ def check_limits() -> Finding:
         advice.append(f"ulimit -n {max(hard, _FILES)}")
     if locked >= 0 and list(Path("/sys/class/infiniband").glob("*")):
         advice.append("RDMA may fail to register memory: ulimit -l unlimited")
-    return Finding("warn" if advice else "ok", f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice))
+    return "warn" if advice else "ok", f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice)
 
 
 def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Finding:
@@ -122,9 +117,9 @@ def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Find
     seconds = perf_counter() - begin
     text = f"the name of {address} after {seconds:.2f} s"
     if seconds < _SLOW_LOOKUP:
-        return Finding("ok", text)
+        return "ok", text, ""
     hosts = f"add a line '{address} {socket.gethostname()}' to /etc/hosts"
-    return Finding("warn", text, f"each connection to a TCPStore waits for this: {hosts}")
+    return "warn", text, f"each connection to a TCPStore waits for this: {hosts}"
 
 
 def check_store() -> Finding:
@@ -137,8 +132,8 @@ def check_store() -> Finding:
         client.get("key")
     except (RuntimeError, OSError) as error:
         text = f"TCPStore on 127.0.0.1: {str(error).partition(chr(10))[0]}"
-        return Finding("fail", text, "allow TCP connections to the machine itself")
-    return Finding("ok", f"TCPStore: connected, set and get in {perf_counter() - begin:.2f} s")
+        return "fail", text, "allow TCP connections to the machine itself"
+    return "ok", f"TCPStore: connected, set and get in {perf_counter() - begin:.2f} s", ""
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
@@ -161,10 +156,11 @@ def doctor(as_json: bool) -> int:
     """
     findings = {name: check() for name, check in CHECKS.items()}
     if as_json:
-        print_json({"findings": [{"check": name, **finding._asdict()} for name, finding in findings.items()]})
+        keys = ("check", "status", "found", "advice")
+        print_json({"findings": [dict(zip(keys, (name, *row), strict=True)) for name, row in findings.items()]})
     else:
-        show(table([("check", "", "found"), *((name, f.status, f.found) for name, f in findings.items())]))
-        if advice := [(name, finding.advice) for name, finding in findings.items() if finding.advice]:
+        show(table([("check", "", "found"), *((name, status, found) for name, (status, found, _) in findings.items())]))
+        if advice := [(name, advice) for name, (_, _, advice) in findings.items() if advice]:
             show()
             show(table([("check", "what to do"), *advice]))
-    return int(any(finding.status == "fail" for finding in findings.values()))
+    return int(any(status == "fail" for status, _, _ in findings.values()))

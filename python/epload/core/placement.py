@@ -179,3 +179,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor of this shape."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def contiguous_runs(size: Sequence[int], strides: Sequence[int]) -> tuple[int, list[int]]:
+    """Returns the length of the contiguous runs of a box in a row-major tensor, and where each starts in it, from the box's first
+    element on. ``strides``: of the box, not increasing. All in elements."""
+    dims, length = list(range(len(size))), 1
+    while dims and (size[dims[-1]] == 1 or strides[dims[-1]] == length):
+        length *= size[dims.pop()]
+    steps = ([i * strides[dim] for i in range(size[dim])] for dim in dims)
+    return length, list(map(sum, product(*steps)))

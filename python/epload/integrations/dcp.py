@@ -26,15 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from epload.checkpoint import dcp
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.file_checkpoint import OpenFiles
 from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.manifest import FileFacts
 from epload.checkpoint.opening import unreadable
-from epload.core import dtypes
-from epload.core.copy_table import CopyTable
-from epload.core.placement import row_major_strides
-from epload.core.regions import Regions
 from epload.errors import CheckpointError
 
 _READ_BYTES = 64 << 20
@@ -141,10 +137,9 @@ class StorageReader(TorchStorageReader):
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Reads the boxes of the checkpoint's tensors that some items ask for."""
-        manifest, dims = checkpoint.manifest, max(len(item.lengths) for item in items)
-        tensors, targets, rows, origins = [], [], [], []
-        for i, item in enumerate(items):
-            tensor, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+        tensors, targets, boxes = [], [], []
+        for item in items:
+            tensor = planner.resolve_tensor(item).detach()
             if tensor.shape != torch.Size(item.lengths):
                 raise ValueError(
                     f"{item.dest_index.fqn}: expected the planner to give a tensor of shape {list(item.lengths)}, got "
@@ -152,15 +147,10 @@ class StorageReader(TorchStorageReader):
                 )
             tensors.append(tensor)
             targets.append(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu"))
-            number = self._number_of[name]
-            dtype, strides = manifest.dtypes[number], row_major_strides(manifest.shapes[number])
-            fixed, unused = [i, 0, dtypes.code(dtype), len(strides)], [0] * (dims - len(strides))
-            rows.append([*fixed, *[0] * dims, *item.lengths, *unused, *strides, *unused])
-            start = sum(map(int.__mul__, item.storage_offsets, strides))
-            origins.append([number, start * dtype.itemsize])
-        copies = CopyTable(torch.tensor(rows, dtype=torch.int64))
-        if checkpoint.read_regions(Regions(targets, copies, torch.tensor(origins, dtype=torch.int64))) is None:
-            raise CheckpointError(f"{manifest.source}: its tensors are no byte ranges of files")
+            box = tuple(item.storage_offsets), tuple(item.lengths)
+            boxes.append((self._number_of[item.storage_index.fqn], box))
+        if checkpoint.read_regions(regions_of_boxes(checkpoint.manifest, boxes, targets)) is None:
+            raise CheckpointError(f"{checkpoint.manifest.source}: its tensors are no byte ranges of files")
         for item, tensor, target in zip(items, tensors, targets, strict=True):
             if tensor is not target:
                 tensor.copy_(target)

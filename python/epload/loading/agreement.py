@@ -59,7 +59,7 @@ class Agreement:
             LoadError, ValueError, TypeError: the same on every rank; nothing has been changed.
         """
         inputs, opening = self._agree_on_opening(request)
-        if opening.trace and report.recorder.events is None:
+        if opening.trace and report.events is None:
             record_events(self._topology, report)
         holders = find_holders(self._control, request.model, inputs.targets) if opening.lacks_buffers else {}
         drafted = Attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))

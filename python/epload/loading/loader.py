@@ -33,7 +33,7 @@ from epload.model.initialization import InitMissing
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES
 from epload.ranks.membership import uninitialized_warning
-from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 
@@ -192,24 +192,20 @@ class HierarchicalLoader:
                 during the load: tensors may be materialized and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
-        try:
-            with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
-                try:
-                    with self._control.guard():
-                        parts: tuple[OuterShard | LocalModules, ...] = (*outer_shards, *local_modules)
-                        trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
-                        request = Request(
-                            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                            variant, trace, self._as_pretrained,
-                        )  # fmt: skip
-                        return self._load(request)
-                finally:
-                    if self._control.failure is not None and not self._control.failure.clean:
-                        self._resources.release()
-                        self.topology.groups.clear()
-        except Refused as refused:
-            error = refused.failure.error()
-        raise error
+        with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
+            try:
+                with self._control.guard():
+                    parts: tuple[OuterShard | LocalModules, ...] = (*outer_shards, *local_modules)
+                    trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
+                    request = Request(
+                        model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
+                        variant, trace, self._as_pretrained,
+                    )  # fmt: skip
+                    return self._load(request)
+            finally:
+                if self._control.failure is not None and not self._control.failure.clean:
+                    self._resources.release()
+                    self.topology.groups.clear()
 
     def _load(self, request: Request) -> LoadReport:
         options, topology = self.options, self.topology

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 
 from epload.observe.phases import PHASES
-from epload.observe.trace import Trace
+from epload.observe.trace import Events
 
 _COLORS = {phase: f"C{number}" for number, phase in enumerate(PHASES)}
 
 
-def plot(trace: Trace, path: str | PathLike[str]) -> None:
+def plot(ranks: Sequence[Events], path: str | PathLike[str]) -> None:
     """Writes an image in the format that the name of the file says, such as ``.png`` or ``.svg``."""
     try:
         from matplotlib.figure import Figure
@@ -19,9 +20,9 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
         raise ImportError(
             "a plot needs matplotlib: run `pip install matplotlib`, or `pip install epload[plot]`"
         ) from error
-    figure = Figure(figsize=(11, 1 + 0.5 * len(trace.ranks)), layout="constrained")
+    figure = Figure(figsize=(11, 1 + 0.5 * len(ranks)), layout="constrained")
     axes = figure.subplots()
-    for row, events in enumerate(trace.ranks):
+    for row, events in enumerate(ranks):
         spans = [span for span in events.spans if span.phase in _COLORS]
         threads = sorted({span.thread for span in spans})
         height = 0.8 / max(len(threads), 1)
@@ -30,7 +31,7 @@ def plot(trace: Trace, path: str | PathLike[str]) -> None:
             [(span.end - span.begin) / 1e9 for span in spans], height, [span.begin / 1e9 for span in spans], align="edge",
             color=[_COLORS[span.phase] for span in spans],
         )  # fmt: skip
-    axes.set_yticks(range(len(trace.ranks)), [f"rank {events.rank}" for events in trace.ranks])
+    axes.set_yticks(range(len(ranks)), [f"rank {events.rank}" for events in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_xlim(left=0)

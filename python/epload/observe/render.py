@@ -1,19 +1,10 @@
-"""Shows numbers, lists of names and reports as text."""
+"""Shows numbers and lists of names as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from epload.observe.phases import Phase
-
-UNRATED = "unpack"
-"""The bytes of this phase are those of whole buckets, of which a rank may keep little, so that their rate says nothing."""
 _SHOWN_KEYS = 5
-_MIN_SECONDS = 0.0005
-"""Phases that took less, and handled no bytes, are not shown."""
-
-Facts = Sequence[tuple[str, str]]
-"""Titles and texts."""
 
 
 def count(number: int, noun: str) -> str:
@@ -43,20 +34,3 @@ def show_bytes(nbytes: float) -> str:
 def show_rate(rate: float) -> str:
     """``rate``: bytes per second."""
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{show_bytes(rate)}/s"
-
-
-def as_text(headline: str, facts: Facts, phases: Mapping[str, Phase], warnings: Sequence[str]) -> str:
-    """Returns a report as aligned lines."""
-    shown = [
-        (name, phase)
-        for name, phase in phases.items()
-        if phase.seconds >= _MIN_SECONDS or (phase.nbytes and name != UNRATED)
-    ]
-    width = max((len(title) for title, _ in facts), default=0)
-    lines = [headline, *(f"  {title:<{width}}  {text}" for title, text in facts)]
-    width = max([width, *(len(name) for name, _ in shown)])
-    for name, phase in shown:
-        nbytes = show_bytes(phase.nbytes) if phase.nbytes else ""
-        rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != UNRATED else ""
-        lines.append(f"  {name:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
-    return "\n".join([*lines, *(f"  warning: {warning}" for warning in warnings)])

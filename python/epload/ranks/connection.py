@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from torch.distributed.distributed_c10d import Store
 
 from epload.errors import RankExited
-from epload.observe.events import Events
+from epload.observe.trace import Events
 from epload.ranks.failure import Failure
 from epload.ranks.heartbeat import Heartbeats, Position
 from epload.ranks.links import Link, connect_node

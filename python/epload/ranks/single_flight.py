@@ -19,7 +19,6 @@ from datetime import timedelta
 
 from epload.core.log import logger
 from epload.errors import CallOrderError
-from epload.ranks.failure import Failure
 from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
@@ -49,20 +48,13 @@ class Call:
         return self.loader is not other.loader and self.loader_made_by is other.loader_made_by
 
 
-class Refused(Exception):
-    """This rank takes no part in a load. Users never see it: they get the failure's error."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-
-
 @contextmanager
 def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
     """The context of a call, in which its control has begun a load with ``timeout``.
 
     Raises:
-        Refused: a thread of this process is in such a context already. All ranks that enter this load raise the same.
+        LoadError: a thread of this process is in such a context already, so that this rank takes no part in the load. All ranks
+            that enter it raise the same error.
     """
     global _current
     control = call.topology.control
@@ -84,7 +76,8 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
             _current = None
 
 
-def _refuse(call: Call, number: int, other: Call) -> Refused:
+def _refuse(call: Call, number: int, other: Call) -> Exception:
+    """Publishes that this rank takes no part in a load. Returns the error that all ranks raise."""
     control = call.topology.control
     by = "the same thread" if other.thread is call.thread else f"thread {other.thread.name}"
     logger.info("rank %d refuses %s, as %s is in %s", control.rank, call.what, by, other.what)
@@ -93,7 +86,7 @@ def _refuse(call: Call, number: int, other: Call) -> Refused:
     failure = control.refuse(number, CallOrderError())
     if not failure.clean:
         call.topology.stale = True
-    return Refused(failure)
+    return failure.error()
 
 
 def inside_load(topology: Topology) -> bool:

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.delta import (
-    MAX_LINKS,
-    DeltaCheckpoint,
-    DeltaChunk,
-    DeltaTensor,
-    content_digest,
-    encode_index,
-    read_boxes,
-)
+from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, content_digest, encode_index, read_boxes
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import arange
@@ -163,15 +155,16 @@ class BaseCheckpoint:
     def describe(self, folder: NewFolder) -> Mapping[str, bytes]:
         """Returns the index, by its name. Called when all ranks have written; deletes their tables."""
         manifest = self._saved.manifest
-        columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
-        tensors = [DeltaTensor(name, dtype, shape, []) for name, dtype, shape in columns]
+        chunks: list[list[DeltaChunk]] = [[] for _ in manifest.names]
         files = []
         for number, name in enumerate(folder.layout.names):
             files.append((name, folder.path_of(number).stat().st_size))
             table = _table(folder, number)
             for tensor, *row in json.loads(table.read_bytes()):
-                tensors[tensor].chunks.append(DeltaChunk.from_row(row, len(tensors[tensor].shape)))
+                chunks[tensor].append(DeltaChunk.from_row(row, len(manifest.shapes[tensor])))
             table.unlink()
+        kinds = zip(manifest.dtypes, manifest.shapes, chunks, strict=True)
+        tensors = dict(zip(manifest.names, kinds, strict=True))
 
         def encoded(digest: str) -> bytes:
             return encode_index(self.relative, self.digest, digest, self._saved.config, files, tensors)

@@ -24,13 +24,14 @@ from epload.mapping.mapping import Rename, apply_renames
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
-from epload.saving.writer import check_equal, exclusively, write_checkpoint
+from epload.saving.writer import check_equal, write_checkpoint
 
 
 @on_cpu
@@ -78,8 +79,9 @@ def convert(
     report = SaveReport(path=str(Path(path).expanduser().absolute()))
     with ExitStack() as stack:
         if topology is not None:
-            made_by = threading.current_thread()
-            stack.enter_context(exclusively("convert()", topology, object(), made_by, as_timedelta(timeout)))
+            call = Call("convert()", topology, object(), threading.current_thread())
+            stack.enter_context(exclusive(call, as_timedelta(timeout)))
+            stack.enter_context(topology.control.guard())
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
@@ -96,9 +98,8 @@ def convert(
         planned = Attempt(plan)
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
-        topology.control.agree(
-            "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
-        )
+        control = topology.control
+        control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
         checkpoint, rewrite, layout, _ = planned.value
 
         def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:

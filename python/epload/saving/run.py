@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from epload.core import garbage_collection, log
+from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.planning.holdings import HoldingsSummary, digest_of
 from epload.ranks.contents import fetch_summaries, publish_summary
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
@@ -28,11 +29,11 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.quantized import check_files
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import Wrote, check_equal, exclusively, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, write_checkpoint, write_regions
 
 
-class SaveJob:
-    """Saves a model once. Reads the model when it is made. Arguments are those of :func:`epload.save`."""
+class PendingSave:
+    """A save that goes on in the background; made by :func:`epload.save_async`. Reads the model when it is made."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class SaveJob:
         topology: Topology | None,
         timeout: timedelta | float | None,
     ) -> None:
+        """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
         log.configure()
         self._path = Path(path).expanduser().absolute()
@@ -64,11 +66,7 @@ class SaveJob:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self,
-        model: nn.Module | Mapping[str, Any],
-        mapping: AnyMapping,
-        names_from: Any,
-        dtype: torch.dtype | None,
+        self, model: nn.Module | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -99,18 +97,38 @@ class SaveJob:
             raise ValueError("files= are for whole checkpoints; leave them out, and pass them to epload.convert()")
         return BaseCheckpoint(source, self._path, self._model.value)
 
-    def snapshot(self) -> None:
-        """Copies the local tensors to host memory, so that the model may change before :meth:`run`."""
+    def _start(self) -> None:
+        """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
         self._tensors = Attempt(lambda: _copy_to_host(self._model.value.targets.local()))
 
-    def run(self) -> SaveReport:
+        def run() -> None:
+            self._outcome = Attempt(self._run)
+            del self._model, self._base, self._tensors  # which are much memory
+
+        self._thread = threads.start("epload-save", run)
+
+    def done(self) -> bool:
+        """Returns True if it has ended, so that :meth:`wait` returns at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """Waits until it has ended.
+
+        Raises:
+            LoadError, ValueError, TypeError: as :func:`epload.save`.
+        """
+        self._thread.join()
+        return self._outcome.value
+
+    def _run(self) -> SaveReport:
         """Saves the model. Collective.
 
         Raises:
             LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
         """
         report, topology = self._report, self._topology
-        with exclusively("save()", topology, self, self._made_by, self._timeout):
+        call = Call("save()", topology, self, self._made_by)
+        with exclusive(call, self._timeout), topology.control.guard():
             with report.timed("plan"), garbage_collection.paused():
                 summaries = self._agree()
                 planned = Attempt(lambda: self._plan(summaries))

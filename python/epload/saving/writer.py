@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from datetime import timedelta
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -17,10 +14,9 @@ from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.columns import batches
 from epload.core.copy_table import byte_view
-from epload.core.placement import box_slices
+from epload.core.placement import box_slices, contiguous_runs
 from epload.files import read_regular
 from epload.native import ops
-from epload.ranks.single_flight import Call, Refused, exclusive
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, check_seen_by_all
@@ -32,18 +28,6 @@ CALL_BYTES = 128 << 20
 """Bytes on a device that are written in one call, in which all threads of the pipe take part."""
 Wrote = Callable[[int], None]
 """Called with the number of bytes after each write; may raise to stop."""
-
-
-@contextmanager
-def exclusively(
-    what: str, topology: Topology, owner: object, made_by: threading.Thread, timeout: timedelta
-) -> Iterator[None]:
-    """A context in which no other load or save of the process runs, and out of which every rank raises the same error."""
-    try:
-        with exclusive(Call(what, topology, owner, made_by), timeout), topology.control.guard():
-            yield
-    except Refused as refused:
-        raise refused.failure.error() from None
 
 
 def check_equal(digests: Mapping[int, str], activity: str) -> None:
@@ -146,14 +130,10 @@ def write_regions(
 def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]]:
     """Returns the bytes of a region as a row-major tensor has them, and where in the tensor each of its contiguous runs starts
     (bytes). ``strides``: of the region in that tensor, in elements."""
-    sizes, itemsize = region.shape, region.element_size()
     region, dims = in_order(region, strides)
-    length = 1
-    while dims and (sizes[dims[-1]] == 1 or strides[dims[-1]] == length):
-        length *= sizes[dims.pop()]
-    steps = ([i * strides[dim] * itemsize for i in range(sizes[dim])] for dim in dims)
+    _, offsets = contiguous_runs(region.shape, [strides[dim] for dim in dims])
     data = memoryview(byte_view(region).numpy()).cast("B")  # type: ignore[arg-type]
-    return data, list(map(sum, product(*steps)))
+    return data, [offset * region.element_size() for offset in offsets]
 
 
 def in_order(region: Tensor, strides: Sequence[int]) -> tuple[Tensor, list[int]]:

@@ -21,7 +21,7 @@ from epload.errors import LoadError, message_of
 from epload.mapping.mapping import AnyMapping
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
-from epload.ranks.single_flight import Call, Refused, exclusive
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.joining import JoinMessage
@@ -222,8 +222,8 @@ class WeightSender(Endpoint):
             copied()
             return tensors
 
-        try:
-            with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout):
+        with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout):
+            try:
                 with report.timed("plan"):
                     with topology.control.guard():
                         start = self._start_version(report.version, failure)
@@ -238,11 +238,9 @@ class WeightSender(Endpoint):
                 show_progress = self._progress and self._first
                 self._generation.sync(start, model.tensors, report, model.base_version, show_progress, begins=begins)
                 model.commit(start.key, in_full=report.changed is None)
-        except Refused as refused:
-            raise refused.failure.error() from None
-        except BaseException:  # receivers may have left the generation
-            self._drop_generation()
-            raise
+            except BaseException:  # receivers may have left the generation
+                self._drop_generation()
+                raise
         self._version = report.version
         report.seconds = perf_counter() - began
         return report

@@ -21,11 +21,11 @@ from epload.model.targets import Targets
 from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, digest_of, holdings_of_targets
 from epload.ranks.maxima import reduce_maxima
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.saving.catalog import catalog
 from epload.saving.model_reader import ModelReader
 from epload.saving.quantized import QuantizedModel
-from epload.saving.writer import exclusively
 from epload.sync.committed import CommittedTensors
 from epload.sync.devices import DeviceAccess
 from epload.sync.scope import ADAPTER, APART, MERGED, Scope, Selection, check_not_merged, check_selection, merged_bases
@@ -103,7 +103,8 @@ class SentModel:
             tensors = self._read()
         else:
             local = Attempt(self._read)
-            with exclusively("send_weights()", self._topology, self, self._creator, self._timeout):
+            call = Call("send_weights()", self._topology, self, self._creator)
+            with exclusive(call, self._timeout), self._topology.control.guard():
                 tensors = self._quantize(local)
         self.tensors = [tensors[number] for number in self._sent]
         through_host = self._through_host or self._snapshot

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
 
@@ -17,21 +16,6 @@ from epload.core.dtypes import name as dtype_name
 _CHUNK_ELEMENTS = 1 << 20
 Progress = Callable[[int], object]
 """Called with the number of bytes after each read."""
-
-
-@dataclass(frozen=True)
-class ValueDifference:
-    """The difference between the values of one tensor in two checkpoints."""
-
-    name: str
-    differing: int
-    """Number of elements that differ by more than the tolerances."""
-    count: int
-    """Number of elements."""
-    largest: float
-    """The largest absolute difference; infinite where one value is NaN, or infinite, and the other is another."""
-    mean: float
-    """The mean absolute difference of all elements; infinite if the largest is."""
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict[str, Any]]:
@@ -80,14 +64,12 @@ def compare_headers(first: Checkpoint, second: Checkpoint, pattern: re.Pattern[s
 
 
 def compare_values(
-    first: Checkpoint,
-    second: Checkpoint,
-    names: list[str],
-    progress: Progress,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-) -> Iterator[ValueDifference]:
-    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Raises CheckpointError.
+    first: Checkpoint, second: Checkpoint, names: list[str], progress: Progress, rtol: float = 0.0, atol: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """Compares tensors of equal shapes, a million elements at a time; dtypes may differ. Yields for each tensor that differs its
+    name, how many elements differ by more than the tolerances (``differing``), how many it has (``count``), and of all absolute
+    differences the largest and the mean; these are infinite where one value is NaN, or infinite, and the other is another. Raises
+    CheckpointError.
 
     Two NaN are equal; so are 0 and -0. Differences are computed in float64, in which integers beyond 2**53 are rounded; whether
     two integers differ is exact.
@@ -111,7 +93,9 @@ def compare_values(
             largest = max(largest, float(distance.max()))
             total += float(distance.sum())
         if differing:
-            yield ValueDifference(name, differing, count, largest, total / count)
+            yield {
+                "name": name, "differing": differing, "count": count, "largest": largest, "mean": total / count,
+            }  # fmt: skip
 
 
 def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
