@@ -10,7 +10,6 @@ from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
 from epload.planning.plan import LoadPlan
-from epload.planning.waves import wave_bytes
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,3 @@ class AgreedLoad:
     missing: Missing
     meta: bool
     """True if any rank has tensors on meta."""
-
-    @property
-    def wave_bytes(self) -> int:
-        """Bytes of the largest wave."""
-        return wave_bytes(self.plan, self.per_wave)

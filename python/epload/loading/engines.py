@@ -16,7 +16,7 @@ from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, Transfer, through_memory
 from epload.transfer.local import Local
-from epload.transfer.movers import MOVERS, Channel
+from epload.transfer.movers import collective
 from epload.transfer.sources import checkpoint_source
 
 
@@ -28,7 +28,7 @@ def make_engine(
     report: LoadReport,
 ) -> Transfer:
     """Returns what fills this rank's tensors, and passes on what other ranks need."""
-    plan, flow, staging, device = load.plan, route.flow, resources.device.staging, load.inputs.device
+    plan, flow, staging, device = load.plan, route.flow, resources.staging, load.inputs.device
     topology, options = resources.topology, resources.options
     checkpoint = load.inputs.checkpoint if flow.reads else None
     fill = None
@@ -53,5 +53,5 @@ def make_engine(
     assert staging is not None
     phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
     ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
-    mover = MOVERS["device"](context, Channel(ring, route.routes)) if moves else None
+    mover = collective(context, flow, ring, route.routes) if moves else None
     return Engine(context, make_waves(plan.sizes), ring, mover, local)

@@ -19,6 +19,7 @@ from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
+from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
@@ -32,7 +33,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     topology, router, device = resources.topology, resources.router, load.inputs.device
     control, shared = topology.control, False
     if router.stages_on_host(device, load.readers):
-        memory = resources.reserve_memory(load.wave_bytes)
+        memory = resources.reserve_memory(wave_bytes(load.plan.sizes, load.per_wave))
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
     route = router.resolve(device, load.readers, shared)
@@ -43,7 +44,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     local = materialized.value
     if load.missing.holders:
         control.doing = "sharing buffers"
-        stream = resources.device.stream(device) if device != CPU else None
+        stream = resources.stream(device) if device != CPU else None
         with control.stopping(topology.groups.fail):
             report.transport_steps += share(request.model, load.missing.holders, topology, stream)
     with Progress(load.plan.nbytes, show_progress) as bar:
@@ -57,8 +58,8 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
                 _prove(control, load, topology.ranks if load.all_read else route.flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
         scalings = load.plan.scalings
-        computes = scalings or load.plan.quantized
-        with resources.device.entered() if computes and device != CPU else nullcontext():
+        staging = resources.staging if device != CPU and (scalings or load.plan.quantized) else None
+        with staging.entered() if staging is not None else nullcontext():
             fp8_scales.multiply(scalings, load.plan.targets, local.tensors)
             local.quantize()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)
@@ -74,7 +75,7 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
         if device != CPU:
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint
-            report.stream = resources.device.describe_stream(device)
+            report.stream = resources.describe_stream(device)
         scales = fp8_scales.scale_tensors(plan.targets, plan.scalings, device)
         return Local(plan, targets.local() + scales, staging, keeps=resources.options.verify)
 
