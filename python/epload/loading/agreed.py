@@ -41,32 +41,6 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class PlanMessage:
-    """A rank's message once it has planned."""
-
-    fingerprint: str
-    """The plan's; empty if there is none."""
-    reads: bool
-    """True if the rank has opened the checkpoint."""
-    nbytes: int
-    """Bytes that the rank reads if all read what they keep."""
-    meshes: list[list[Any]]
-    """See :func:`~epload.loading.differences.mesh_claims`."""
-
-
-@dataclass(frozen=True)
-class PlanDecision:
-    """The decision on all plan messages."""
-
-    same: bool
-    """True if all ranks have the same plan."""
-    all_read: bool
-    nbytes: list[int]
-    """The bytes of each rank, in the order of the ranks."""
-    mismatched_meshes: dict[str, list[int]]
-
-
-@dataclass(frozen=True)
 class Draft:
     """Everything that a plan follows from, besides the model."""
 
