@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 
 import torch
@@ -11,12 +12,13 @@ from epload.checkpoint.base import Checkpoint
 from epload.core.copy_table import CopyTable
 from epload.loading.agreed import AgreedLoad
 from epload.loading.resources import Resources
-from epload.loading.routes import RoutePlan
 from epload.model.devices import CPU
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
+from epload.planning.schedule import Flow
 from epload.planning.waves import group_buckets, make_waves
+from epload.ranks.topology import Route
 from epload.report import LoadReport
 from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
@@ -30,13 +32,18 @@ from epload.transfer.movers import collective
 
 def make_engine(
     load: AgreedLoad,
-    route: RoutePlan,
+    flow: Flow,
+    routes: Mapping[int, Route],
     local: Local,
     resources: Resources,
     report: LoadReport,
 ) -> Transfer:
-    """Returns what fills this rank's tensors, and passes on what other ranks need."""
-    plan, flow, staging, device = load.plan, route.flow, resources.staging, load.inputs.device
+    """Returns what fills this rank's tensors, and passes on what other ranks need.
+
+    Args:
+        flow, routes: as :meth:`~epload.loading.routes.Router.resolve` returns them.
+    """
+    plan, staging, device = load.plan, resources.staging, load.inputs.device
     topology, options = resources.topology, resources.options
     checkpoint = load.inputs.checkpoint if flow.reads else None
     fill = None
@@ -53,14 +60,14 @@ def make_engine(
         assert checkpoint is not None
         limit = direct_read.READ_BYTES if device == CPU else direct_read.DEVICE_READ_BYTES
         return direct_read.DirectRead(context, checkpoint, group_buckets(plan.owned_by_bucket, limit), local)
-    if route.on_host:
+    if device == CPU or flow.shared:
         assert resources.memory is not None
         waves, chunk = make_waves(plan.sizes, load.per_wave), flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)
-        return through_memory(context, resources.memory, waves, local, route.routes, chunk)
+        return through_memory(context, resources.memory, waves, local, routes, chunk)
     assert staging is not None
-    phase, moves = "inter_node" if flow.crosses else "intra_node", bool(route.routes)
+    phase, moves = "inter_node" if flow.crosses else "intra_node", bool(routes)
     ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
-    mover = collective(context, flow, ring, route.routes) if moves else None
+    mover = collective(context, flow, ring, routes) if moves else None
     return Engine(context, make_waves(plan.sizes), ring, mover, local)
 
 

@@ -36,7 +36,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         memory = resources.reserve_memory(wave_bytes(load.plan.sizes, load.per_wave))
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
-    route = router.resolve(device, load.readers, shared)
+    flow, routes, note = router.resolve(device, load.readers, shared)
     if load.meta:  # if a rank cannot make its groups, no model has left meta
         control.agree("making groups", None)
     materialized = Attempt(lambda: _materialize(resources, request, load, report, shared))
@@ -48,14 +48,16 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         with control.stopping(topology.groups.fail):
             report.transport_steps += share(request.model, load.missing.holders, topology, stream)
     with Progress(load.plan.nbytes, show_progress) as bar:
-        report.readers, report.algorithm = load.readers, route.flow.algorithm if route.sends else ""
-        report.reason = "; ".join(filter(None, (load.reason, route.note)))
+        # True if a rank sends buckets to another, rather than to leave them in memory that both share.
+        sends = bool(routes) and (flow.crosses or any(len(node) > 1 for node in flow.nodes))
+        report.readers, report.algorithm = load.readers, flow.algorithm if sends else ""
+        report.reason = "; ".join(filter(None, (load.reason, note)))
         if topology.rank == topology.ranks[0]:
             logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
-        run_transfer(make_engine(load, route, local, resources, report), control, topology.groups, bar)
+        run_transfer(make_engine(load, flow, routes, local, resources, report), control, topology.groups, bar)
         if resources.options.verify:
             with report.timed("verify"):
-                _prove(control, load, topology.ranks if load.all_read else route.flow.turns, local)
+                _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
         scalings = load.plan.scalings
         staging = resources.staging if device != CPU and (scalings or load.plan.quantized) else None

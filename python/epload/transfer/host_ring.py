@@ -10,8 +10,7 @@ from torch import Tensor
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.transfer.context import TransferContext
-from epload.transfer.progress_counters import STEPS
-from epload.transfer.shared_memory import NodeMemory
+from epload.transfer.shared_memory import STEPS, NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
@@ -93,12 +92,12 @@ class HostRing:
         """Ends all steps: wakes all waits, now and later, with an error, or without ``failed`` in order, as a reader has aborted
         the transfer."""
         if failed:
-            self.memory.counters.fail()
+            self.memory.fail()
         else:
             self._post("unpack", _ENDED)
 
     def _post(self, step: str, count: int) -> None:
-        self.memory.counters.post(step, self._before + count)
+        self.memory.post(step, self._before + count)
 
     def _wait(self, step: str, count: int, ranks: Sequence[int]) -> None:
         if not ranks:
@@ -106,4 +105,4 @@ class HostRing:
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         what, context = f"{names} has {STEPS[step]} wave {count - 1}", self._context
         with context.control.activity(f"waits until {what}"), context.report.timed("wait", what, ranks):
-            self.memory.counters.wait(step, self._before + count, ranks, self._timeout)
+            self.memory.wait(step, self._before + count, ranks, self._timeout)

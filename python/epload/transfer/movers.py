@@ -35,7 +35,7 @@ def relay(context: TransferContext, ring: HostRing, routes: Routes, chunk_bytes:
     """
     route = next(iter(routes.values()))
     phase = "inter_node" if context.flow.crosses and route.inter_group else "intra_node"
-    counters = ring.memory.counters.words  # on which a failure ends the wait for a message
+    counters = ring.memory.counters  # on which a failure ends the wait for a message
 
     def move(wave: Wave) -> None:
         numbers = wave.numbers
