@@ -84,7 +84,7 @@ class HostRoute:
             routes[rank] = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
         chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
         waves = context.plan.waves
-        engine = through_memory(context, memory, waves, sink, routes, chunk_bytes, memory.waves_before)
+        engine = through_memory(context, memory, waves, sink, routes, chunk_bytes)
         memory.waves_before += len(waves)
         with Progress(context.plan.nbytes, show_progress) as bar:
             run_transfer(engine, self._control, self.groups, bar)

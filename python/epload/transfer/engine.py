@@ -185,7 +185,6 @@ def through_memory(
     sink: Sink,
     routes: Routes,
     chunk_bytes: int,
-    waves_before: int = 0,
 ) -> Engine:
     """Returns an engine whose buckets are staged in host memory.
 
@@ -193,11 +192,10 @@ def through_memory(
         memory: of the node, with buffers for the largest wave.
         routes: of the buckets that this rank passes on or receives.
         chunk_bytes: of a message.
-        waves_before: number of waves of this operation that went through the memory before.
     """
     timeout = message_timeout(context.control, waves)
     # The network's limit is over first, and its error says more.
-    ring = HostRing(memory, context, 1.25 * timeout + timedelta(seconds=2), waves_before)
+    ring = HostRing(memory, context, 1.25 * timeout + timedelta(seconds=2))
     relays = context.flow.rank in context.flow.relays
     mover = relay(context, ring, routes, chunk_bytes, timeout.total_seconds()) if relays else None
     return Engine(context, waves, ring, mover, sink)

@@ -28,18 +28,17 @@ class HostRing:
     checks_moved = True
     """True if headers are checked once a wave has been moved, rather than when it is unpacked."""
 
-    def __init__(self, memory: NodeMemory, context: TransferContext, timeout: timedelta, waves_before: int = 0) -> None:
+    def __init__(self, memory: NodeMemory, context: TransferContext, timeout: timedelta) -> None:
         """
         Args:
             memory: with buffers for the largest wave.
             timeout: of one wait for another rank of the node.
-            waves_before: number of waves of this sync that went through the same memory before; no rank uses them any more.
         """
         self.memory = memory
         self._context = context
         self._flow = context.flow
         self._timeout = timeout
-        self._before = waves_before
+        self._before = memory.waves_before
 
     def enter_thread(self) -> None:
         """Prepares a thread that uses the ring, other than the one that made it."""
