@@ -23,7 +23,7 @@ from epload.core.pieces import Kinds
 from epload.core.placement import Layout, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, Share, local_views
+from epload.planning.holdings import NO_PART, Holdings, Share, local_views
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import Members
 from summary import Row
@@ -137,20 +137,19 @@ def _plan(
     rank: int,
     own: Holdings,
 ) -> tuple[float, int, int, int]:
-    """Seconds, buckets, waves and bytes of a rank's plan. What is equal in summaries is one object, as epload has it."""
+    """Seconds, buckets, waves and bytes of a rank's plan. What is equal in holdings is one object, as epload has it."""
     members = Members(_nodes(0, trainers), _nodes(trainers, trainers + rollouts))
     columns: dict[bytes, Tensor] = {}
-    from_trainer, from_engine = ([_summary(each, columns) for each in shares] for shares in (theirs, ours))
-    summaries = {i: from_trainer[i % len(theirs)] for i in range(trainers)}
-    summaries |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
+    from_trainer, from_engine = ([_sharing(each, columns) for each in shares] for shares in (theirs, ours))
+    of_ranks = {i: from_trainer[i % len(theirs)] for i in range(trainers)}
+    of_ranks |= {trainers + i: from_engine[i % len(ours)] for i in range(rollouts)}
     began = perf_counter()
-    plan = plan_exchange(tensors, members, summaries, rank, own, SYNC_WAVE_BYTES)
+    plan = plan_exchange(tensors, members, of_ranks, rank, own, SYNC_WAVE_BYTES)
     return perf_counter() - began, len(plan.buckets), len(plan.waves), plan.nbytes
 
 
-def _summary(own: Holdings, columns: dict[bytes, Tensor]) -> HoldingsSummary:
-    summary = own.summary()
-    return replace(summary, class_of=columns.setdefault(summary.encode()[0], summary.class_of))
+def _sharing(holdings: Holdings, columns: dict[bytes, Tensor]) -> Holdings:
+    return replace(holdings, class_of=columns.setdefault(holdings.encode()[0], holdings.class_of))
 
 
 def _nodes(first: int, end: int) -> tuple[tuple[int, ...], ...]:

@@ -29,7 +29,7 @@ from epload.core import garbage_collection
 from epload.mapping.mapping import Mapping
 from epload.model.targets import collect
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import HoldingsSummary, holdings_of_targets
+from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.planning.plan import make_plan
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import Members
@@ -266,13 +266,13 @@ class Planning:
         self._manifest = span.exchange(manifest if worker.rank == 0 else None)[0]
         if not worker.sends:
             self._holdings = ModelTarget(model, "auto", True).holdings(self._manifest)
-        encoded = span.exchange(self._holdings.summary().encode())
-        made = {each: HoldingsSummary.decode(*each) for each in set(encoded)}
+        encoded = span.exchange(self._holdings.encode())
+        made = {each: Holdings.decode(*each) for each in set(encoded)}
         shared = {
-            columns: summary.class_of for (columns, _), summary in made.items()
+            columns: holdings.class_of for (columns, _), holdings in made.items()
         }  # as epload has it, one for equal ranks
-        made = {each: replace(summary, class_of=shared[each[0]]) for each, summary in made.items()}
-        self._summaries = {rank: made[each] for rank, each in enumerate(encoded)}
+        made = {each: replace(holdings, class_of=shared[each[0]]) for each, holdings in made.items()}
+        self._of_ranks = {rank: made[each] for rank, each in enumerate(encoded)}
         trainers = worker.nodes_of(0, worker.senders)
         self._members = Members(trainers, worker.nodes)
         wave, per_wave = waves(self._manifest.nbytes, trainers, "one")
@@ -282,7 +282,7 @@ class Planning:
         return {"plan_exchange": self._exchange, "make_plan": self._load}[entry]
 
     def _exchange(self) -> None:
-        plan_exchange(self._manifest, self._members, self._summaries, self._rank, self._holdings, SYNC_WAVE_BYTES)
+        plan_exchange(self._manifest, self._members, self._of_ranks, self._rank, self._holdings, SYNC_WAVE_BYTES)
 
     def _load(self) -> None:
         make_plan(self._manifest, self._targets, Mapping(), self._bucket_bytes)

@@ -90,7 +90,7 @@ def _broadcast(
         _check_same_list(topology.control, tensors, options, failure)
     elif failure is not None:
         raise failure
-    if ALGORITHMS[algorithm].striped and not topology.even:
+    if algorithm == "striped" and not topology.even:
         algorithm = "two_level"
     route = topology.route(src, algorithm)
     ops.coalesced_bcast(

@@ -26,7 +26,7 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 from epload.planning import exchange, schedule
 from epload.planning.exchange import plan_exchange
-from epload.planning.holdings import Holdings, HoldingsSummary, Share, full_holdings, local_views
+from epload.planning.holdings import Holdings, Share, full_holdings, local_views
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
 
@@ -141,9 +141,7 @@ def check_case(seed: int) -> None:
         for node in range(len(members.nodes))
         if chance.random() < 0.6
     }
-    summaries = {
-        rank: HoldingsSummary.decode(*holdings.summary().encode()) for rank, holdings in enumerate(all_holdings)
-    }
+    of_ranks = {rank: Holdings.decode(*holdings.encode()) for rank, holdings in enumerate(all_holdings)}
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
         mock.patch.object(exchange, "MIN_BUCKET_BYTES", chance.choice((64, 512, 4 << 20))),
@@ -151,7 +149,7 @@ def check_case(seed: int) -> None:
     ):
         wave_bytes = chance.choice((256, 1024, 1 << 20))
         plans = [
-            plan_exchange(tensors, members, summaries, rank, holdings, wave_bytes, reach=reach)
+            plan_exchange(tensors, members, of_ranks, rank, holdings, wave_bytes, reach=reach)
             for rank, holdings in enumerate(all_holdings)
         ]
     assert len({plan.fingerprint for plan in plans}) == 1
@@ -180,7 +178,7 @@ def check_case(seed: int) -> None:
             assert pulls is None or {*pulls.owners} <= {*reach[members.nodes.index(node)]}
             for owner in pulls.owners if pulls is not None else []:
                 allocations, *places = memory[owner]
-                shared = Holdings.decode(summaries[owner], all_holdings[owner].encode_parts())
+                shared = of_ranks[owner].with_targets(all_holdings[owner].encode_targets())
                 copies, local = pulls.copies(owner, shared, places[0], places[1])
                 allocation, begin = places[2][local].unbind(1)
                 copies.offset.add_(begin)
@@ -205,8 +203,8 @@ def test_replicas_share_the_sending() -> None:
     tensors = Tensors(("large", "small"), ((64, 4096), (3,)), (torch.float32,) * 2)
     holdings = full_holdings(tensors.shapes, tensors.dtypes)
     members = Members(((0, 1), (2, 3)), ((4,),))
-    summaries = {rank: holdings.summary() for rank in range(5)}
-    sent = [plan_exchange(tensors, members, summaries, rank, holdings, 64 << 20).nbytes for rank in range(4)]
+    of_ranks = dict.fromkeys(range(5), holdings)
+    sent = [plan_exchange(tensors, members, of_ranks, rank, holdings, 64 << 20).nbytes for rank in range(4)]
     assert max(sent) - min(sent) < 1024
     assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
 
@@ -215,17 +213,17 @@ def test_what_nobody_has_is_named() -> None:
     tensors = Tensors(("w",), ((8, 2),), (torch.float32,))
     sender = holdings_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
     receiver = full_holdings(tensors.shapes, tensors.dtypes)
-    summaries = {0: sender.summary(), 1: receiver.summary()}
+    of_ranks = {0: sender, 1: receiver}
     with pytest.raises(ModelMismatch, match=r"no sender has w of the trainer from \[4, 0\] on"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), summaries, 1, receiver, 64 << 20)
+        plan_exchange(tensors, Members(((0,),), ((1,),)), of_ranks, 1, receiver, 64 << 20)
 
 
 def test_dtypes_that_do_not_convert_are_named() -> None:
     tensors = Tensors(("w",), ((8, 2),), (torch.float8_e4m3fn,))
     sender, receiver = (full_holdings(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
-    summaries = {0: sender.summary(), 1: receiver.summary()}
+    of_ranks = {0: sender, 1: receiver}
     with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), summaries, 0, sender, 64 << 20)
+        plan_exchange(tensors, Members(((0,),), ((1,),)), of_ranks, 0, sender, 64 << 20)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (24,), (1, 24), (4, 1, 6)])

@@ -183,10 +183,10 @@ def given_up(rank: int) -> str:
     steps = torch.tensor([[0, 1 << 20, 1 - rank if rank == 0 else -1, -1, -1 if rank == 0 else 0, -1]])
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        counters = NodeMemory.private(0, 1).counters
-        threading.Timer(0.5, counters.fail).start()
+        memory = NodeMemory.private(0, 1)
+        threading.Timer(0.5, memory.fail).start()
         kind, text, seconds = raised_by(
-            lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, counters.words, 60.0)
+            lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, memory.counters, 60.0)
         )
         store.set("test/given-up", "")
         time.sleep(1.0)

@@ -8,28 +8,23 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from epload.errors import LoadError, message_of
 from epload.planning.waves import Wave
 from epload.transfer.context import TransferContext
-from epload.transfer.movers import Channel
+from epload.transfer.host_ring import HostRing
+from epload.transfer.movers import Mover, Routes
 
 
-class PointToPoint:
-    """Does the steps of the flow, one after the other. See :class:`~epload.transfer.movers.Mover`."""
+def point_to_point(context: TransferContext, ring: HostRing, routes: Routes, chunk_bytes: int, seconds: float) -> Mover:
+    """Does the steps of the flow, one after the other. See :func:`~epload.transfer.movers.relay`."""
+    route = next(iter(routes.values()))
+    groups = [_resolve_process_group(name) if name else None for name in (route.inter_group, route.intra_group)]
 
-    def __init__(self, context: TransferContext, channel: Channel) -> None:
-        self._context = context
-        self._ring = channel.ring
-        route = next(iter(channel.routes.values()))
-        self._groups = [
-            _resolve_process_group(name) if name else None for name in (route.inter_group, route.intra_group)
-        ]
-
-    def move(self, wave: Wave) -> None:
+    def move(wave: Wave) -> None:
         """Receives each bucket from the rank before, and sends it to those after."""
-        context, sends = self._context, []
+        sends = []
         try:
             for begin, end, *peers in context.flow.steps(list(zip(wave.numbers, wave.begins, wave.ends, strict=True))):
-                data = self._ring.bucket(wave)[begin:end]
+                data = ring.bucket(wave)[begin:end]
                 for i, peer in enumerate(peers):  # from a rank in either group, then to one in either
-                    group = self._groups[i % 2]
+                    group = groups[i % 2]
                     if peer < 0 or group is None:
                         continue
                     ranks = group._get_backend(torch.device("cpu")).options.global_ranks_in_group or range(group.size())
@@ -43,3 +38,5 @@ class PointToPoint:
             raise LoadError(
                 f"rank {context.flow.rank} could not pass on wave {wave.index}: {message_of(error)}"
             ) from error
+
+    return move

@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import epload
+from epload.planning.waves import Wave
 from epload.sync import participants, store
-from epload.sync.device_route import DeviceRoute
-from epload.transfer.movers import Relay
+from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
@@ -29,15 +29,14 @@ from support.synced_models import build, check, write
 @contextmanager
 def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
     """Acts before a wave is moved."""
-    with ExitStack() as stack:
-        for mover in (Relay, DeviceRoute):
+    move = Engine._move
 
-            def moved(self: Any, wave: Any, move: Callable[[Any, Any], None] = mover.move) -> None:
-                if wave.index == 1:
-                    act()
-                move(self, wave)
+    def moved(self: Engine, wave: Wave) -> bool:
+        if wave.index == 1:
+            act()
+        return move(self, wave)
 
-            stack.enter_context(mock.patch.object(mover, "move", moved))
+    with mock.patch.object(Engine, "_move", moved):
         yield
 
 

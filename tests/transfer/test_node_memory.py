@@ -18,7 +18,7 @@ from torch import Tensor
 from epload import HierarchicalLoader, LoadError, Topology
 from epload.errors import RemoteFailure
 from epload.native import ops
-from epload.transfer.progress_counters import STEPS, ProgressCounters
+from epload.transfer.shared_memory import STEPS, NodeMemory
 from support import ranks
 from support.checks import all_fine
 from support.memory import mapped_memfds, memfds
@@ -84,8 +84,8 @@ def test_a_post_wakes_those_who_wait_for_it(slot: int) -> None:
 
 
 def test_progress_counters_say_who_is_behind() -> None:
-    shared = torch.zeros(ProgressCounters.size(3), dtype=torch.int32)
-    counters = {rank: ProgressCounters(shared, (4, 2, 9), rank) for rank in (4, 2, 9)}
+    shared = torch.zeros(4 * len(words(3 * len(STEPS))) + 16, dtype=torch.uint8)
+    counters = {rank: NodeMemory(shared, 0, (4, 2, 9), rank, True) for rank in (4, 2, 9)}
     limit = timedelta(seconds=0.01)
     counters[4].post("read", 2)
     counters[2].post("read", 2)
@@ -95,7 +95,7 @@ def test_progress_counters_say_who_is_behind() -> None:
     for step, participle in list(STEPS.items())[1:]:
         with pytest.raises(LoadError, match=f"rank 9 waited .* for rank 4 .* has not {participle} wave 1"):
             counters[9].wait(step, 2, (4, 2), limit)
-    counters[4].clear()
+    counters[4].restart()
     counters[9].wait("read", 2, (2,), limit)
     with pytest.raises(LoadError, match="rank 4"):
         counters[9].wait("read", 1, (2, 4), limit)

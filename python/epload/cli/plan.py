@@ -96,7 +96,7 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
                 "readers": readers,
                 "buckets": len(of_mode.buckets),
                 "bucket_bytes": of_mode.largest,
-                "staging": 0 if readers == "every" else 2 * wave_bytes(of_mode, per_wave[readers]),  # of a node
+                "staging": 0 if readers == "every" else 2 * wave_bytes(of_mode.sizes, per_wave[readers]),  # of a node
                 "read": read.get(readers, payload),  # by all ranks together
                 "received": received,  # by each node from other nodes
                 "sent": sent,

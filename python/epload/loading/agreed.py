@@ -10,7 +10,6 @@ from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
 from epload.planning.plan import LoadPlan
-from epload.planning.waves import wave_bytes
 
 
 @dataclass(frozen=True)
@@ -39,32 +38,6 @@ class Opening:
     provenance: list[Any] = field(default_factory=list)
     content: str = ""
     """The manifest's compact form in base64; in the decision, empty if all ranks have the manifest from their previous load."""
-
-
-@dataclass(frozen=True)
-class PlanMessage:
-    """A rank's message once it has planned."""
-
-    fingerprint: str
-    """The plan's; empty if there is none."""
-    reads: bool
-    """True if the rank has opened the checkpoint."""
-    nbytes: int
-    """Bytes that the rank reads if all read what they keep."""
-    meshes: list[list[Any]]
-    """See :func:`~epload.loading.differences.mesh_claims`."""
-
-
-@dataclass(frozen=True)
-class PlanDecision:
-    """The decision on all plan messages."""
-
-    same: bool
-    """True if all ranks have the same plan."""
-    all_read: bool
-    nbytes: list[int]
-    """The bytes of each rank, in the order of the ranks."""
-    mismatched_meshes: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -102,8 +75,3 @@ class AgreedLoad:
     missing: Missing
     meta: bool
     """True if any rank has tensors on meta."""
-
-    @property
-    def wave_bytes(self) -> int:
-        """Bytes of the largest wave."""
-        return wave_bytes(self.plan, self.per_wave)

@@ -14,7 +14,7 @@ import torch
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch, ModelMismatch
-from epload.loading.agreed import AgreedLoad, Draft, Opening, PlanDecision, PlanMessage
+from epload.loading.agreed import AgreedLoad, Draft, Opening
 from epload.loading.buffers import find_holders
 from epload.loading.differences import (
     check_same_loader,
@@ -63,7 +63,7 @@ class Agreement:
             record_events(self._topology, report)
         holders = find_holders(self._control, request.model, inputs.targets) if opening.lacks_buffers else {}
         drafted = Attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))
-        plan, decision = self._agree_on_plan(request, inputs, drafted)
+        plan, all_read, owned = self._agree_on_plan(request, inputs, drafted)
         draft = drafted.value
         compare_tied(self._control, self._options.src, inputs, draft.manifest, plan.tied_pairs)
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
@@ -73,14 +73,14 @@ class Agreement:
         ignored = ignored_keys(draft.mapping, draft.manifest.names, missing_keys, plan.unexpected)
         readers, reason = self._options.readers, ""
         if readers == "auto":
-            of_rank = dict(zip(self._topology.ranks, decision.nbytes, strict=True))
+            of_rank = dict(zip(self._topology.ranks, owned, strict=True))
             by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
             objects = draft.manifest.in_object_storage
             readers, reason = choose_readers(
-                plan.payload, by_node, all_read=decision.all_read, objects=objects, src=self._options.src
+                plan.payload, by_node, all_read=all_read, objects=objects, src=self._options.src
             )
         return AgreedLoad(
-            inputs, draft.manifest, plan, draft.per_wave, readers, reason, decision.all_read, decision.nbytes, missing_keys,
+            inputs, draft.manifest, plan, draft.per_wave, readers, reason, all_read, owned, missing_keys,
             mismatched_keys, ignored, missing, opening.meta,
         )  # fmt: skip
 
@@ -164,7 +164,9 @@ class Agreement:
 
     def _agree_on_plan(
         self, request: Request, inputs: LocalInputs, drafted: Attempt[Draft]
-    ) -> tuple[LoadPlan, PlanDecision]:
+    ) -> tuple[LoadPlan, bool, list[int]]:
+        """Returns the plan; True if all ranks have opened the checkpoint; the bytes that each rank reads if all read what they
+        keep, in the order of the ranks."""
         anywhere = frozenset[int]()
         if drafted.failure is None and inputs.local_modules:
             anywhere = self._wanted_by_any(drafted.value, inputs)
@@ -174,28 +176,23 @@ class Agreement:
             plan = planned.value
             fingerprint = plan.fingerprint.hex()
             nbytes = plan.spanned if drafted.value.manifest.in_object_storage else plan.owned
-        reads, claims = inputs.checkpoint is not None, mesh_claims(inputs.targets, {*self._topology.ranks})
-        message = asdict(PlanMessage(fingerprint, reads, nbytes, claims))
-        decision = PlanDecision(
-            **self._control.agree("planning", drafted.failure, message, self._compare_plans, patience=2)
+        claims = mesh_claims(inputs.targets, {*self._topology.ranks})
+        view = fingerprint, inputs.checkpoint is not None, nbytes, claims
+        same, all_read, owned, mismatched_meshes = self._control.agree(
+            "planning", drafted.failure, view, self._compare_plans, patience=2
         )
-        if not decision.same:
+        if not same:
             self._raise_disagreement(inputs, drafted.value, planned.failure)
-        if decision.mismatched_meshes:
-            raise_mesh_mismatch(self._control, inputs.targets, decision.mismatched_meshes)
-        return planned.value, decision
+        if mismatched_meshes:
+            raise_mesh_mismatch(self._control, inputs.targets, mismatched_meshes)
+        return planned.value, all_read, owned
 
-    def _compare_plans(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _compare_plans(self, views: dict[int, Any]) -> tuple[bool, bool, list[int], dict[str, list[int]]]:
         """Runs on the coordinator."""
-        messages = {rank: PlanMessage(**views[rank]) for rank in self._topology.ranks}
-        fingerprints = {message.fingerprint for message in messages.values()}
-        decision = PlanDecision(
-            "" not in fingerprints and len(fingerprints) == 1,
-            all(message.reads for message in messages.values()),
-            [message.nbytes for message in messages.values()],
-            find_mesh_mismatches({rank: message.meshes for rank, message in messages.items()}),
-        )
-        return asdict(decision)
+        ranks = self._topology.ranks
+        fingerprints, reads, nbytes, claims = zip(*(views[rank] for rank in ranks), strict=True)
+        same = "" not in fingerprints and len({*fingerprints}) == 1
+        return same, all(reads), list(nbytes), find_mesh_mismatches(dict(zip(ranks, claims, strict=True)))
 
     def _make_draft(self, request: Request, inputs: LocalInputs, source: Manifest) -> Draft:
         """``source``: the source's manifest."""
@@ -203,9 +200,7 @@ class Agreement:
         mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers
-        if (
-            readers == "auto"
-        ):  # the ranks choose once they have agreed on the plan, which has the buckets; "every" takes any
+        if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any
             readers = "one" if manifest.locations is None else "partitioned"
         per_wave, bucket_bytes = self._router.bucket_sizes(inputs.device, readers, manifest.nbytes)
         options = (

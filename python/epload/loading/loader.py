@@ -221,7 +221,7 @@ class HierarchicalLoader:
             record_events(topology, report)
         if self._resources.memory is not None:
             # All ranks have come through the last round of the load before, and none moves data before all are in this one.
-            self._resources.memory.counters.clear()
+            self._resources.memory.restart()
         try:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, report)

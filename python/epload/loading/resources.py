@@ -1,4 +1,4 @@
-"""Keeps a loader's resources from load to load: its topology and options, and staging memory."""
+"""Keeps a loader's resources from load to load: its topology and options, streams and staging memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from epload.loading.routes import Router
 from epload.model.devices import check_stream
 from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.ranks.topology import Topology
-from epload.transfer.device import DeviceResources, DeviceStaging
+from epload.transfer.device import DeviceStaging
 from epload.transfer.shared_memory import NodeMemory
 
 
 class Resources:
-    """Holds the resources of one loader. Staging memory is made when first needed."""
+    """Holds the resources of one loader. Streams and staging memory are made when first needed."""
 
     def __init__(self, topology: Topology, options: Options, stream: torch.Stream | None) -> None:
         """``stream``: of the models' device, if the caller gave it. Raises as :func:`check_stream`."""
@@ -26,7 +26,22 @@ class Resources:
         """Streams of the models' device that the caller gave."""
         self.memory: NodeMemory | None = None
         """Host staging of this rank's node."""
-        self.device = DeviceResources(stream)
+        self.staging: DeviceStaging | None = None
+        """Staging on the device of the last model that was on one."""
+        self._own_streams: dict[torch.device, torch.Stream] = {}
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """Returns the caller's stream, or the loader's own."""
+        if self.streams:
+            return self.streams[0]
+        if device not in self._own_streams:
+            self._own_streams[device] = torch.Stream(device)
+        return self._own_streams[device]
+
+    def describe_stream(self, device: torch.device) -> str:
+        """Describes the stream for the report."""
+        stream = self.stream(device)
+        return f"{stream.device} {stream.stream_id}, {'the caller' if self.streams else 'the loader'}'s"
 
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Returns host staging with buffers of at least ``nbytes``. Collective when there is none yet."""
@@ -46,9 +61,14 @@ class Resources:
         in_buckets = not flow.shared and readers != "every"
         stripes = ranks * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
         nbytes = -(-bucket_bytes // stripes) * stripes if in_buckets else 0
-        return self.device.reserve(device, nbytes, ranks if flow.shared or flow.reads else 0)
+        brings_bytes, staging = flow.shared or flow.reads, self.staging
+        lacks_pipe = brings_bytes and (staging is None or staging.pipe is None)
+        if staging is None or lacks_pipe or staging.device != device or staging.nbytes < nbytes:
+            self.staging = staging = None  # before more is allocated
+            staging = DeviceStaging(device, nbytes, self.stream(device), ranks=ranks if brings_bytes else 0)
+            self.staging = staging
+        return staging
 
     def release(self) -> None:
         """Frees staging memory, at the end or after a failed transfer: the next load makes it anew."""
-        self.memory = None
-        self.device.clear()
+        self.memory = self.staging = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,25 +10,6 @@ from epload.loading.request import Options
 from epload.model.devices import CPU
 from epload.planning.schedule import Flow, buckets_per_wave, crosses, wave_limit
 from epload.ranks.topology import Route, Topology
-
-
-@dataclass(frozen=True)
-class RoutePlan:
-    """Describes how the buckets of a load move. ``routes`` differ from rank to rank; the rest is equal but for ``flow.rank``."""
-
-    flow: Flow
-    """The rank that reads each bucket, and the ranks that pass it on."""
-    routes: Mapping[int, Route]
-    """The groups over which a rank's buckets come, by the rank that reads them; empty where nothing moves between ranks."""
-    on_host: bool
-    """True if buckets are staged in host memory; else in buffers on the device."""
-    note: str
-    """Why another algorithm is used than was asked for; empty if none is."""
-
-    @property
-    def sends(self) -> bool:
-        """True if any rank sends buckets to another, rather than to leave them in memory that both share."""
-        return bool(self.routes) and (self.flow.crosses or any(len(node) > 1 for node in self.flow.nodes))
 
 
 class Router:
@@ -66,11 +46,16 @@ class Router:
         shared = shared and (device == CPU or self._by_node(readers))
         return Flow(topology.nodes, topology.rank, self._options.src, readers, algorithm, shared)
 
-    def resolve(self, device: torch.device, readers: str, shared: bool) -> RoutePlan:
-        """Collective where groups are not there yet."""
+    def resolve(self, device: torch.device, readers: str, shared: bool) -> tuple[Flow, dict[int, Route], str]:
+        """Collective where groups are not there yet.
+
+        Returns:
+            The rank that reads each bucket, and the ranks that pass it on. The groups over which this rank's buckets come, by the
+            rank that reads them; empty where nothing moves between ranks. Why another algorithm is used than was asked for; empty
+            if none is.
+        """
         flow, note = self.flow(device, readers, shared), self._algorithm(device, readers, shared)[1]
-        on_host = device == CPU or flow.shared
-        return RoutePlan(flow, self._routes(flow, on_host), on_host, note)
+        return flow, self._routes(flow, device == CPU or flow.shared), note
 
     def _algorithm(self, device: torch.device, readers: str, shared: bool) -> tuple[str, str]:
         """Returns the algorithm, and why it is not the one that was asked for."""

@@ -21,6 +21,7 @@ from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
+from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
@@ -34,10 +35,10 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     topology, router, device = resources.topology, resources.router, load.inputs.device
     control, shared = topology.control, False
     if router.stages_on_host(device, load.readers):
-        memory = resources.reserve_memory(load.wave_bytes)
+        memory = resources.reserve_memory(wave_bytes(load.plan.sizes, load.per_wave))
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
-    route = router.resolve(device, load.readers, shared)
+    flow, routes, note = router.resolve(device, load.readers, shared)
     if load.meta:  # if a rank cannot make its groups, no model has left meta
         control.agree("making groups", None)
     materialized = Attempt(lambda: _materialize(resources, request, load, report, shared))
@@ -45,22 +46,24 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     local = materialized.value
     if load.missing.holders:
         control.doing = "sharing buffers"
-        stream = resources.device.stream(device) if device != CPU else None
+        stream = resources.stream(device) if device != CPU else None
         with control.stopping(topology.groups.fail):
             report.transport_steps += share(request.model, load.missing.holders, topology, stream)
     with Progress(load.plan.nbytes, show_progress) as bar:
-        report.readers, report.algorithm = load.readers, route.flow.algorithm if route.sends else ""
-        report.reason = "; ".join(filter(None, (load.reason, route.note)))
+        # True if a rank sends buckets to another, rather than to leave them in memory that both share.
+        sends = bool(routes) and (flow.crosses or any(len(node) > 1 for node in flow.nodes))
+        report.readers, report.algorithm = load.readers, flow.algorithm if sends else ""
+        report.reason = "; ".join(filter(None, (load.reason, note)))
         if topology.rank == topology.ranks[0]:
             logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
-        run_transfer(make_engine(load, route, local, resources, report), control, topology.groups, bar)
+        run_transfer(make_engine(load, flow, routes, local, resources, report), control, topology.groups, bar)
         if resources.options.verify:
             with report.timed("verify"):
-                _prove(control, load, topology.ranks if load.all_read else route.flow.turns, local)
+                _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
         scalings = load.plan.scalings
-        computes = scalings or load.plan.quantized
-        with resources.device.entered() if computes and device != CPU else nullcontext():
+        staging = resources.staging if device != CPU and (scalings or load.plan.quantized) else None
+        with staging.entered() if staging is not None else nullcontext():
             for scaling in scalings:
                 dequantize(scaling, local.tensors[scaling.target], local.tensors[scaling.scale])
             local.quantize()
@@ -76,7 +79,7 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
         if device != CPU:
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint
-            report.stream = resources.device.describe_stream(device)
+            report.stream = resources.describe_stream(device)
         counts = {scaling.scale: scaling.counts for scaling in plan.scalings}
         scales = [torch.empty(size, dtype=plan.targets.dtypes[i], device=device) for i, size in counts.items()]
         return Local(plan, targets.local() + scales, staging, keeps=resources.options.verify)

@@ -23,7 +23,7 @@ from epload.errors import ModelMismatch
 from epload.planning.bucket_layout import BucketLayout
 from epload.planning.buckets import HEADER_BYTES, BucketCopies
 from epload.planning.cells import SPLIT_BYTES, Slot, expand_slots, make_slots, merge_boxes
-from epload.planning.holdings import NO_PART, Holdings, HoldingsSummary, copies_of_box, expand_copies, number_alike
+from epload.planning.holdings import NO_PART, Holdings, Share, copies_of_box, expand_copies, number_alike
 from epload.planning.pulls import Reach, divide, lent_bytes, plan_pulls
 from epload.planning.schedule import MAX_WAVE_BYTES, wave_limit
 from epload.planning.streams import ExchangeBucket, ExchangePlan, Members, Stream
@@ -43,7 +43,7 @@ MIN_SLOT_BYTES, MAX_SLOT_BYTES = 64 << 10, 4 << 20
 def plan_exchange(
     manifest: Metadata,
     members: Members,
-    summaries: Mapping[int, HoldingsSummary],
+    of_ranks: Mapping[int, Holdings],
     rank: int,
     holdings: Holdings,
     wave_bytes: int,
@@ -55,9 +55,9 @@ def plan_exchange(
     """
     Args:
         manifest: the tensors, with the senders' dtypes.
-        summaries: of every rank's holdings.
+        of_ranks: every rank's holdings, of which the regions count. Those of ranks with equal ones are one object.
         rank: this process's.
-        holdings: this rank's.
+        holdings: this rank's, with targets.
         wave_bytes: of all that moves in one wave, at most about so many reach a node, or a ``MAX_WAVES``-th.
         options: anything else on which ranks must agree.
         reach: what receiving nodes copy straight out of the memory of senders, and which therefore does not move.
@@ -69,7 +69,7 @@ def plan_exchange(
         ModelMismatch: a receiver wants what no sender has, or has a dtype that the senders' does not convert to.
     """
     reach = reach or {}
-    kinds = _Kinds(manifest, members, summaries)
+    kinds = _Kinds(manifest, members, of_ranks)
     limit = wave_limit(kinds.total, max(wave_bytes, min(kinds.total // MAX_WAVES, MAX_WAVE_BYTES)))
     waves = max(1, -(-kinds.total // limit))
     slot_bytes = min(max(limit // len(members.senders), MIN_SLOT_BYTES), MAX_SLOT_BYTES)
@@ -80,8 +80,8 @@ def plan_exchange(
     rows = _SlotRows(members, kinds, moved, rank, node, waves, bucket_bytes)
     digest = hashlib.blake2b(manifest.digest, digest_size=32)
     digest.update(repr((members, waves, slot_bytes, part_bytes, options, sorted(reach.items()))).encode())
-    for number in sorted(summaries):
-        digest.update(summaries[number].digest.encode())
+    for number in sorted(of_ranks):
+        digest.update(of_ranks[number].digest.encode())
     about = (digest.digest(), manifest.source, manifest.names, kinds.total)
     own = pulled.get(node, [])
     pulls = landing = None
@@ -107,19 +107,19 @@ def plan_exchange(
 class _Kinds:
     """Tensors that every rank divides in the same way: of one shape and dtype, and in one class of each rank's holdings."""
 
-    def __init__(self, manifest: Metadata, members: Members, summaries: Mapping[int, HoldingsSummary]) -> None:
-        self._manifest, self._members, self._summaries = manifest, members, summaries
-        self.of = number_alike(manifest.kinds, summaries.values())
+    def __init__(self, manifest: Metadata, members: Members, of_ranks: Mapping[int, Holdings]) -> None:
+        self._manifest, self._members, self._of_ranks = manifest, members, of_ranks
+        self.of = number_alike(manifest.kinds, of_ranks.values())
         """int64 [t], of each tensor."""
         first = first_of_each(self.of)
         self.first: list[int] = first.tolist()
         """The first tensor of each kind."""
-        self._classes = {id(summary): summary.class_of[first].tolist() for summary in summaries.values()}
-        """The class of each kind, by the summary that has it."""
+        self._classes = {id(holdings): holdings.class_of[first].tolist() for holdings in of_ranks.values()}
+        """The class of each kind, by the holdings that have it."""
         self.declared = [manifest.dtypes[i] for i in self.first]
         """The senders' dtype of each kind."""
-        self._receivers = {id(summaries[rank]): rank for rank in members.receivers}.values()
-        """One receiver for each distinct summary."""
+        self._receivers = {id(of_ranks[rank]): rank for rank in members.receivers}.values()
+        """One receiver for each distinct holdings."""
         self.dtypes = [self._dtype_of_buckets(kind) for kind in range(len(first))]
         """Dtype in which the tensors of each kind move."""
         counts = torch.bincount(self.of, minlength=len(self.first)).tolist()
@@ -153,32 +153,37 @@ class _Kinds:
         exact: list[list[int]] = [[] for _ in self.first]
         for rank in self._members.senders:
             for kind, dtype in enumerate(self.declared):
-                summary, number = self._class_of(rank, kind)
-                if number != NO_PART and summary.dtypes[number] == dtype and not summary.mixed[number]:
+                share = self._share(rank, kind)
+                if share is not None and share.dtype == dtype and not share.mixed:
                     exact[kind].append(rank)
         return exact
 
     def _equal_nodes(self, nodes: Sequence[tuple[int, ...]]) -> Collection[tuple[tuple[int, ...], list[int]]]:
-        """Groups nodes whose ranks have equal summaries: the first of each group, and the positions of all of it."""
+        """Groups nodes whose ranks have equal holdings: the first of each group, and the positions of all of it."""
         groups: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
         for i, node in enumerate(nodes):
-            groups.setdefault(tuple(id(self._summaries[rank]) for rank in node), (node, []))[1].append(i)
+            groups.setdefault(tuple(id(self._of_ranks[rank]) for rank in node), (node, []))[1].append(i)
         return groups.values()
 
-    def _class_of(self, rank: int, kind: int) -> tuple[HoldingsSummary, int]:
-        summary = self._summaries[rank]
-        return summary, self._classes[id(summary)][kind]
+    def _class_of(self, rank: int, kind: int) -> tuple[Holdings, int]:
+        holdings = self._of_ranks[rank]
+        return holdings, self._classes[id(holdings)][kind]
+
+    def _share(self, rank: int, kind: int) -> Share | None:
+        """Returns what a rank has of the tensors of a kind; None if nothing."""
+        holdings, number = self._class_of(rank, kind)
+        return holdings.classes[number] if number != NO_PART else None
 
     def _boxes(self, node: Sequence[int], kind: int) -> list[Box]:
         """Returns the boxes that some ranks have."""
         classes = (self._class_of(rank, kind) for rank in node)
-        return [box for summary, number in classes if number != NO_PART for box in summary.boxes[number]]
+        return [box for holdings, number in classes if number != NO_PART for box in holdings.boxes[number]]
 
     def _dtype_of_buckets(self, kind: int) -> torch.dtype:
         """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
         source, name = self.declared[kind], self._manifest.names[self.first[kind]]
-        classes = (self._class_of(rank, kind) for rank in self._receivers)
-        of_receivers = {summary.dtypes[number] for summary, number in classes if number != NO_PART}
+        shares = (self._share(rank, kind) for rank in self._receivers)
+        of_receivers = {share.dtype for share in shares if share is not None}
         for dtype in of_receivers:
             if not dtypes.converts(source, dtype):
                 raise ModelMismatch(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -106,16 +106,21 @@ class Holdings:
     class_of: Tensor
     """int64 [t], the class of each tensor; ``NO_PART`` if the rank has nothing of it."""
     classes: tuple[Share, ...]
-    targets: Sequence[tuple[int, ...]]
-    """Local tensors of each tensor."""
+    targets: Sequence[tuple[int, ...]] = ()
+    """Local tensors of each tensor. Empty for another rank's holdings where only the regions count."""
 
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
-        """The boxes of each class."""
+        """The boxes of each class, with the local tensors."""
         return tuple(
             tuple(part for place, view in share.views for part in _parts(view, share.shape, place))
             for share in self.classes
         )
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, ...], ...]:
+        """The distinct boxes of each class."""
+        return tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.parts)
 
     @cached_property
     def dims(self) -> int:
@@ -125,7 +130,7 @@ class Holdings:
     @cached_property
     def digest(self) -> str:
         """Digest that is equal for equal holdings only."""
-        return self.summary().digest + digest_of(self.encode_parts())
+        return digest_of("".join(map(digest_of, (*self.encode(), self.encode_targets()))).encode())
 
     def copy(
         self, place: int, offset: int, dtype: torch.dtype, start: Shape, size: Shape, strides: Sequence[int]
@@ -135,62 +140,40 @@ class Holdings:
         fixed = [place, offset * dtype.itemsize, dtype_names.code(dtype), len(size)]
         return [*fixed, *start, *fill, *size, *fill, *strides, *fill]
 
-    def summary(self) -> HoldingsSummary:
-        boxes = tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.parts)
-        dtypes, mixed = tuple(share.dtype for share in self.classes), tuple(share.mixed for share in self.classes)
-        return HoldingsSummary(self.class_of, boxes, dtypes, mixed)
-
-    def encode_parts(self) -> bytes:
-        """Returns, compressed, what the summary lacks and ranks that copy out of the local tensors need."""
-        shares = [(share.shape, share.views) for share in self.classes]
-        return zlib.compress(json.dumps([shares, self.targets], separators=(",", ":")).encode(), 1)
-
-    @classmethod
-    def decode(cls, summary: HoldingsSummary, parts: bytes) -> Holdings:
-        """The inverse of :meth:`summary` and :meth:`encode_parts`."""
-        shares, targets = json.loads(zlib.decompress(parts))
-        classes = []
-        for (shape, fields), dtype, mixed in zip(shares, summary.dtypes, summary.mixed, strict=True):
-            views = [(place, View(tuple(a), tuple(b), at, tuple(c))) for place, (a, b, at, c) in fields]
-            classes.append(Share(tuple(shape), tuple(views), dtype, mixed))
-        return cls(summary.class_of, tuple(classes), [tuple(some) for some in targets])
-
-
-@dataclass(frozen=True, eq=False)
-class HoldingsSummary:
-    """Holdings as other ranks see them: without the local tensors."""
-
-    class_of: Tensor
-    boxes: tuple[tuple[Box, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    mixed: tuple[bool, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest that is equal for equal summaries only."""
-        return digest_of("".join(map(digest_of, self.encode())).encode())
-
     def encode(self) -> tuple[bytes, bytes]:
-        """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and the rest."""
+        """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
+        shares = [(shape, views, dtype_names.name(dtype), mixed) for shape, views, dtype, mixed in self.classes]
         columns = zlib.compress(self.class_of.to(torch.int32).numpy().tobytes(), 1)
-        names = [dtype_names.name(dtype) for dtype in self.dtypes]
-        rest = json.dumps([self.boxes, names, self.mixed], separators=(",", ":"))
-        return columns, zlib.compress(rest.encode(), 1)
+        return columns, _compressed(shares)
+
+    def encode_targets(self) -> bytes:
+        """Returns, compressed, :attr:`targets`, which ranks that copy out of the local tensors need."""
+        return _compressed(self.targets)
 
     @classmethod
-    def decode(cls, columns: bytes, rest: bytes) -> HoldingsSummary:
-        """The inverse of :meth:`encode`."""
+    def decode(cls, columns: bytes, classes: bytes) -> Holdings:
+        """The inverse of :meth:`encode`: holdings without targets."""
         class_of = torch.frombuffer(bytearray(zlib.decompress(columns)), dtype=torch.int32).to(torch.int64)
-        boxes, names, mixed = json.loads(zlib.decompress(rest))
-        as_boxes = tuple(tuple((tuple(start), tuple(size)) for start, size in some) for some in boxes)
-        return cls(class_of, as_boxes, tuple(map(dtype_names.from_name, names)), tuple(mixed))
+        shares = []
+        for shape, views, dtype, mixed in json.loads(zlib.decompress(classes)):
+            as_views = tuple((place, View(tuple(a), tuple(b), at, tuple(c))) for place, (a, b, at, c) in views)
+            shares.append(Share(tuple(shape), as_views, dtype_names.from_name(dtype), mixed))
+        return cls(class_of, tuple(shares))
+
+    def with_targets(self, targets: bytes) -> Holdings:
+        """Returns the same with targets that :meth:`encode_targets` has encoded."""
+        return replace(self, targets=[tuple(some) for some in json.loads(zlib.decompress(targets))])
 
 
-def number_alike(kinds: Kinds, summaries: Iterable[HoldingsSummary]) -> Tensor:
-    """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each summary. int64 [t]."""
+def _compressed(value: object) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def number_alike(kinds: Kinds, of_ranks: Iterable[Holdings]) -> Tensor:
+    """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each rank. int64 [t]."""
     key = numbered_rows([kinds.shape_of, kinds.dtype_of])
-    for summary in {id(summary.class_of): summary for summary in summaries}.values():
-        key = numbered(key * (len(summary.boxes) + 1) + summary.class_of - NO_PART)
+    for holdings in {id(holdings.class_of): holdings for holdings in of_ranks}.values():
+        key = numbered(key * (len(holdings.classes) + 1) + holdings.class_of - NO_PART)
     return key
 
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Protocol
 
 from epload.native.extension import _C
-from epload.planning.algorithms import ALGORITHMS, STRIPE_ALIGNMENT, TwoLevel
+from epload.planning.algorithms import STRIPE_ALIGNMENT
 
 READERS = ("one", "per_node", "partitioned", "every")
 MIN_WAVES = 3
@@ -41,21 +40,6 @@ Step = tuple[int, int, int, int, int, int]
 """begin, end (bytes of the wave), from (inter-node group, intra-node group), to (likewise); global ranks, -1 for none."""
 
 
-class Roles(Protocol):
-    """The role of each rank with the buckets of a transfer, as seen by ``rank``. :class:`Flow` is that of a load."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def sharers(self) -> tuple[int, ...]: ...
-    @property
-    def relays(self) -> tuple[int, ...]: ...
-    @property
-    def crosses(self) -> bool: ...
-    def reader(self, bucket: int) -> int: ...
-    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]: ...
-
-
 @dataclass(frozen=True)
 class Flow:
     """The roles of all ranks in one load, as seen by ``rank``. Equal on all ranks but for ``rank``."""
@@ -67,10 +51,6 @@ class Flow:
     algorithm: str
     shared: bool
     """True if the ranks of a node share their staging buffers; else each has its own and bytes are passed on to it."""
-
-    @property
-    def _algorithm(self) -> TwoLevel:
-        return ALGORITHMS[self.algorithm]
 
     @cached_property
     def node(self) -> int:
@@ -121,7 +101,7 @@ class Flow:
             return self.sharers if len(self.nodes[self.node]) > 1 or self.crosses else ()
         if not self.crosses:
             return ()
-        return self._algorithm.relays(self.sharers, self.leaders[self.node])
+        return self.sharers if self.algorithm == "striped" else (self.leaders[self.node],)
 
     @property
     def crosses(self) -> bool:
@@ -131,7 +111,7 @@ class Flow:
     @property
     def stripes_multiple(self) -> int:
         """Bytes; a bucket whose size is a multiple has equal stripes, which the ranks of a node gather at once."""
-        return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self._algorithm.striped else 1
+        return len(self.nodes[self.node]) * STRIPE_ALIGNMENT if self.algorithm == "striped" else 1
 
     def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
         """Returns the steps that this rank, one of ``relays``, takes with the buckets of a wave.

@@ -15,6 +15,7 @@ from torch import Tensor
 from epload.planning.bucket_layout import BucketLayout
 from epload.planning.buckets import BucketCopies
 from epload.planning.pulls import Pulls
+from epload.planning.schedule import Step
 from epload.planning.waves import Wave
 
 
@@ -170,3 +171,41 @@ class ExchangePlan:
         """Names the tensors in some consecutive buckets, for messages."""
         ends = self.names[self.buckets[numbers[0]].tensors[0]], self.names[self.buckets[numbers[-1]].tensors[1]]
         return f"{' to '.join(dict.fromkeys(ends))} of {self.source}"
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeRoles:
+    """The role of each rank with the buckets of a plan, as seen by ``rank``: as :class:`~epload.planning.schedule.Flow` is that
+    of a load."""
+
+    plan: ExchangePlan
+    members: Members
+    rank: int
+
+    crosses = True
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        return next((node for node in self.members.nodes if self.rank in node), (self.rank,))
+
+    @cached_property
+    def relays(self) -> tuple[int, ...]:
+        return self.sharers[: self.members.rails]
+
+    def reader(self, bucket: int) -> int:
+        """Returns the rank that fills a bucket."""
+        return self.plan.buckets[bucket].stream.owner
+
+    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
+        """Returns the steps along each bucket's path, between ranks of the rail that its sender is in."""
+        members = self.members
+        rail = members.rail_of[self.rank]
+        steps: list[Step] = []
+        for number, begin, end in buckets:
+            bucket = self.plan.buckets[number]
+            owner, path = bucket.stream.owner, bucket.stream.path(bucket.wave)
+            if members.rail_of[owner] == rail:
+                chain = [-1, owner, *(members.nodes[node][rail] for node in path), -1]
+                at = chain.index(self.rank)
+                steps.append((begin, end, chain[at - 1], -1, chain[at + 1], -1))
+        return steps

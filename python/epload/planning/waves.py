@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from epload.planning.plan import LoadPlan
-
 _ALIGNMENT = 64
 """Bytes; where a bucket may start in its wave."""
 
@@ -45,9 +43,9 @@ def make_waves(sizes: Sequence[int], per_wave: int = 1) -> list[Wave]:
     return [Wave.of(index, part, [sizes[number] for number in part]) for index, part in enumerate(parts)]
 
 
-def wave_bytes(plan: LoadPlan, per_wave: int) -> int:
-    """Returns the bytes of the largest wave."""
-    return max((wave.nbytes for wave in make_waves(plan.sizes, per_wave)), default=0)
+def wave_bytes(sizes: Sequence[int], per_wave: int) -> int:
+    """Returns the bytes of the largest wave of buckets of these sizes."""
+    return max((wave.nbytes for wave in make_waves(sizes, per_wave)), default=0)
 
 
 def group_buckets(sizes: Sequence[int], limit: int) -> list[range]:

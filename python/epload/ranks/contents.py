@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from epload.errors import LoadError, message_of
-from epload.planning.holdings import HoldingsSummary, digest_of
+from epload.planning.holdings import Holdings, digest_of
 from epload.ranks import messages
 
 
@@ -42,19 +42,20 @@ def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
     return get(store, f"content/{name}", timeout)
 
 
-def publish_summary(store: Store, summary: HoldingsSummary) -> list[str]:
-    """Publishes a rank's summary; returns what :func:`fetch_summaries` needs."""
-    return [publish(store, part) for part in summary.encode()]
+def publish_holdings(store: Store, holdings: Holdings) -> list[str]:
+    """Publishes a rank's holdings; returns what :func:`fetch_holdings` needs."""
+    return [publish(store, part) for part in holdings.encode()]
 
 
-def fetch_summaries(store: Store, names: Sequence[Sequence[str]], timeout: timedelta) -> list[HoldingsSummary]:
-    """Fetches the summaries of several ranks. Equal ones are fetched once and are one object, and so are their columns."""
+def fetch_holdings(store: Store, names: Sequence[Sequence[str]], timeout: timedelta) -> list[Holdings]:
+    """Fetches the holdings of several ranks, without targets. Equal ones are fetched once and are one object, and so are their
+    columns."""
     fetch_once = cache(lambda name: fetch(store, name, timeout))
     class_of: dict[str, Tensor] = {}
 
     @cache
-    def summary_of(columns: str, rest: str) -> HoldingsSummary:
-        summary = HoldingsSummary.decode(fetch_once(columns), fetch_once(rest))
-        return replace(summary, class_of=class_of.setdefault(columns, summary.class_of))
+    def holdings_of(columns: str, classes: str) -> Holdings:
+        holdings = Holdings.decode(fetch_once(columns), fetch_once(classes))
+        return replace(holdings, class_of=class_of.setdefault(columns, holdings.class_of))
 
-    return [summary_of(*parts) for parts in names]
+    return [holdings_of(*parts) for parts in names]

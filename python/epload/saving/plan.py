@@ -20,7 +20,6 @@ from epload.planning.holdings import (
     NO_PART,
     Copy,
     Holdings,
-    HoldingsSummary,
     copies_of_box,
     expand_copies,
     number_alike,
@@ -39,23 +38,23 @@ the rank's local tensors); and int64 [n, 2], the file of each, and where in it i
 
 
 def plan_writes(
-    manifest: Manifest, layout: FilesLayout, summaries: Mapping[int, HoldingsSummary], rank: int, holdings: Holdings
+    manifest: Manifest, layout: FilesLayout, of_ranks: Mapping[int, Holdings], rank: int, holdings: Holdings
 ) -> WritePlan:
     """Plans what this rank writes.
 
     Args:
         manifest: the tensors as in the files but without padding.
-        summaries: of every rank's holdings.
-        holdings: this rank's.
+        of_ranks: every rank's holdings, of which the regions count.
+        holdings: this rank's, with targets.
 
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kind_of = number_alike(manifest.kinds, summaries.values())
+    kind_of = number_alike(manifest.kinds, of_ranks.values())
     slots: list[list[Slot]] = []
     templates: list[list[Copy]] = []
     for first in first_of_each(kind_of).tolist():
-        slots.append(_slots_of(manifest, first, summaries))
+        slots.append(_slots_of(manifest, first, of_ranks))
         number, shape, dtype = int(holdings.class_of[first]), manifest.shapes[first], manifest.dtypes[first]
         have = holdings.classes[number].dtype if number != NO_PART else dtype
         if not dtype_names.converts(have, dtype):
@@ -75,12 +74,12 @@ def plan_writes(
     return table, torch.stack([layout.file[tensor[row]], layout.offset[tensor[row]] + table.offset], 1)
 
 
-def _slots_of(manifest: Manifest, tensor: int, summaries: Mapping[int, HoldingsSummary]) -> list[Slot]:
+def _slots_of(manifest: Manifest, tensor: int, of_ranks: Mapping[int, Holdings]) -> list[Slot]:
     name, shape, dtype = manifest.names[tensor], manifest.shapes[tensor], manifest.dtypes[tensor]
     if 0 in shape:
         return []
-    classes = {rank: int(summary.class_of[tensor]) for rank, summary in summaries.items()}
-    boxes = [((rank,), summaries[rank].boxes[number]) for rank, number in classes.items() if number != NO_PART]
+    classes = {rank: int(holdings.class_of[tensor]) for rank, holdings in of_ranks.items()}
+    boxes = [((rank,), of_ranks[rank].boxes[number]) for rank, number in classes.items() if number != NO_PART]
     whole = ((0,) * len(shape), shape)
     slots, missing = make_slots(shape, dtype.itemsize, boxes, [((0,), [whole])], SLOT_BYTES, MIN_BYTES)
     if missing is not None:

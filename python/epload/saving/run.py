@@ -18,8 +18,8 @@ from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
-from epload.planning.holdings import HoldingsSummary, digest_of
-from epload.ranks.contents import fetch_summaries, publish_summary
+from epload.planning.holdings import Holdings, digest_of
+from epload.ranks.contents import fetch_holdings, publish_holdings
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
@@ -130,8 +130,8 @@ class PendingSave:
         call = Call("save()", topology, self, self._made_by)
         with exclusive(call, self._timeout), topology.control.guard():
             with report.timed("plan"), garbage_collection.paused():
-                summaries = self._agree()
-                planned = Attempt(lambda: self._plan(summaries))
+                holdings = self._agree()
+                planned = Attempt(lambda: self._plan(holdings))
 
             base, tensors = self._base.value, self._tensors
             if (quantized := self._model.value.quantized) is not None:
@@ -156,8 +156,8 @@ class PendingSave:
         report.seconds = perf_counter() - self._began
         return report
 
-    def _agree(self) -> list[HoldingsSummary]:
-        """Returns the summaries of all ranks, which save the same."""
+    def _agree(self) -> list[Holdings]:
+        """Returns the holdings of all ranks, without targets, which save the same."""
         control = self._topology.control
         control.doing = "plans the save"
         store = control.store if control.store is not None else HashStore()
@@ -167,7 +167,7 @@ class PendingSave:
             base = (base := self._base.value) and (base.relative, base.digest)
             same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base
             self._tensors.value  # noqa: B018 raises if they could not be copied
-            return [digest_of(repr(same).encode()), *publish_summary(store, saved.holdings.summary())]
+            return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
 
         def reduce(views: dict[int, list[str]]) -> list[list[str]]:
             activity = "save different tensors, or pass a different path, max_shard_bytes, base or overwrite"
@@ -176,16 +176,16 @@ class PendingSave:
 
         own = Attempt(message)
         names = control.agree("planning the save", own.failure, own.result, reduce)
-        return fetch_summaries(store, names, control.timeout)
+        return fetch_holdings(store, names, control.timeout)
 
-    def _plan(self, summaries: list[HoldingsSummary]) -> tuple[FilesLayout, WritePlan]:
+    def _plan(self, holdings: list[Holdings]) -> tuple[FilesLayout, WritePlan]:
         saved, topology, base = self._model.value, self._topology, self._base.value
         if base is None:
             layout = lay_out(saved.manifest, self._max_shard_bytes)
         else:
             layout = base.lay_out(len(topology.ranks))
         unpadded = replace(saved.manifest, shapes=saved.shapes)
-        of_ranks = dict(zip(topology.control.ranks, summaries, strict=True))
+        of_ranks = dict(zip(topology.control.ranks, holdings, strict=True))
         return layout, plan_writes(unpadded, layout, of_ranks, topology.rank, saved.holdings)
 
 

@@ -199,15 +199,15 @@ class ReceivedChanges(Sink):
             for number, encoded in self._encoded.items():
                 self._version.apply(self._plan.buckets[number], self._generation, encoded)
         except BaseException:
-            counted.counters.fail()  # ends the wait of the others
+            counted.fail()  # ends the wait of the others
             raise
         self._encoded.clear()
         counted.waves_before += 1
-        counted.counters.post("unpack", counted.waves_before)
+        counted.post("unpack", counted.waves_before)
         until = monotonic() + control.timeout.total_seconds()
         while True:
             try:
-                counted.counters.wait("unpack", counted.waves_before, self._ranks, timedelta(seconds=_POLL_SECONDS))
+                counted.wait("unpack", counted.waves_before, self._ranks, timedelta(seconds=_POLL_SECONDS))
                 return
             except WaitTimeout as error:
                 if monotonic() > until or any(rank in control.processes.ended for rank in self._ranks):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from epload.core.attempt import Attempt
 from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
-from epload.planning.streams import ExchangePlan, Members
+from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.ranks.control import Control
 from epload.sync.changes import (
     DENSE,
@@ -19,7 +19,7 @@ from epload.sync.changes import (
 )
 from epload.sync.node_version import NodeVersion
 from epload.sync.report import SyncReport
-from epload.sync.transfer import ExchangeRoles, HostRoute, LocalBuckets
+from epload.sync.transfer import HostRoute, LocalBuckets
 from epload.transfer.context import TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory

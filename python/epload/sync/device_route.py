@@ -133,12 +133,12 @@ class DeviceRoute:
             self._staging, context, "inter_node", in_order=False,
             seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
         )  # fmt: skip
-        engine = Engine(context, self._waves, self._ring, self if self._waves else None, sink)
+        engine = Engine(context, self._waves, self._ring, self.move if self._waves else None, sink)
         with self._staging.entered(), Progress(self._plan.nbytes, show_progress) as bar:
             run_transfer(engine, self._control, self.groups, bar)
 
     def move(self, wave: Wave) -> None:
-        """See :class:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
+        """See :data:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while
         the wave before is passed on."""
         staging = self._staging
         self._broadcast(wave, 0, staging.entry)

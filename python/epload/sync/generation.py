@@ -19,7 +19,7 @@ from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, kind_of, make_error
 from epload.planning.holdings import Holdings
-from epload.planning.streams import ExchangePlan, Members
+from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.sync.changes_route import ChangesRoute
 from epload.sync.committed import CommittedTensors
 from epload.sync.device_route import DeviceRoute
@@ -29,7 +29,7 @@ from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import ExchangeRoles, HostRoute, LocalBuckets
+from epload.sync.transfer import HostRoute, LocalBuckets
 from epload.transfer.context import TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory

@@ -15,7 +15,7 @@ from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings
 from epload.planning.schedule import SYNC_WAVE_BYTES
 from epload.planning.streams import ExchangePlan, Members
-from epload.ranks.contents import fetch, fetch_summaries, publish, publish_summary
+from epload.ranks.contents import fetch, fetch_holdings, publish, publish_holdings
 from epload.ranks.control import Control
 from epload.ranks.membership import group_equal
 from epload.ranks.rendezvous import rendezvous
@@ -31,10 +31,10 @@ class JoinMessage(NamedTuple):
     access: DeviceAccess
     stages: bool = False
     """True if its node keeps a whole version in host memory."""
-    summary: Sequence[str] = ()
-    """Names in the store of the summary of the rank's holdings."""
-    parts: str = ""
-    """Name of what else those need to know of a sender's holdings that copy out of its memory; empty if nobody can."""
+    holdings: Sequence[str] = ()
+    """Names in the store of the rank's holdings."""
+    targets: str = ""
+    """Name of the targets of a sender's holdings, for those that copy out of its memory; empty if nobody can."""
 
 
 def join(
@@ -60,8 +60,8 @@ def join(
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
         ValueError: ranks differ in ``verify``; on every rank.
     """
-    parts = publish(store, holdings.encode_parts()) if message.access.handle else ""
-    message = message._replace(summary=publish_summary(store, holdings.summary()), parts=parts)
+    targets = publish(store, holdings.encode_targets()) if message.access.handle else ""
+    message = message._replace(holdings=publish_holdings(store, holdings), targets=targets)
     control, views = rendezvous(
         PrefixStore(f"generation/{number}", store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank,
         message.node,
@@ -121,11 +121,11 @@ def plan_together(
     lenders: dict[int, Holdings] = {}
 
     def plan() -> ExchangePlan:
-        summaries = fetch_summaries(store, [message.summary for message in messages], control.timeout)
+        of_ranks = fetch_holdings(store, [message.holdings for message in messages], control.timeout)
         for sender in reach.get(node, ()):
-            lenders[sender] = Holdings.decode(summaries[sender], fetch(store, messages[sender].parts, control.timeout))
+            lenders[sender] = of_ranks[sender].with_targets(fetch(store, messages[sender].targets, control.timeout))
         return plan_exchange(
-            manifest, members, dict(enumerate(summaries)), control.rank, holdings, SYNC_WAVE_BYTES, f"generation {number}",
+            manifest, members, dict(enumerate(of_ranks)), control.rank, holdings, SYNC_WAVE_BYTES, f"generation {number}",
             reach, lenders if messages[control.rank].stages else None, base,
         )  # fmt: skip
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from epload.observe.progress import Progress
-from epload.planning.schedule import Step
 from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
@@ -21,47 +18,9 @@ from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
-_NO_RANK = -1
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
 wakes threads at both ends."""
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangeRoles:
-    """See :class:`~epload.planning.schedule.Roles`."""
-
-    plan: ExchangePlan
-    members: Members
-    rank: int
-
-    crosses = True
-
-    @cached_property
-    def sharers(self) -> tuple[int, ...]:
-        return next((node for node in self.members.nodes if self.rank in node), (self.rank,))
-
-    @cached_property
-    def relays(self) -> tuple[int, ...]:
-        return self.sharers[: self.members.rails]
-
-    def reader(self, bucket: int) -> int:
-        """The rank that fills a bucket."""
-        return self.plan.buckets[bucket].stream.owner
-
-    def steps(self, buckets: Sequence[tuple[int, int, int]]) -> list[Step]:
-        """Returns the steps along each bucket's path, between ranks of the rail that its sender is in."""
-        members = self.members
-        rail = members.rail_of[self.rank]
-        steps: list[Step] = []
-        for number, begin, end in buckets:
-            bucket = self.plan.buckets[number]
-            owner, path = bucket.stream.owner, bucket.stream.path(bucket.wave)
-            if members.rail_of[owner] == rail:
-                chain = [_NO_RANK, owner, *(members.nodes[node][rail] for node in path), _NO_RANK]
-                at = chain.index(self.rank)
-                steps.append((begin, end, chain[at - 1], _NO_RANK, chain[at + 1], _NO_RANK))
-        return steps
 
 
 class LocalBuckets(Sink):
@@ -125,7 +84,7 @@ class HostRoute:
             routes[rank] = Route(rank, rank, self.groups.name(members.rail(members.rail_of[rank])), "")
         chunk_bytes = _CHUNK_BYTES if len(members.nodes) > 1 else _LONE_CHUNK_BYTES
         waves = context.plan.waves
-        engine = through_memory(context, memory, waves, sink, routes, chunk_bytes, memory.waves_before)
+        engine = through_memory(context, memory, waves, sink, routes, chunk_bytes)
         memory.waves_before += len(waves)
         with Progress(context.plan.nbytes, show_progress) as bar:
             run_transfer(engine, self._control, self.groups, bar)

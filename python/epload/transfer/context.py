@@ -17,8 +17,8 @@ from epload.native import ops
 from epload.observe.phases import Phase
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
-from epload.planning.schedule import Roles
-from epload.planning.streams import ExchangePlan
+from epload.planning.schedule import Flow
+from epload.planning.streams import ExchangePlan, ExchangeRoles
 from epload.ranks.control import Control
 from epload.report import TransferReport
 from epload.transfer.framing import BucketHeader, list_numbers, write_bytes
@@ -33,7 +33,7 @@ class TransferContext:
     """One rank's part in moving buckets of one plan."""
 
     plan: LoadPlan | ExchangePlan
-    flow: Roles
+    flow: Flow | ExchangeRoles
     fill: Fill | None
     """Fills buckets; None on a rank that fills none."""
     names: Callable[[Sequence[int]], str]

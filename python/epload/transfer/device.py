@@ -3,16 +3,12 @@ buffers of buckets that move between ranks, with the events that say when a buff
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 
 import torch
 
-from epload.core import threads
-from epload.errors import LoadError
-from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
 from epload.transfer.device_pipe import DevicePipe
 
@@ -114,71 +110,3 @@ def wait_for(event: torch.Event, check: Callable[[], None]) -> None:
         time.sleep(_POLL_SECONDS)
     check()  # it may be that the collective was aborted
     event.synchronize()  # raises the error of what was queued before it, if there was one
-
-
-class DeviceResources:
-    """Keeps one loader's stream and staging from load to load, made when first needed."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        """``stream``: the caller's, if one was passed."""
-        self._callers = stream
-        self._own: dict[torch.device, torch.Stream] = {}
-        self.staging: DeviceStaging | None = None
-        self._thread: threading.Thread | None = None
-        self._pipe: DevicePipe | None = None
-        """Made by the thread, until the staging has it."""
-
-    def stream(self, device: torch.device) -> torch.Stream:
-        """Returns the caller's stream, or the loader's own."""
-        if self._callers is not None:
-            return self._callers
-        if device not in self._own:
-            self._own[device] = torch.Stream(device)
-        return self._own[device]
-
-    def describe_stream(self, device: torch.device) -> str:
-        """Describes the stream for the report."""
-        stream = self.stream(device)
-        return f"{stream.device} {stream.stream_id}, {'the loader' if self._callers is None else 'the caller'}'s"
-
-    def prepare(self, device: torch.device, ranks: int) -> None:
-        """Begins to make the pipe of a first load's staging, and to open what the device runs, while the load is planned."""
-
-        def make() -> None:
-            torch.accelerator.set_device_index(device)
-            with suppress(Exception):  # it is made again, and fails again, where that is reported
-                if device.type == "cuda":
-                    ops.cuda_obstacle(device)
-                self._pipe = DevicePipe.of(device, ranks)
-
-        if self.staging is None and self._thread is None:
-            with suppress(LoadError):  # the process has reached its limit on threads
-                self._thread = threads.start("epload-pipe", make)
-
-    def _join(self) -> None:
-        """Waits for what :meth:`prepare` has begun."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def reserve(self, device: torch.device, nbytes: int, ranks: int) -> DeviceStaging:
-        """Returns staging that is kept for the next load; see the arguments of :class:`DeviceStaging`."""
-        self._join()
-        staging, self.staging = self.staging, None
-        lacks_pipe = ranks > 0 and (staging is None or staging.pipe is None)
-        if staging is None or lacks_pipe or staging.device != device or staging.nbytes < nbytes:
-            staging = None  # before more is allocated
-            staging = DeviceStaging(device, nbytes, self.stream(device), ranks=ranks)
-        self.staging, self._pipe = staging, None
-        return staging
-
-    def clear(self) -> None:
-        """Drops the staging, and what was to become one."""
-        self._join()
-        self.staging = self._pipe = None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enters the staging, if there is one."""
-        with self.staging.entered() if self.staging is not None else nullcontext():
-            yield

@@ -7,7 +7,7 @@ their headers and ending early are here and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -17,13 +17,13 @@ from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
-from epload.ranks.topology import Route
 from epload.transfer import pipeline
 from epload.transfer.context import TransferContext
+from epload.transfer.device_ring import DeviceRing
 from epload.transfer.direct_read import DirectRead
 from epload.transfer.framing import list_numbers
 from epload.transfer.host_ring import HostRing
-from epload.transfer.movers import MOVERS, SLOWEST, Channel, Mover, Ring
+from epload.transfer.movers import SLOWEST, Mover, Routes, relay
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
 
@@ -35,7 +35,12 @@ class Engine:
     """Moves some of a plan's buckets. Single use: make it, run it."""
 
     def __init__(
-        self, context: TransferContext, waves: Sequence[Wave], ring: Ring, mover: Mover | None, sink: Sink
+        self,
+        context: TransferContext,
+        waves: Sequence[Wave],
+        ring: HostRing | DeviceRing,
+        mover: Mover | None,
+        sink: Sink,
     ) -> None:
         """``mover``: None on a rank that passes nothing on and receives nothing but from its own node's buffers."""
         self._context = context
@@ -115,7 +120,7 @@ class Engine:
     def _move(self, wave: Wave) -> bool:
         assert self._mover is not None
         self._ring.wait("move", wave)
-        self._mover.move(wave)
+        self._mover(wave)
         self._ring.done("move", wave)
         if not self._ring.checks_moved:
             return True
@@ -178,23 +183,21 @@ def through_memory(
     memory: NodeMemory,
     waves: Sequence[Wave],
     sink: Sink,
-    routes: Mapping[int, Route],
+    routes: Routes,
     chunk_bytes: int,
-    waves_before: int = 0,
 ) -> Engine:
     """Returns an engine whose buckets are staged in host memory.
 
     Args:
         memory: of the node, with buffers for the largest wave.
-        routes: see :class:`Channel`.
+        routes: of the buckets that this rank passes on or receives.
         chunk_bytes: of a message.
-        waves_before: number of waves of this operation that went through the memory before.
     """
     timeout = message_timeout(context.control, waves)
     # The network's limit is over first, and its error says more.
-    ring = HostRing(memory, context, 1.25 * timeout + timedelta(seconds=2), waves_before)
+    ring = HostRing(memory, context, 1.25 * timeout + timedelta(seconds=2))
     relays = context.flow.rank in context.flow.relays
-    mover = MOVERS["host"](context, Channel(ring, routes, chunk_bytes, timeout.total_seconds())) if relays else None
+    mover = relay(context, ring, routes, chunk_bytes, timeout.total_seconds()) if relays else None
     return Engine(context, waves, ring, mover, sink)
 
 

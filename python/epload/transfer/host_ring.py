@@ -10,8 +10,7 @@ from torch import Tensor
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.transfer.context import TransferContext
-from epload.transfer.progress_counters import STEPS
-from epload.transfer.shared_memory import NodeMemory
+from epload.transfer.shared_memory import STEPS, NodeMemory
 
 _ENDED = 1 << 30
 """The count that a rank posts when it takes no further part."""
@@ -29,18 +28,17 @@ class HostRing:
     checks_moved = True
     """True if headers are checked once a wave has been moved, rather than when it is unpacked."""
 
-    def __init__(self, memory: NodeMemory, context: TransferContext, timeout: timedelta, waves_before: int = 0) -> None:
+    def __init__(self, memory: NodeMemory, context: TransferContext, timeout: timedelta) -> None:
         """
         Args:
             memory: with buffers for the largest wave.
             timeout: of one wait for another rank of the node.
-            waves_before: number of waves of this sync that went through the same memory before; no rank uses them any more.
         """
         self.memory = memory
         self._context = context
         self._flow = context.flow
         self._timeout = timeout
-        self._before = waves_before
+        self._before = memory.waves_before
 
     def enter_thread(self) -> None:
         """Prepares a thread that uses the ring, other than the one that made it."""
@@ -93,12 +91,12 @@ class HostRing:
         """Ends all steps: wakes all waits, now and later, with an error, or without ``failed`` in order, as a reader has aborted
         the transfer."""
         if failed:
-            self.memory.counters.fail()
+            self.memory.fail()
         else:
             self._post("unpack", _ENDED)
 
     def _post(self, step: str, count: int) -> None:
-        self.memory.counters.post(step, self._before + count)
+        self.memory.post(step, self._before + count)
 
     def _wait(self, step: str, count: int, ranks: Sequence[int]) -> None:
         if not ranks:
@@ -106,4 +104,4 @@ class HostRing:
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         what, context = f"{names} has {STEPS[step]} wave {count - 1}", self._context
         with context.control.activity(f"waits until {what}"), context.report.timed("wait", what, ranks):
-            self.memory.counters.wait(step, self._before + count, ranks, self._timeout)
+            self.memory.wait(step, self._before + count, ranks, self._timeout)

@@ -1,12 +1,8 @@
-"""Movers: how a wave's buckets go from rank to rank. A relay passes chunks on through host memory; a collective broadcasts.
-
-A new one is a class with a method ``move`` and a row in :data:`MOVERS`; see tests/support/example_mover.py.
-"""
+"""Movers: how a wave's buckets go from rank to rank. A relay passes chunks on through host memory; a collective broadcasts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,83 +18,56 @@ from epload.transfer.host_ring import HostRing
 
 SLOWEST = 10e6
 """Bytes a second; a step that moves bytes has the timeout and what they take at this rate."""
-Ring = HostRing | DeviceRing
+Mover = Callable[[Wave], None]
+"""Sends and receives this rank's part of a wave. Made for one transfer, and used by one thread. Raises LoadError if a message did
+not arrive."""
+Routes = Mapping[int, Route]
+"""Groups of ranks, for each rank that fills buckets for this one."""
 
 
-class Channel(NamedTuple):
-    """Describes what a mover moves buckets between, and over what."""
+def relay(context: TransferContext, ring: HostRing, routes: Routes, chunk_bytes: int, seconds: float) -> Mover:
+    """Returns a mover that passes waves on through host memory, chunk by chunk: in a ring of nodes, then a chain inside a node
+    that shares none.
 
-    ring: Ring
-    """Buffers of this rank, or of its node."""
-    routes: Mapping[int, Route]
-    """Groups of ranks, for each rank that fills buckets for this one."""
-    chunk_bytes: int = 0
-    """Bytes of a message; 0 for a whole bucket."""
-    seconds: float = 0.0
-    """Seconds that a message may take; 0 for the timeout of its group."""
+    Args:
+        chunk_bytes: of a message.
+        seconds: that a message may take.
+    """
+    route = next(iter(routes.values()))
+    phase = "inter_node" if context.flow.crosses and route.inter_group else "intra_node"
+    counters = ring.memory.counters  # on which a failure ends the wait for a message
 
-
-class Mover(Protocol):
-    """Made for one transfer, of a context and a channel. Used by one thread."""
-
-    def move(self, wave: Wave) -> None:
-        """Sends and receives this rank's part of a wave. Raises LoadError if a message did not arrive."""
-        ...
-
-
-class Relay:
-    """Passes a wave on through host memory, chunk by chunk: in a ring of nodes, then a chain inside a node that shares none."""
-
-    def __init__(self, context: TransferContext, channel: Channel) -> None:
-        assert isinstance(channel.ring, HostRing)
-        self._context = context
-        self._channel = channel
-        self._ring = channel.ring
-        route = next(iter(channel.routes.values()))
-        self._groups = route.inter_group, route.intra_group
-        self._phase = "inter_node" if context.flow.crosses and route.inter_group else "intra_node"
-
-    def move(self, wave: Wave) -> None:
-        context, channel, numbers = self._context, self._channel, wave.numbers
+    def move(wave: Wave) -> None:
+        numbers = wave.numbers
         rows = context.flow.steps(list(zip(numbers, wave.begins, wave.ends, strict=True)))
         if not rows:
             return
         steps = torch.tensor(rows, dtype=torch.int64)
         senders, receivers = (sorted({*ranks.flatten().tolist()} - {-1}) for ranks in (steps[:, 2:4], steps[:, 4:]))
         doing = f"passes on buckets {numbers[0]} to {numbers[-1]}, from ranks {senders} to ranks {receivers}"
-        counters = self._ring.memory.counters.words  # on which a failure ends the wait for a message
-        with context.moving(self._phase, doing, numbers[0]) as span:
+        with context.moving(phase, doing, numbers[0]) as span:
             context.report.transport_steps += ops.relay(
-                self._ring.bucket(wave), steps, *self._groups, channel.chunk_bytes, counters, channel.seconds
+                ring.bucket(wave), steps, route.inter_group, route.intra_group, chunk_bytes, counters, seconds
             )
             span.nbytes = int((steps[:, 1] - steps[:, 0]).sum())
 
+    return move
 
-class Collective:
-    """Broadcasts each bucket from the rank that reads it, on a device's stream."""
 
-    def __init__(self, context: TransferContext, channel: Channel) -> None:
-        assert isinstance(channel.ring, DeviceRing)
-        assert isinstance(context.flow, Flow)
-        self._context = context
-        self._flow = context.flow
-        self._ring = channel.ring
-        self._routes = channel.routes
-        self._phase = "inter_node" if context.flow.crosses else "intra_node"
+def collective(context: TransferContext, flow: Flow, ring: DeviceRing, routes: Routes) -> Mover:
+    """Returns a mover that broadcasts each bucket from the rank that reads it, on a device's stream."""
+    phase = "inter_node" if flow.crosses else "intra_node"
 
-    def move(self, wave: Wave) -> None:
-        context, flow = self._context, self._flow
+    def move(wave: Wave) -> None:
         for i, number in enumerate(wave.numbers):
-            reader, bucket = flow.reader(number), self._ring.bucket(wave, i, flow.stripes_multiple)
-            route = self._routes[reader]
-            with context.moving(self._phase, f"broadcasts bucket {number} from rank {reader}", number) as span:
-                broadcast(bucket, route, flow.algorithm, self._ring.staging.stream)
+            reader, bucket = flow.reader(number), ring.bucket(wave, i, flow.stripes_multiple)
+            route = routes[reader]
+            with context.moving(phase, f"broadcasts bucket {number} from rank {reader}", number) as span:
+                broadcast(bucket, route, flow.algorithm, ring.staging.stream)
                 span.nbytes = wave.ends[i] - wave.begins[i]
             context.report.transport_steps += bool(route.inter_group) + bool(route.intra_group)
 
-
-MOVERS: dict[str, Callable[[TransferContext, Channel], Mover]] = {"host": Relay, "device": Collective}
-"""The mover of each kind of memory."""
+    return move
 
 
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:

@@ -1,4 +1,4 @@
-"""Staging buffers that the ranks of one node share, with the node's progress counters.
+"""Staging buffers that the ranks of one node share, with counters by which they, and their threads, know how far the others are.
 
 The memory is a memfd: it has no name in any file system, so that nothing is left behind however its processes end. The leader
 makes it, the others open it through ``/proc``. Where that is not possible (processes in different containers) every rank has
@@ -12,29 +12,37 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from epload.errors import RemoteFailure, WaitTimeout
+from epload.native import ops
 from epload.ranks.control import Control
-from epload.transfer.progress_counters import ProgressCounters
 
 BUFFERS = 2
 """Waves under way at most, unless the memory is to hold all of them."""
+STEPS = {"read": "read", "move": "relayed", "check": "checked", "verify": "verified", "unpack": "unpacked"}
+"""Steps that each rank takes with a wave, each with its participle for messages."""
+_SLICE = 1.0
+"""Seconds after which a wait returns to the interpreter, so that an interrupt is handled."""
 _PAGE = 4096
 _TOKEN_BYTES = 16
 
 
 class NodeMemory:
-    """Staging buffers and progress counters, of one rank alone or of all ranks of a node."""
+    """Staging buffers, of one rank alone or of all ranks of a node, and counters of the waves that each rank has finished in each
+    step. Threads and processes can share it."""
 
     def __init__(
         self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool, count: int = BUFFERS
     ) -> None:
         """
         Args:
-            memory: uint8; the progress counters in it are zeros at first.
+            memory: uint8; the counters in it are zeros at first.
             nbytes: of one buffer.
             shared: whether every node shares its own.
             count: of buffers.
@@ -47,13 +55,56 @@ class NodeMemory:
         self.buffers = [memory[i * _rounded(nbytes) :][:nbytes] for i in range(count)]
         self.token = bytes(memory[-_TOKEN_BYTES:].tolist()).hex()
         """Equal on ranks with the same memory only."""
-        words = memory[count * _rounded(nbytes) : -_TOKEN_BYTES].view(torch.int32)
-        self.counters = ProgressCounters(words, ranks, rank)
+        self.counters = memory[count * _rounded(nbytes) : -_TOKEN_BYTES].view(torch.int32)
+        """See ``ops.board_post``."""
+        self._rank = rank
 
     @property
     def footprint(self) -> int:
         """Bytes of all buffers."""
         return len(self.buffers) * self.nbytes
+
+    # ---- progress ----
+
+    def restart(self) -> None:
+        """Sets this rank back to the start of a load; all do it before any of them goes on."""
+        for step in STEPS:
+            self.post(step, 0)
+
+    def post(self, step: str, waves: int) -> None:
+        """Says that this rank has finished ``step`` of so many waves."""
+        ops.board_post(self.counters, self._slot(step, self._rank), waves)
+
+    def fail(self) -> None:
+        """Wakes all that wait, now and later: this rank cannot go on."""
+        ops.board_post(self.counters, -1, 1)
+
+    def wait(self, step: str, waves: int, ranks: Sequence[int], limit: timedelta) -> None:
+        """Returns when each of ``ranks`` has finished ``step`` of so many waves.
+
+        Raises:
+            WaitTimeout: it took longer than ``limit``.
+            RemoteFailure: a rank of the node has failed.
+        """
+        slots = [self._slot(step, rank) for rank in ranks]
+        until = monotonic() + limit.total_seconds()
+        while True:
+            seconds = until - monotonic()
+            slot = ops.board_wait(self.counters, slots, waves, max(0.0, min(_SLICE, seconds)))
+            if slot == ops.BOARD_REACHED:
+                return
+            if slot == ops.BOARD_FAILED:
+                raise RemoteFailure("another rank failed")
+            if seconds <= 0:
+                raise WaitTimeout(
+                    f"rank {self._rank} waited {limit.total_seconds():.0f} s for rank {self.ranks[slot // len(STEPS)]} of its "
+                    f"node, which has not {STEPS[step]} wave {waves - 1}"
+                )
+
+    def _slot(self, step: str, rank: int) -> int:
+        return self.ranks.index(rank) * len(STEPS) + list(STEPS).index(step)
+
+    # ---- making it ----
 
     @classmethod
     def private(cls, rank: int, nbytes: int, shared: bool = False, count: int = BUFFERS) -> NodeMemory:
@@ -104,8 +155,8 @@ def _rounded(nbytes: int) -> int:
 
 
 def _total(ranks: int, nbytes: int, count: int) -> int:
-    """Returns the bytes of some buffers, the progress counters and the token."""
-    return count * _rounded(nbytes) + 4 * ProgressCounters.size(ranks) + _TOKEN_BYTES
+    """Returns the bytes of some buffers, the counters and the token."""
+    return count * _rounded(nbytes) + 4 * (ops.BOARD_FIXED_WORDS + ranks * len(STEPS)) + _TOKEN_BYTES
 
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap, str]:
