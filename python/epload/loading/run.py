@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -16,7 +15,6 @@ from epload.loading.missing import fill_missing
 from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
-from epload.mapping.scales import dequantize
 from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
@@ -61,12 +59,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
             with report.timed("verify"):
                 _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"
-        scalings = load.plan.scalings
-        staging = resources.staging if device != CPU and (scalings or load.plan.quantized) else None
-        with staging.entered() if staging is not None else nullcontext():
-            for scaling in scalings:
-                dequantize(scaling, local.tensors[scaling.target], local.tensors[scaling.scale])
-            local.quantize()
+        local.rescale()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)
         _finish(topology, load, report)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.mapping.quantized_targets import QuantizedTarget, quantize_target
+from epload.mapping.scales import dequantize
 from epload.native import ops
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
@@ -35,7 +36,7 @@ class Local(Sink):
         Args:
             tensors: of the plan's targets but for what is quantized, which is made when it is needed.
             staging: of the device that tensors are on; None if all are on CPU.
-            keeps: whether what is quantized stays as it has arrived until :meth:`quantize`, so that it can be verified.
+            keeps: whether what is quantized stays as it has arrived until :meth:`rescale`, so that it can be verified.
         """
         self.tensors = tensors + [torch.empty(0)] * (len(plan.targets.names) - len(tensors))
         self._plan, self._staging, self._keeps = plan, staging, keeps
@@ -62,11 +63,16 @@ class Local(Sink):
             regions.unpack(bucket.cpu() if regions.targets[0].is_cpu else bucket)
         self._arrived(range(number, number + 1))
 
-    def quantize(self) -> None:
-        """Quantizes what has been kept as it had arrived."""
+    def rescale(self) -> None:
+        """Multiplies weights by the scales that came with them, and quantizes what has been kept as it had arrived."""
         assert not any(self._left.values()), "a load has ended before all weights have arrived"
-        for target in self._plan.quantized if self._keeps else ():
-            self._quantize(target)
+        quantized = self._plan.quantized if self._keeps else ()
+        staging = self._staging if self._plan.scalings or quantized else None
+        with staging.entered() if staging is not None else nullcontext():
+            for scaling in self._plan.scalings:
+                dequantize(scaling, self.tensors[scaling.target], self.tensors[scaling.scale])
+            for target in quantized:
+                self._quantize(target)
 
     def read(self, numbers: range, checkpoint: Checkpoint) -> int | None:
         """Reads what this rank keeps of some buckets; returns the bytes read, None if the checkpoint gives whole buckets only.
