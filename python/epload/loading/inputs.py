@@ -80,6 +80,7 @@ class InputReader:
             targets = _collect(request, modules)
             devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), self._resources.streams)
         check_backend(self._resources.topology.group, devices[0])
+        self._resources.prepare(devices[0])
         local_modules = any(isinstance(part, LocalModules) for part in request.parts)
         return LocalInputs(targets, *devices, self._open(request, devices[0]), local_modules, modules)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import torch
 
+from epload.core import threads
+from epload.errors import LoadError
 from epload.loading.request import Options
 from epload.loading.routes import Router
 from epload.model.devices import check_stream
+from epload.native import ops
 from epload.planning.algorithms import STRIPE_ALIGNMENT
 from epload.ranks.topology import Topology
 from epload.transfer.device import DeviceStaging
+from epload.transfer.device_pipe import DevicePipe
 from epload.transfer.shared_memory import NodeMemory
 
 
@@ -29,6 +36,9 @@ class Resources:
         self.staging: DeviceStaging | None = None
         """Staging on the device of the last model that was on one."""
         self._own_streams: dict[torch.device, torch.Stream] = {}
+        self._preparing: threading.Thread | None = None
+        self._pipe: DevicePipe | None = None
+        """Made by the thread, until the staging has it."""
 
     def stream(self, device: torch.device) -> torch.Stream:
         """Returns the caller's stream, or the loader's own."""
@@ -50,6 +60,27 @@ class Resources:
             self.memory = NodeMemory.for_node(self.topology.control, self.topology.nodes, nbytes)
         return self.memory
 
+    def prepare(self, device: torch.device) -> None:
+        """Begins to make what a first load needs on a device while it is planned, if this rank surely brings bytes there."""
+        sure = len(self.topology.ranks) == 1 or self.options.readers in ("every", "auto")
+        if device.type == "cpu" or not sure or self.staging is not None or self._preparing is not None:
+            return
+
+        def make() -> None:
+            with suppress(Exception):  # it is made again, and fails again, where that is reported
+                torch.accelerator.set_device_index(device)
+                if device.type == "cuda":
+                    ops.cuda_obstacle(device)
+                self._pipe = DevicePipe.of(device, len(self.topology.node))
+
+        with suppress(LoadError):  # the process has reached its limit on threads
+            self._preparing = threads.start("epload-pipe", make)
+
+    def _end_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
     def reserve_staging(self, device: torch.device, readers: str, bucket_bytes: int, shared: bool) -> DeviceStaging:
         """Returns staging on the load's device.
 
@@ -57,6 +88,7 @@ class Resources:
             bucket_bytes: of the largest bucket.
             shared: whether there is memory that the ranks of a node share.
         """
+        self._end_preparing()
         flow, ranks = self.router.flow(device, readers, shared), len(self.topology.node)
         in_buckets = not flow.shared and readers != "every"
         stripes = ranks * STRIPE_ALIGNMENT  # as many bytes as make whole ones of any bucket
@@ -67,8 +99,10 @@ class Resources:
             self.staging = staging = None  # before more is allocated
             staging = DeviceStaging(device, nbytes, self.stream(device), ranks=ranks if brings_bytes else 0)
             self.staging = staging
+        self._pipe = None
         return staging
 
     def release(self) -> None:
         """Frees staging memory, at the end or after a failed transfer: the next load makes it anew."""
-        self.memory = self.staging = None
+        self._end_preparing()
+        self.memory = self.staging = self._pipe = None
