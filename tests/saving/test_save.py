@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import epload
-from epload.mapping.mapping import Rename
+from epload.mapping import Convert, Rename, Reshape, Split
 from support import ranks
 from support.checkpoints import read_folder
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
@@ -164,6 +165,21 @@ def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert (weight(), copy()) == (None, None)
+
+
+def test_rows_that_a_checkpoint_interleaves_and_a_flat_parameter(tmp_path: Path) -> None:
+    rows = 1500
+    model = torch.nn.ParameterDict({"a": torch.rand(rows, 4), "b": torch.rand(rows, 4), "flat": torch.rand(2 * rows)})
+    both = torch.stack([model["a"].detach(), model["b"].detach()], 1).reshape(2 * rows, 4)
+    state = {"both": both, "wide": model["flat"].detach().view(rows, 2)}
+    save_file(state, tmp_path / "names.safetensors")
+    apart = Convert(("both",), ("a", "b"), (Reshape((rows, 2, 4)), Split(1), Reshape((rows, 4))))
+    flat = Convert(("wide",), ("flat",), (Reshape((-1,)),))
+    options = {"mapping": epload.Mapping(converts=(apart, flat)), "names_from": tmp_path / "names.safetensors"}
+    epload.save(model, tmp_path / "new", **options)
+    assert read_folder(tmp_path / "new").keys() == state.keys()
+    for name, tensor in read_folder(tmp_path / "new").items():
+        assert torch.equal(tensor, state[name]), name
 
 
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:

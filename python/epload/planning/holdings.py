@@ -83,20 +83,22 @@ def _parts(view: View, shape: Shape, place: int) -> Iterator[Part]:
     the tensor, or past the end of one, is divided."""
     if 0 in view.size:
         return
-    rows = row_major_strides(shape)
-    start = tuple(view.offset // row % length for row, length in zip(rows, shape, strict=True))
-    extent, dims = [1] * len(shape), [-1] * len(view.size)
-    for i, (count, stride) in enumerate(zip(view.size, view.strides, strict=True)):
-        if count == 1:
-            continue
-        dim = next((d for d, row in enumerate(rows) if row == stride and shape[d] > 1), -1)
-        room = 1 if dim < 0 else shape[dim] - start[dim]
-        if room < count:
-            yield from _parts(view.narrow(i, 0, room), shape, place)
-            yield from _parts(view.narrow(i, room, count - room), shape, place)
-            return
-        extent[dim], dims[i] = count, dim
-    yield Part(start, tuple(extent), view.start, tuple(dims), place)
+    rows, regions = row_major_strides(shape), [view]
+    while regions:
+        view = regions.pop()
+        start = tuple(view.offset // row % length for row, length in zip(rows, shape, strict=True))
+        extent, dims = [1] * len(shape), [-1] * len(view.size)
+        for i, (count, stride) in enumerate(zip(view.size, view.strides, strict=True)):
+            if count == 1:
+                continue
+            dim = next((d for d, row in enumerate(rows) if row == stride and shape[d] > 1), -1)
+            room = 1 if dim < 0 else shape[dim] - start[dim]
+            if room < count:
+                regions += view.narrow(i, room, count - room), view.narrow(i, 0, room)
+                break
+            extent[dim], dims[i] = count, dim
+        else:
+            yield Part(start, tuple(extent), view.start, tuple(dims), place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +123,11 @@ class Holdings:
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
         """The distinct boxes of each class."""
         return tuple(tuple(dict.fromkeys(part.box for part in parts)) for parts in self.parts)
+
+    @cached_property
+    def part_of_box(self) -> tuple[dict[Box, Part], ...]:
+        """The first part of each class that is a box. There are thousands where a tensor's rows are strewn over local ones."""
+        return tuple({part.box: part for part in reversed(parts)} for parts in self.parts)
 
     @cached_property
     def dims(self) -> int:
@@ -296,8 +303,11 @@ def copies_of_box(
     start, size = box
     strides = strides or row_major_strides(whole or size)
     first = start if whole is None else (0,) * len(whole)
-    copies = []
-    for part in holdings.parts[number] if number != NO_PART else ():
+    copies: list[Copy] = []
+    if number == NO_PART:
+        return copies
+    exact = holdings.part_of_box[number].get(box) if once else None
+    for part in [exact] if exact is not None else holdings.parts[number]:
         if (shared := intersect(box, part.box)) is None:
             continue
         steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
