@@ -28,7 +28,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import epload
 from epload import ModelMismatch
 from epload.cli.main import main
-from epload.mapping import Concatenate, Convert, Mapping, Quantize
+from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape
 from support import fakedev, fp8, ranks
 from support.accelerator import DEVICE, SEMANTICS
 from support.checks import all_fine, local_of
@@ -112,6 +112,16 @@ def save_layouts(rank: int, folder: Path) -> None:
         model, folder / "mapped", mapping=replace(fp8.MAPPING, quantize=rule), names_from=folder / "names.safetensors"
     )
 
+    flat = fully_shard(nn.ParameterDict({"flat": one_scale().flatten()}), mesh=mesh(("all", 4)))
+    as_flat = Convert(("^w$",), ("flat",), (Reshape((-1,)),))
+    one = Mapping(converts=(as_flat,), quantize=Quantize(FORMATS["one"], weights=("^w$",)))
+    epload.save(flat, folder / "flat", mapping=one, names_from=folder / "w.safetensors")
+
+
+def one_scale() -> Tensor:
+    """A weight whose largest values are on the last rank."""
+    return torch.arange(240).reshape(6, 40).to(torch.bfloat16)
+
 
 def mapped() -> dict[str, Tensor]:
     """A checkpoint whose tensors are fused, transposed and reshaped in the model."""
@@ -127,7 +137,10 @@ def mapped() -> dict[str, Tensor]:
 
 def test_every_layout_is_quantized_as_the_whole_tensor(tmp_path: Path) -> None:
     save_file(mapped(), tmp_path / "names.safetensors")
+    save_file({"w": one_scale()}, tmp_path / "w.safetensors")
     ranks.run(4, save_layouts, tmp_path)
+    whole = reference("w", one_scale(), FORMATS["one"])
+    assert_same(load_file(tmp_path / "flat" / "model.safetensors"), whole, "a flat parameter with one scale")
     wanted_of_mapped = mapped()
     for name in [name for name in mapped() if name.endswith("weight")]:
         wanted_of_mapped |= reference(name, wanted_of_mapped[name], FORMATS["128 x 128"])
