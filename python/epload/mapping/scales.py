@@ -11,7 +11,7 @@ shapes leave no other choice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -164,6 +164,31 @@ def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tupl
         first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
         size = tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))
     return first, _box_view(first, size, _grid(shape, blocks))
+
+
+def stack_alike(scalings: Iterable[tuple[Scaling, torch.dtype]]) -> list[list[Scaling]]:
+    """Groups scalings whose weights are divided alike, and whose local tensors have one dtype: what a rank has of these weights
+    can be stacked, and is quantized at once, which for small weights takes half as long. One that shares its scales with another
+    scaling is alone."""
+    rows = list(scalings)
+    uses, groups = Counter(scaling.scale for scaling, _ in rows), defaultdict[object, list[Scaling]](list)
+    for scaling, dtype in rows:
+        _, view, shape, blocks, _, first, counts = scaling
+        alike = uses[scaling.scale] == 1 and 0 not in view.size and _keeps_blocks(view, shape)
+        groups[(view[1:], shape, blocks, first, counts, dtype) if alike else scaling].append(scaling)
+    batches = []
+    for group in groups.values():
+        count = max(1, _PIECE_ELEMENTS // max(1, prod(group[0].view.size)))
+        batches += [group[i : i + count] for i in range(0, len(group), count)]
+    return batches
+
+
+def stacked(scaling: Scaling, count: int) -> Scaling:
+    """Returns the scaling of so many weights that are divided like one, of what a rank has of each, stacked along a new dim."""
+    _, view, shape, blocks, _, first, counts = scaling
+    zeros = (0,) * (1 + len(view.size))
+    stack = View(zeros, (count, *view.size), view.offset, (prod(shape), *view.strides))
+    return Scaling(0, stack, (count, *shape), (1, *blocks), 1, (0, *first), (count, *counts))
 
 
 def box_scaling(start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Scaling:

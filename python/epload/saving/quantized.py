@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import Regions
+from epload.mapping.scales import Regions, Scaling
 from epload.mapping.wrappers import unwrap
 from epload.model.targets import Targets
 from epload.ranks.maxima import as_integers, reduce_maxima
@@ -90,6 +90,7 @@ class QuantizedModel:
             [view.size for view in views],
             [self._format.scale_dtype] * len(views),
         )
+        self._batches = scales.stack_alike((row, targets.dtypes[row.target]) for row in self._scalings)
         self._boxes = {row.scale: box_slices(row.first, row.counts) for row in self._scalings}
         self._written: dict[int, Tensor] = {}
         """The tensors that were written last, by index."""
@@ -108,25 +109,42 @@ class QuantizedModel:
         counts = list(map(prod, self._shared.values()))
         for (number, grid), values in zip(self._shared.items(), torch.split(reduced, counts), strict=True):
             maxima[number].copy_(values.view(torch.float32).reshape(grid)[self._boxes[number]])
-        factors: dict[int, Tensor] = {}
-        for scaling in self._scalings:
-            target, number = scaling.target, scaling.scale
-            device = torch.device("cpu") if on_host else local.value[target].device
-            tensors[target] = self._reuse(target, local.value[target].shape, device)
-            if number not in factors:
-                factors[number], stored = self._format.scales(maxima[number])
-                tensors[number] = self._reuse(number, stored.shape, device).copy_(stored)
-            scales.quantize(scaling, local.value[target], factors[number], self._format, tensors[target])
+        for batch, scaling, stack in self._stacks(local.value):
+            device = torch.device("cpu") if on_host else stack.device
+            largest = torch.stack([maxima[part.scale] for part in batch]).view(scaling.counts)
+            (factors, stored), into = self._format.scales(largest), list[Tensor]()
+            for part, of_part in zip(batch, _unstack(stored, batch), strict=True):
+                tensors[part.scale] = self._reuse(part.scale, part.counts, device).copy_(of_part)
+                tensors[part.target] = self._reuse(part.target, local.value[part.target].shape, device)
+                into.append(tensors[part.target][box_slices(part.view.start, part.view.size)])
+            narrow = torch.empty_like(stack, dtype=FP8) if len(batch) > 1 else into[0]
+            scales.quantize(scaling, stack, factors, self._format, narrow)
+            if len(batch) > 1:
+                torch._foreach_copy_(into, list(narrow.unbind()))
         return tensors
+
+    def _stacks(self, local: Sequence[Tensor]) -> Iterator[tuple[list[Scaling], Scaling, Tensor]]:
+        """Yields scalings of weights that are divided alike, and what this rank has of all of them, with one scaling for it."""
+        for alike in self._batches:
+            for device in {local[part.target].device for part in alike}:
+                batch = [part for part in alike if local[part.target].device == device]
+                parts = [local[part.target].detach()[box_slices(part.view.start, part.view.size)] for part in batch]
+                if len(batch) > 1:
+                    yield batch, scales.stacked(batch[0], len(batch)), torch.stack(parts)
+                else:
+                    zeros = (0,) * len(batch[0].view.start)
+                    yield batch, batch[0]._replace(view=batch[0].view._replace(start=zeros)), parts[0]
 
     def _maxima(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
         """Returns the largest absolute value of each block among the elements that this rank has, by the index of the scales."""
         maxima: dict[int, Tensor] = {}
-        for scaling in self._scalings:
-            tensor = local[scaling.target]
-            if scaling.scale not in maxima:
-                maxima[scaling.scale] = torch.zeros(scaling.counts, device=tensor.device)
-            scales.add_maxima(scaling, tensor, maxima[scaling.scale])
+        for batch, scaling, stack in self._stacks(local):
+            if len(batch) > 1 or batch[0].scale not in maxima:
+                of_batch = torch.zeros(scaling.counts, device=stack.device)
+                maxima |= zip((part.scale for part in batch), _unstack(of_batch, batch), strict=True)
+            else:
+                of_batch = maxima[batch[0].scale]
+            scales.add_maxima(scaling, stack, of_batch)
         return maxima
 
     def _shared_maxima(self, maxima: dict[int, Tensor]) -> Tensor:
@@ -145,6 +163,11 @@ class QuantizedModel:
             tensor = torch.empty(shape, dtype=self.targets.dtypes[number], device=device)
         self._written[number] = tensor
         return tensor
+
+
+def _unstack(stack: Tensor, batch: Sequence[Scaling]) -> Sequence[Tensor]:
+    """Returns the part of each scaling of a stack, or the only part."""
+    return stack.unbind() if len(batch) > 1 else [stack]
 
 
 def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8Format) -> Manifest:
