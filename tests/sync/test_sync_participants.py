@@ -24,7 +24,7 @@ def joined(port: int, rank: int) -> ReceiverRendezvous:
 @pytest.fixture
 def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
     with many_waves():
-        server = serve(("127.0.0.1", 0))
+        server = serve(("127.0.0.1", 0), LIMIT)
         yield SenderRendezvous(server, expected=2), server.port
 
 
