@@ -221,7 +221,7 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path)
     model = nn.ParameterList([nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(50)])
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
-    checkpoint, targets = Checkpoint.open(tmp_path if from_file else state), collect(model, None, ())
+    checkpoint, targets = Checkpoint.open(tmp_path if from_file else state), collect(model)
     plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
     right = digest_shards(plan, [0], targets.local())[0]
     for value in list(model.parameters())[::10]:
