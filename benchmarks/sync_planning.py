@@ -149,7 +149,8 @@ def _plan(
 
 
 def _sharing(holdings: Holdings, columns: dict[bytes, Tensor]) -> Holdings:
-    return replace(holdings, class_of=columns.setdefault(holdings.encode()[0], holdings.class_of))
+    """Returns what other ranks know of a rank's holdings."""
+    return replace(holdings, class_of=columns.setdefault(holdings.encode()[0], holdings.class_of), targets=())
 
 
 def _nodes(first: int, end: int) -> tuple[tuple[int, ...], ...]:
