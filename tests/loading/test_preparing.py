@@ -1,4 +1,4 @@
-"""What a first load needs on a device is made while the load is planned."""
+"""A first load makes what it needs on a device while it is planned."""
 
 from __future__ import annotations
 
