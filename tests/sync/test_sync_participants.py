@@ -37,7 +37,7 @@ def fail(sender: SenderRendezvous, number: int, *ranks: ReceiverRendezvous) -> N
     sender.start(Start(failed="a version that failed"))
     for rank in ranks:
         with pytest.raises(LoadError, match="a version that failed"):
-            rank.wait_for_start(number, LIMIT)
+            rank.versions.wait_for_start(number, LIMIT)
         rank.join_again()
 
 

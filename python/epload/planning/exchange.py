@@ -90,7 +90,9 @@ def plan_exchange(
     elif any(own) and lenders is not None:
         landed = _SlotRows(members, kinds, own, rank, node, waves, bucket_bytes)
         sources = {lender: landed.buckets(of_lender, packs=True) for lender, of_lender in lenders.items()}
-        landing = ExchangePlan(landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources)
+        landing = ExchangePlan(
+            landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources, layout=landed.layout
+        )
     return ExchangePlan(
         rows.buckets(holdings, packs=node < 0, base=base),
         *about,
@@ -101,6 +103,7 @@ def plan_exchange(
         tuple(member for number in sorted(pulled) if any(pulled[number]) for member in members.nodes[number]),
         node=node,
         layout=rows.layout if node >= 0 else None,
+        dtypes=tuple(kinds.dtypes[kind] for kind in kinds.of.tolist()),
     )
 
 

@@ -119,6 +119,8 @@ class ExchangePlan:
     """Number of this rank's node; -1 on a sender."""
     layout: BucketLayout | None = None
     """The places of slots in the buckets; None on a sender."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """The dtype in which each tensor moves."""
 
     def toward(self, nodes: Collection[int]) -> ExchangePlan:
         """Returns the plan by which the same buckets go to some of the nodes only."""

@@ -101,6 +101,7 @@ class Generation:
             self.control, self._messages = join(store, timeout, number, ranks, rank, message, holdings, failure)
             self._own, self._sends = self._messages[rank], rank < participants.senders
             assert manifest is not None
+            self._declared = manifest.dtypes
             with self._load(), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
                 self._node = next((i for i, node in enumerate(self.members.nodes) if rank in node), -1)
@@ -116,6 +117,16 @@ class Generation:
                     self.device = torch.device(self._own.access.device)
                     self.puller = Puller(self.plan, lenders, self.device, node.index(rank), len(node))
                 self._connect()
+
+    @property
+    def holders(self) -> list[int]:
+        """The receiving ranks whose node keeps each version in host memory."""
+        return [rank for rank in self.members.receivers if self._messages[rank].stages]
+
+    @property
+    def moves_declared_dtypes(self) -> bool:
+        """True if all tensors move in the dtypes that the manifest declares."""
+        return self._declared == self.plan.dtypes
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -210,6 +221,7 @@ class Generation:
         show_progress: bool = False,
         failure: Exception | None = None,
         begins: Callable[[bool], list[Tensor] | None] = lambda in_full: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Sends or receives a version. Collective over the generation's ranks.
 
@@ -219,6 +231,8 @@ class Generation:
             failure: why this rank cannot take part; then nothing moves.
             begins: called when all ranks are ready, before anything moves, with True if all nodes receive the version in full.
                 What it returns is sent in place of ``tensors``.
+            check: called on a sender before it packs a bucket, and after the last one. Raises LoadError if ``tensors`` are no
+                longer what is to be sent.
 
         Raises:
             LoadError: a rank failed; the same on every rank, none of which counts the version as received.
@@ -239,9 +253,9 @@ class Generation:
                             ranks = self.members.nodes[self._node] if self._node in nodes else ()
                             self._changes.move(self.node_version if ranks else None, ranks, report)
                         if self.route is not None and in_full:
-                            self._move(in_full, tensors, report, show_progress)
+                            self._move(in_full, tensors, report, show_progress, check)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
-                    self.control.agree("committing the version", None, last=True)
+                    self.control.agree("committing the version", Attempt(check).failure, last=True)
                     with report.timed("unpack", "applies changes"):
                         self._commit(start.key)
             except LoadError:
@@ -317,7 +331,12 @@ class Generation:
         return self.puller.copying(tensors, buckets, self._own.verify, self.control, report)
 
     def _move(
-        self, in_full: frozenset[int], tensors: list[Tensor] | None, report: SyncReport, show_progress: bool
+        self,
+        in_full: frozenset[int],
+        tensors: list[Tensor] | None,
+        report: SyncReport,
+        show_progress: bool,
+        check: Callable[[], None],
     ) -> None:
         plan, route, version, verify = (
             self._toward(in_full),
@@ -330,9 +349,22 @@ class Generation:
             return
         shards = self._shards(plan, tensors, route) if tensors is not None else None
         roles = ExchangeRoles(plan, self.members, self.control.rank)
-        fill = shards.pack if shards is not None and self._sends else None
+
+        def fill(number: int, buffer: Tensor) -> None:
+            check()
+            assert shards is not None
+            shards.pack(number, buffer)
+
         context = TransferContext(
-            plan, roles, fill, plan.describe, self.control, report, verify, report.version, ends_in_order=False
+            plan,
+            roles,
+            fill if self._sends else None,
+            plan.describe,
+            self.control,
+            report,
+            verify,
+            report.version,
+            ends_in_order=False,
         )
         if self._sends:
             sink = LocalBuckets(None)

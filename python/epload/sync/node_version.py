@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from epload.core.columns import column
+from epload.core.pieces import Metadata
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.holdings import Holdings
+from epload.planning.holdings import NO_PART, Holdings, combine
 from epload.planning.streams import ExchangeBucket, ExchangePlan
 from epload.planning.waves import Wave
 from epload.transfer.shards import Shards
@@ -47,6 +48,19 @@ class NodeVersion:
     def buckets(self) -> dict[int, Tensor]:
         """The buckets that came from senders, by their numbers in the plan."""
         return dict(self.staged(self.plan.waves))
+
+    def contents(self, manifest: Metadata) -> tuple[Holdings, list[Tensor]]:
+        """Returns what the memory has of the sender's tensors, and the local tensors of these holdings: views of the memory."""
+        nothing = [()] * len(manifest.names)
+        holdings, tensors = Holdings(torch.full((len(nothing),), NO_PART), (), nothing), list[Tensor]()
+        for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
+            if plan is not None and plan.layout is not None and waves:
+                of_plan = plan.layout.holdings(manifest.shapes)
+                holdings = combine(manifest.dtypes, holdings, of_plan, len(tensors))
+                tensors += plan.layout.tensors(
+                    [bucket for _, bucket in sorted(self.staged(waves), key=lambda staged: staged[0])]
+                )
+        return holdings, tensors
 
     def unpack(self, tensors: list[Tensor]) -> None:
         """Copies the version into this rank's tensors."""

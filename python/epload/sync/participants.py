@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.core import threads
 from epload.core.log import logger
@@ -35,6 +35,10 @@ _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
 """Seconds that a sender waits for receivers until it logs which are missing, and until it does so again."""
+_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.5
+"""Seconds between two looks of a receiver that waits for whichever version comes first."""
+OFFERS = "offers"
+"""Prefix of the keys under which receivers are offered the version that other engines have."""
 _MAX_LISTED = 8
 """Engines in an error message."""
 
@@ -81,6 +85,8 @@ class Participants(NamedTuple):
     receivers: tuple[Participant, ...]
     manifest: str
     """Name of the manifest among the store's contents."""
+    holders: tuple[Participant, ...] = ()
+    """The senders of a version that engines hand on; none if the sender's own ranks send it."""
 
     def publish(self, store: Store) -> str:
         """Puts them into the store; returns the name for :meth:`fetch`."""
@@ -88,20 +94,27 @@ class Participants(NamedTuple):
 
     @classmethod
     def fetch(cls, store: Store, name: str, timeout: timedelta) -> Participants:
-        senders, receivers, manifest = json.loads(fetch(store, name, timeout))
-        return cls(senders, tuple(Participant(*fields) for fields in receivers), manifest)
+        senders, receivers, manifest, holders = json.loads(fetch(store, name, timeout))
+        ranks = (tuple(Participant(*fields) for fields in some) for some in (receivers, holders))
+        return cls(senders, next(ranks), manifest, next(ranks))
 
     def fetch_manifest(self, store: Store, timeout: timedelta) -> bytes:
         return fetch(store, self.manifest, timeout)
 
     def describe(self) -> str:
         """Says which ranks belong to which job, for error messages."""
-        engines: dict[str, list[int]] = {}
-        for rank, participant in enumerate(self.receivers, self.senders):
-            engines.setdefault(participant.engine, []).append(rank)
-        texts = [f"{ranks[0]} to {ranks[-1]} engine {engine}'s" for engine, ranks in engines.items()]
+        jobs: dict[str, list[int]] = {} if self.holders else {"the sender": list(range(self.senders))}
+        for rank, participant in enumerate((*self.holders, *self.receivers), len(jobs.get("the sender", ()))):
+            jobs.setdefault(f"engine {participant.engine}", []).append(rank)
+        texts = [
+            f"rank {ranks[0]} belongs to {job}"
+            if len(ranks) == 1
+            else f"ranks {ranks[0]} to {ranks[-1]} belong to {job}"
+            for job, ranks in jobs.items()
+        ]
         more = f", and {len(texts) - _MAX_LISTED} more engines" if len(texts) > _MAX_LISTED else ""
-        return f"Ranks 0 to {self.senders - 1} are the sender's, {', '.join(texts[:_MAX_LISTED])}{more}."
+        text = f"{', '.join(texts[:_MAX_LISTED])}{more}."
+        return text[0].upper() + text[1:]
 
 
 class Start(NamedTuple):
@@ -116,69 +129,41 @@ class Start(NamedTuple):
     """Unique among all attempts to send a version, where the next one may be sent as changes to it; else empty."""
 
 
-class ReceiverRendezvous:
-    """A receiver's side. Its thread notifies the sender that the process is alive.
+class Announcements:
+    """A series of announcements in the store, as a receiver sees it: each is open until the sender starts or cancels it."""
 
-    Calls of the store have a deadline, as a host that has stopped neither answers nor ends a connection.
-    """
-
-    def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
-        """
-        Args:
-            beats: a connection of the thread's own, as a wait blocks the other one.
-            timeout: of one call of the store.
-        """
+    def __init__(self, store: Store, timeout: timedelta) -> None:
+        """``timeout``: of one call of the store; calls have a deadline, as a host that has stopped neither answers nor ends a
+        connection."""
         self._store = store
-        self._beats = beats
         self._timeout = timeout
-        self._closed = threading.Event()
         self._ready_for: tuple[int, Participant] | None = None
-        number = answered(lambda: store.add("receivers", 1), timeout)
-        process = f"process {os.getpid()} on {os.uname().nodename}"
-        self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
-        self._key = f"alive/{number}"
-        answered(lambda: beats.set(self._key, "0"), timeout)
-        self._thread = threads.start("epload-lease", self._beat)
 
-    def _beat(self) -> None:
-        count = 0
-        with suppress(RuntimeError):  # the store is lost, which calls that wait for it notice
-            while not self._closed.wait(_BEAT_SECONDS):
-                count += 1
-                self._beats.set(self._key, str(count))
+    def last(self) -> tuple[int, bool]:
+        """Returns the number of the last announcement, 0 if there is none, and True if it is open."""
 
-    def join_again(self) -> None:
-        """Makes all that take part with this rank from now on form a new generation."""
-        self.participant = self.participant._replace(joined=self.participant.joined + 1)
+        def ask() -> tuple[int, bool]:
+            number = self._store.add("announcements", 0)
+            return number, number > 0 and not self._store.check([f"start/{number}"])
 
-    def get_ready(self, timeout: timedelta) -> tuple[int, int]:
-        """Waits for the next announcement, or takes the one that is open: this rank is ready to receive the version.
+        return answered(ask, self._timeout)
 
-        Returns:
-            The number of the announcement, and the version.
+    def read(self, number: int, timeout: timedelta) -> Any:
+        """Returns what is announced under a number, once it is."""
+        return json.loads(self._wait(f"announced/{number}", timeout, "no version was announced"))
 
-        Raises:
-            LoadError: the store is lost, or there is no announcement within ``timeout``.
-        """
-        number = answered(self._next_number, self._timeout)
-        version = json.loads(self._wait(f"announced/{number}", timeout, "no version was announced"))
-        if version is None:
-            raise LoadError("the sender has been closed, and sends no more versions")
-        if self._ready_for != (number, self.participant):
-            line = json.dumps(self.participant) + "\n"
+    def get_ready(self, number: int, participant: Participant) -> None:
+        """Says that this rank is ready for an announcement."""
+        if self._ready_for != (number, participant):
+            line = json.dumps(participant) + "\n"
             answered(lambda: self._store.append(f"ready/{number}", line), self._timeout)  # type: ignore[attr-defined]
-            self._ready_for = number, self.participant
-        return number, version
-
-    def _next_number(self) -> int:
-        number = self._store.add("announcements", 0)
-        return number if number and not self._store.check([f"start/{number}"]) else number + 1
+            self._ready_for = number, participant
 
     def wait_for_start(self, number: int, timeout: timedelta) -> Start:
         """Returns the sender's decision on an announcement. This rank takes no part if it came too late, or was taken for dead.
 
         Raises:
-            LoadError: the sender has canceled the version, or as :meth:`get_ready`.
+            LoadError: the sender has canceled the version, the store is lost, or there is no decision within ``timeout``.
         """
         why = "a version was announced, but the sender did not begin to send it"
         start = Start(*json.loads(self._wait(f"start/{number}", timeout, why)))
@@ -207,6 +192,74 @@ class ReceiverRendezvous:
                 f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
             ) from error
 
+
+class ReceiverRendezvous:
+    """A receiver's side. Its thread notifies the sender that the process is alive."""
+
+    def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
+        """
+        Args:
+            beats: a connection of the thread's own, as a wait blocks the other one.
+            timeout: of one call of the store.
+        """
+        self._store = store
+        self._beats = beats
+        self._timeout = timeout
+        self._closed = threading.Event()
+        self.versions = Announcements(store, timeout)
+        """The versions that the sender sends."""
+        self.offers = Announcements(PrefixStore(OFFERS, store), timeout)
+        """The versions that other engines have."""
+        number = answered(lambda: store.add("receivers", 1), timeout)
+        process = f"process {os.getpid()} on {os.uname().nodename}"
+        self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
+        self._key = f"alive/{number}"
+        answered(lambda: beats.set(self._key, "0"), timeout)
+        self._thread = threads.start("epload-lease", self._beat)
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is lost, which calls that wait for it notice
+            while not self._closed.wait(_BEAT_SECONDS):
+                count += 1
+                self._beats.set(self._key, str(count))
+
+    def join_again(self) -> None:
+        """Makes all that take part with this rank from now on form a new generation."""
+        self.participant = self.participant._replace(joined=self.participant.joined + 1)
+
+    def get_ready(self, timeout: timedelta) -> tuple[int, int]:
+        """Waits for the next version, or takes the one that is open: this rank is ready to receive it.
+
+        Returns:
+            The number of the announcement, and the version.
+
+        Raises:
+            LoadError: the store is lost, or there is no announcement within ``timeout``.
+        """
+        last, is_open = self.versions.last()
+        number = last if is_open else last + 1
+        version = self.versions.read(number, timeout)
+        if version is None:
+            raise LoadError("the sender has been closed, and sends no more versions")
+        self.versions.get_ready(number, self.participant)
+        return number, version
+
+    def find_offer(self, timeout: timedelta) -> tuple[int, Any] | None:
+        """Waits until a version is open, or one that other engines have. Returns the offer of these, with its number; None if the
+        sender's next version comes first, as it is also before its first."""
+        pause, until = _MIN_PAUSE, time.monotonic() + timeout.total_seconds()
+        while time.monotonic() < until:
+            last, is_open = self.versions.last()
+            if not last or is_open:
+                break
+            number, is_offered = self.offers.last()
+            if is_offered:
+                return number, self.offers.read(number, self._timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+        return None
+
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
         self._closed.set()
@@ -222,9 +275,14 @@ Engines = dict[str, list[Participant]]
 class SenderRendezvous:
     """The side of the sender's first rank."""
 
-    def __init__(self, store: Store, expected: int) -> None:
-        """``expected``: receiving ranks without which nothing is sent at first."""
-        self._store = store
+    def __init__(self, store: Store, expected: int, prefix: str = "") -> None:
+        """
+        Args:
+            expected: receiving ranks without which nothing is sent at first.
+            prefix: of the keys of the announcements.
+        """
+        self._receivers = store
+        self._store = PrefixStore(prefix, store) if prefix else store
         self._expected = expected
         self._required: Engines = {}
         """The engines of the version before; those that are still alive must be ready for the next one."""
@@ -232,17 +290,20 @@ class SenderRendezvous:
         """Last beat of each receiver, and the time at which it was first seen."""
         self._lost: set[int] = set()
         """Numbers of the receivers that have left or are silent."""
+        self._next_look = 0.0
         self._number = 0
         """Number of the last announcement."""
 
-    def announce(self, version: int | None) -> None:
-        """Announces a version; None says that there will be no more."""
+    def announce(self, version: Any) -> int:
+        """Announces a version, or an offer; None says that there will be no more. Returns the number of the announcement."""
         self._number += 1
+        self._next_look = 0.0
         if (old := self._number - _RECENT_VERSIONS) > 0:
             for key in ("announced", "ready", "start", "acknowledged"):
                 self._store.delete_key(f"{key}/{old}")
         self._store.set(f"announced/{self._number}", json.dumps(version))
         self._store.add("announcements", 1)
+        return self._number
 
     def gather(self, version: int, timeout: timedelta, check: Callable[[], None]) -> tuple[Participant, ...]:
         """Waits for the engines that have to be ready for the announced version: at first so many that their ranks are
@@ -254,19 +315,15 @@ class SenderRendezvous:
         Raises:
             LoadError: they are not within ``timeout``; names them.
         """
-        began, next_look, next_warning = time.monotonic(), 0.0, _WARN_SECONDS
+        began, next_warning = time.monotonic(), _WARN_SECONDS
         while True:
-            engines = self._ready()
+            engines, complete = self.ready_engines()
             waited = time.monotonic() - began
-            if waited >= next_look:
-                next_look = waited + _BEAT_SECONDS
-                self._find_lost(rank for of in (engines, self._required) for ranks in of.values() for rank in ranks)
-            complete = {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
             missing = self._alive(self._required).keys() - complete.keys()
             count = sum(map(len, complete.values()))
             if count >= (1 if self._required else self._expected) and not missing:
                 self._required = complete
-                return tuple(rank for engine in sorted(complete) for rank in complete[engine])
+                return in_order(complete)
             if waited >= min(next_warning, timeout.total_seconds()):
                 expected = (
                     "all of the engines that are left, and at least one" if self._required else str(self._expected)
@@ -282,23 +339,37 @@ class SenderRendezvous:
             check()
             time.sleep(min(0.0005 + waited / 8, 0.25))
 
+    def ready_engines(self, others: Iterable[Participant] = ()) -> tuple[Engines, Engines]:
+        """Returns the engines of which some ranks are ready for what was announced, and those that are alive and complete.
+
+        Args:
+            others: whose beats are looked at, too; see :meth:`alive`.
+        """
+        engines, now = self._ready(), time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _BEAT_SECONDS
+            self._find_lost([*in_order(engines), *in_order(self._required), *others], now)
+        return engines, {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
+
     def _ready(self) -> Engines:
-        """Returns the ranks that are ready for the announced version; the last process of each."""
-        lines = read_if_set(self._store, f"ready/{self._number}") or b""
-        ready = (Participant(*json.loads(line)) for line in lines.splitlines())
-        last = {(participant.engine, participant.rank): participant for participant in ready}
-        engines: Engines = {}
-        for key in sorted(last):
-            engines.setdefault(key[0], []).append(last[key])
-        return engines
+        """Returns the ranks that are ready for what was announced; the last process of each."""
+        return read_engines(read_if_set(self._store, f"ready/{self._number}") or b"")
+
+    def require(self, engines: Engines) -> None:
+        """Says that engines, as far as they are alive, must be ready for the next version, too."""
+        if self._required:
+            self._required = self._required | engines
 
     def _alive(self, engines: Engines) -> Engines:
         return {name: ranks for name, ranks in engines.items() if self._lost.isdisjoint(rank.number for rank in ranks)}
 
-    def _find_lost(self, participants: Iterable[Participant]) -> None:
-        now = time.monotonic()
+    def alive(self, participants: Iterable[Participant]) -> tuple[Participant, ...]:
+        """Returns those that had neither left nor been silent for long when their beats were last looked at."""
+        return tuple(participant for participant in participants if participant.number not in self._lost)
+
+    def _find_lost(self, participants: Iterable[Participant], now: float) -> None:
         by_number = {participant.number: participant for participant in participants}
-        beats = self._store.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
+        beats = self._receivers.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
         for (number, participant), beat in zip(by_number.items(), beats, strict=True):
             if number not in self._beats or self._beats[number][0] != beat:
                 self._beats[number] = beat, now
@@ -323,8 +394,27 @@ class SenderRendezvous:
         """Tells receivers which of them take part in the announced version, or why none does."""
         self._store.set(f"start/{self._number}", json.dumps(start))
 
+    def acknowledged(self) -> int:
+        """Returns how many receivers know how what was announced last has ended."""
+        return self._store.add(f"acknowledged/{self._number}", 0)
+
     def wait_for_acknowledgments(self, ranks: int, seconds: float) -> None:
         """Waits, before the store ends, until so many receivers know how the last version has ended; ``seconds`` at most."""
         until = time.monotonic() + seconds
-        while self._store.add(f"acknowledged/{self._number}", 0) < ranks and time.monotonic() < until:
+        while self.acknowledged() < ranks and time.monotonic() < until:
             time.sleep(0.025)
+
+
+def read_engines(lines: bytes) -> Engines:
+    """Returns the ranks that have written lines; the last process of each."""
+    ranks = (Participant(*json.loads(line)) for line in lines.splitlines())
+    last = {(participant.engine, participant.rank): participant for participant in ranks}
+    engines: Engines = {}
+    for key in sorted(last):
+        engines.setdefault(key[0], []).append(last[key])
+    return engines
+
+
+def in_order(engines: Engines) -> tuple[Participant, ...]:
+    """Returns the ranks of all engines, engine by engine."""
+    return tuple(rank for engine in sorted(engines) for rank in engines[engine])

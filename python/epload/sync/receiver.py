@@ -7,32 +7,39 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from epload.checkpoint.manifest import Manifest
-from epload.core import garbage_collection, log
+from epload.core import dtypes, garbage_collection, log
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
-from epload.errors import LoadError, WaitTimeout
+from epload.errors import LoadError, WaitTimeout, message_of
 from epload.mapping.mapping import Mapping
-from epload.planning.holdings import full_holdings
+from epload.planning.holdings import NO_PART, full_holdings
+from epload.ranks.contents import fetch
 from epload.ranks.membership import local_network
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
+from epload.sync.handing_on import Holder, Offer, say_joined
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
 from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, TargetProvider, make_target
+
+_MAX_ATTEMPTS = 3
+"""Number of attempts to receive from other engines until an engine waits for the sender's next version."""
 
 
 class WeightReceiver(Endpoint):
@@ -103,11 +110,14 @@ class WeightReceiver(Endpoint):
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        self._store, beats = (connect(address, self._timeout) for _ in range(2))
+        connection = partial(connect, address, self._timeout)
+        self._store, beats = connection(), connection()
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
+        self._holder = Holder(connection, self._rendezvous.participant, self._node, verify)
+        """Hands versions on."""
         # Also if nobody calls close(): else the sender would wait for this rank.
-        self._leave = weakref.finalize(self, self._rendezvous.close)
+        self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store)
         self._arrival: Arrival | None = None
         """Holds the version that was received last, with ``stage="device"``."""
         self._rejected = False
@@ -145,11 +155,15 @@ class WeightReceiver(Endpoint):
     def receive_weights(self, version: int | None = None) -> SyncReport:
         """Waits for the next version and receives it. Collective over the engine's ranks.
 
+        An engine that joins late, or has missed a version, receives the one that other engines have with ``stage="host"``, from
+        these and at once, and the next one from the sender.
+
         With ``stage="host"`` or ``"device"``, the target is not touched; a version that was received before and not committed is
         discarded. With ``stage="none"``, the target holds the version when this returns.
 
         Args:
-            version: the only one that is right; None for the newest, which is the one that the sender announces next.
+            version: the only one that is right; None for the newest, which is the one that the sender announces next, unless
+                other engines have a version after that of this one.
 
         Raises:
             LoadError: a rank of either job failed, the sender announces another version, or none within the timeout; the same on
@@ -158,10 +172,85 @@ class WeightReceiver(Endpoint):
         self._check_open()
         began = perf_counter()
         self._discard()
-        number, announced, start, participants = self._wait_for_start()
-        report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
-        report.waited = perf_counter() - began
+        if (report := self._receive_from_engines(version)) is None:
+            number, announced, start, participants = self._wait_for_start()
+            report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
+            try:
+                self._take_part(version, start, participants, report)
+            finally:
+                self._rendezvous.versions.acknowledge(number)
+        report.waited = perf_counter() - began - report.seconds
+        return report
+
+    def _receive_from_engines(self, version: int | None) -> SyncReport | None:
+        """Receives the version that other engines have, if this one has none or an older one. Returns None if the sender's next
+        version comes first, or they cannot send it."""
+        until, versions = time.monotonic() + self._timeout.total_seconds(), self._rendezvous.versions.last()[0]
+        for _ in range(_MAX_ATTEMPTS if self._generation is None else 0):
+            found = self._rendezvous.find_offer(timedelta(seconds=until - time.monotonic()))
+            if found is None:
+                return None
+            number, offer = found[0], Offer(*found[1])
+            is_newer = offer.version > (-1 if self.version is None else self.version)
+            if version not in (None, offer.version) or not is_newer or not self._takes(offer):
+                return None
+            report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage, from_engines=True)
+            try:
+                if self._receive_offered(number, version, report):
+                    return report
+            except LoadError as error:
+                log.logger.warning("version %d did not come from other engines: %s", offer.version, message_of(error))
+            if self._rendezvous.versions.last()[0] != versions:
+                return None  # the next version is on its way to those engines, and the one after it comes here, too
+        return None
+
+    def _takes(self, offer: Offer) -> bool:
+        """Returns True if what other engines have is what the sender would send to this one. Raises ModelMismatch if its model
+        does not fit."""
+        self._target.scope, original = Scope.decode(fetch(self._store, offer.original, self._timeout))
+        holdings = self._target.holdings(original)
+        _, received = Scope.decode(fetch(self._store, offer.manifest, self._timeout))
+        for name, number, *dtypes_of in zip(
+            original.names, holdings.class_of.tolist(), original.dtypes, received.dtypes, strict=True
+        ):
+            of_sender, of_engines = dtypes_of
+            if number == NO_PART or of_sender == of_engines:
+                continue
+            if (share := holdings.classes[number]).mixed or share.dtype != of_engines:
+                log.logger.info(
+                    "waiting for the sender's next version, as other engines have %s in %s",
+                    name,
+                    dtypes.name(of_engines),
+                )
+                return False
+        return True
+
+    def _receive_offered(self, number: int, version: int | None, report: SyncReport) -> bool:
+        """Takes part in an offer. Returns False if this rank came too late for it, or it was withdrawn. Raises LoadError."""
+        offers, participant = self._rendezvous.offers, self._rendezvous.participant
+        offers.get_ready(number, participant)
+        start = offers.wait_for_start(number, self._timeout)
+        if not start.participants:
+            return False
+        participants = Participants.fetch(self._store, start.participants, self._timeout)
+        if participant not in participants.receivers:
+            return False
+        try:
+            self._take_part(version, start, participants, report)
+            generation = self._generation
+            assert generation is not None
+            holds = self._stage == "host" and generation.moves_declared_dtypes
+            say_joined(self._store, number, participant, holds)
+        finally:
+            offers.acknowledge(number)
+        return True
+
+    def _take_part(
+        self, version: int | None, start: Start, participants: Participants | None, report: SyncReport
+    ) -> None:
+        """Receives a version. ``participants``: of a new generation, else None."""
         began = perf_counter()
+        self._holder.release()
         try:
             if participants is not None:
                 with report.timed("plan"):
@@ -172,10 +261,7 @@ class WeightReceiver(Endpoint):
             self._drop_generation()
             self._rendezvous.join_again()  # the sender may still count on the generation
             raise
-        finally:
-            self._rendezvous.acknowledge(number)
         report.seconds = perf_counter() - began
-        return report
 
     def _wait_for_start(self) -> tuple[int, int, Start, Participants | None]:
         """Gets ready for versions until this rank takes part in one. Returns the number of its announcement, the version, the
@@ -183,7 +269,7 @@ class WeightReceiver(Endpoint):
         until = time.monotonic() + self._timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
             number, version = self._rendezvous.get_ready(timedelta(seconds=left))
-            start = self._rendezvous.wait_for_start(number, self._timeout)
+            start = self._rendezvous.versions.wait_for_start(number, self._timeout)
             if self._continues(start):
                 return number, version, start, None
             participants = Participants.fetch(self._store, start.participants, self._timeout)
@@ -232,6 +318,8 @@ class WeightReceiver(Endpoint):
 
         show_progress = self._progress and self.engine.rank == 0
         generation.sync(start, tensors.result, report, None, show_progress, tensors.failure, begins)
+        if generation.node_version is not None:
+            self._holder.hold(report.version, generation.node_version)
         if in_place:
             self._finish(report.version)
         else:
@@ -335,5 +423,11 @@ class WeightReceiver(Endpoint):
 
     def close(self) -> None:
         """Leaves, and frees memory. Not collective. May be called again."""
+        self._holder.release()
         super().close()
         self._leave()
+
+
+def _leave(rendezvous: ReceiverRendezvous, holder: Holder, store: Store) -> None:
+    holder.close(store)
+    rendezvous.close()

@@ -33,6 +33,8 @@ class SyncReport(TransferReport):
     """Seconds that a receiver waited until the sender had the version and its receivers; not in ``seconds``."""
     stage: str = ""
     """``"host"``, ``"device"`` or ``"none"`` on a receiver, else empty."""
+    from_engines: bool = False
+    """True if other engines sent the version, as this one has joined late."""
     transport: str = "host"
     """``"host"`` through host memory, over gloo; else the backend that moved it from device to device, such as ``"nccl"``;
     ``"ipc"`` if receivers copied all of it out of the device memory of senders."""
@@ -53,8 +55,9 @@ class SyncReport(TransferReport):
             ways.append(f"{show_bytes(self.wire_bytes)} in {count(self.buckets, 'bucket')}")
         if self.pulled:
             ways.append(f"{show_bytes(self.pulled)} between devices' memory")
+        source = " from other engines" if self.from_engines else ""
         return (
-            f"{'received' if self.stage else 'sent'} version {self.version}: {count(self.tensors, 'tensor')}, "
+            f"{'received' if self.stage else 'sent'} version {self.version}{source}: {count(self.tensors, 'tensor')}, "
             f"{' and '.join(ways)}, {self.seconds:.3f} s ({show_rate(self._rate)}); {count(self.senders, 'sender')}, "
             f"{count(self.receivers, 'receiver')}, generation {self.generation}"
         )

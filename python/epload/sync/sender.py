@@ -6,7 +6,9 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +26,8 @@ from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
 from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.generation import Generation
+from epload.sync.handing_on import Offer, Offers
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import Participant, Participants, SenderRendezvous, Start
 from epload.sync.report import SyncReport
@@ -127,6 +131,7 @@ class WeightSender(Endpoint):
         self.address: str = format_address(host, self._store.port)
         """Address at which receivers find this sender."""
         self._rendezvous = SenderRendezvous(self._store, receivers) if self._first else None
+        self._offers = Offers(partial(connect, self.address, self._timeout))
 
     def _open_store(self, host: str, port: int) -> TCPStore:
         control = self.topology.control
@@ -238,6 +243,8 @@ class WeightSender(Endpoint):
                 show_progress = self._progress and self._first
                 self._generation.sync(start, model.tensors, report, model.base_version, show_progress, begins=begins)
                 model.commit(start.key, in_full=report.changed is None)
+                if self._first:
+                    self._offer(report.version, self._generation)
             except BaseException:  # receivers may have left the generation
                 self._drop_generation()
                 raise
@@ -261,6 +268,7 @@ class WeightSender(Endpoint):
         """Announces a version, and waits for receivers. Called on the first rank."""
         control = self.topology.control
         self._unacknowledged = 0
+        rendezvous.require(self._offers.withdraw(self._store))
         rendezvous.announce(version)
         control.doing = f"waits for receivers of version {version}"
 
@@ -284,6 +292,14 @@ class WeightSender(Endpoint):
         self._unacknowledged = len(receivers)
         return start
 
+    def _offer(self, version: int, generation: Generation) -> None:
+        """Lets engines that have a version hand it on to those that join."""
+        scope, manifest = self._model.scope, self._model.manifest
+        received = replace(manifest, dtypes=generation.plan.dtypes)
+        names = [publish(self._store, scope.encode(tensors)) for tensors in (received, manifest)]
+        senders = len(self.topology.ranks)
+        self._offers.offer(Offer(version, *names), [self._receivers[rank - senders] for rank in generation.holders])
+
     # ---- ending ----
 
     def close(self) -> None:
@@ -298,6 +314,7 @@ class WeightSender(Endpoint):
         self._model.clear()
         if self._rendezvous is not None:
             with suppress(RuntimeError):
+                self._offers.close(self._store)
                 self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
                 self._rendezvous.announce(None)
         self._rendezvous = None

@@ -1,0 +1,302 @@
+"""Hands the version that engines have on to engines that join, while the trainer trains.
+
+The sender's first rank offers the version that nodes keep in host memory, in a thread. Engines that have none say that they are
+ready for it. The thread then calls the ranks that hold it, which send it, in threads of their own, in a generation in which they
+are the senders: each byte leaves them once, and goes along the chain of the nodes that join together. Whatever a rank that holds
+it is doing meanwhile goes on. If its next version begins to come, it stops sending, and those that join start again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from epload.core import threads
+from epload.core.attempt import Attempt
+from epload.core.default_device import on_cpu
+from epload.core.log import logger
+from epload.errors import LoadError, message_of
+from epload.planning.holdings import full_holdings
+from epload.ranks.messages import read_if_set
+from epload.sync.devices import DeviceAccess
+from epload.sync.generation import Generation
+from epload.sync.joining import JoinMessage
+from epload.sync.node_version import NodeVersion
+from epload.sync.participants import (
+    OFFERS,
+    Engines,
+    Participant,
+    Participants,
+    SenderRendezvous,
+    Start,
+    in_order,
+    read_engines,
+)
+from epload.sync.report import SyncReport
+from epload.sync.scope import Scope
+from epload.sync.store import answered
+
+TIMEOUT = timedelta(seconds=30)
+"""Time without progress after which a version that is handed on has failed; then other ranks send it."""
+_GATHER_SECONDS = 0.1
+"""Seconds that the first engine which is ready waits for others, which then get the version together with it."""
+_POLL_SECONDS = 0.05
+_FOREVER, _CLOSING = timedelta(days=365), timedelta(seconds=2)
+_JOINED, _HOLDERS = f"{OFFERS}/joined", f"{OFFERS}/holders"
+"""Keys of the ranks that have received what was offered, and of those that can hand it on."""
+_HOLD_SECONDS = 5.0
+"""Maximum seconds until a rank that is called knows that it has the version, as the sender does."""
+
+
+class Offer(NamedTuple):
+    """A version that engines can hand on."""
+
+    version: int
+    manifest: str
+    """Name among the store's contents of the manifest with the dtypes in which the tensors were received."""
+    original: str
+    """The same with the sender's own dtypes."""
+
+
+class Offers:
+    """Offers versions to engines that join. Runs in a thread of the sender's first rank."""
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        """``connect``: returns a connection to the sender's store, for the thread."""
+        self._connect = connect
+        self._changed = threading.Condition()
+        self._offered: tuple[Offer, tuple[Participant, ...]] | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._holders: set[Participant] = set()
+        """All that have held a version."""
+
+    def offer(self, offer: Offer, holders: Sequence[Participant]) -> None:
+        """``holders``: the ranks whose nodes have the version in host memory."""
+        with self._changed:
+            self._offered = (offer, tuple(holders)) if holders else None
+            self._holders |= {*holders}
+            self._changed.notify()
+        if self._thread is None and holders:
+            self._thread = threads.start("epload-offers", self._run)
+
+    def withdraw(self, store: Store) -> Engines:
+        """Called before the next version is sent: nobody starts to hand on the one before any more.
+
+        Args:
+            store: a connection of the caller.
+
+        Returns:
+            The engines that have joined since, or are about to: the next version is for them, too.
+        """
+        with self._changed:
+            self._offered = None
+        if self._thread is None:
+            return {}
+        number = store.add(f"{OFFERS}/announcements", 0)
+        lines = read_if_set(store, _JOINED) or b""
+        if number and not store.check([f"{OFFERS}/start/{number}"]):
+            lines += read_if_set(store, f"{OFFERS}/ready/{number}") or b""
+        engines = read_engines(lines)
+        return {name: ranks for name, ranks in engines.items() if len(ranks) == ranks[0].size}
+
+    def close(self, store: Store) -> None:
+        """Ends the threads, here and in the engines. ``store``: a connection of the caller."""
+        with self._changed:
+            self._offered, self._closed = None, True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            keys = [_key_of(holder) for holder in self._holders]
+            store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
+
+    @on_cpu
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            rendezvous = SenderRendezvous(store, 1, OFFERS)
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._offered)
+                    if self._closed:
+                        return
+                    offered = self._offered
+                assert offered is not None
+                self._hand_on(store, rendezvous, *offered)
+        except (LoadError, RuntimeError) as error:  # the store has ended
+            if not self._closed:
+                logger.warning("engines that join have to wait for the next version: %s", message_of(error))
+
+    def _hand_on(
+        self, store: Store, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
+    ) -> None:
+        """Has a version handed on to the engines that are ready for it first."""
+        number = rendezvous.announce(offer)
+        joining = self._gather(rendezvous, offer, holders)
+        holders = rendezvous.alive(holders)
+        if not joining or not holders:
+            rendezvous.start(Start())
+            self._replace(offer, holders)
+            return
+        participants = Participants(len(holders), joining, offer.manifest, holders)
+        start = Start(-number, participants.publish(store))
+        self._holders |= {*holders}
+        calls = [json.dumps(Call(offer.version, rank, *start)) for rank in range(len(holders))]
+        store.multi_set([_key_of(holder) for holder in holders], calls)  # type: ignore[attr-defined]
+        rendezvous.start(start)
+        while rendezvous.acknowledged() < len(joining) and self._is_offered(offer):
+            rendezvous.ready_engines(joining)
+            if len(rendezvous.alive(joining)) < len(joining):
+                break
+            time.sleep(_POLL_SECONDS)
+        joined = in_order(read_engines(read_if_set(store, f"{_HOLDERS}/{number}") or b""))
+        self._replace(offer, (*holders, *joined))
+
+    def _gather(
+        self, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
+    ) -> tuple[Participant, ...]:
+        """Waits for engines that are ready; returns their ranks, none if the offer is withdrawn."""
+        first_seen = 0.0
+        while self._is_offered(offer):
+            _, complete = rendezvous.ready_engines(holders)
+            if complete:
+                first_seen = first_seen or time.monotonic()
+                if time.monotonic() - first_seen >= _GATHER_SECONDS:
+                    return in_order(complete)
+            if not rendezvous.alive(holders):
+                break
+            time.sleep(_POLL_SECONDS)
+        return ()
+
+    def _is_offered(self, offer: Offer) -> bool:
+        return self._offered is not None and self._offered[0] is offer
+
+    def _replace(self, offer: Offer, holders: tuple[Participant, ...]) -> None:
+        """Goes on with other ranks that hold a version, unless the offer was withdrawn."""
+        with self._changed:
+            if self._is_offered(offer):
+                self._offered = (offer, holders) if holders else None
+
+
+class Call(NamedTuple):
+    """A call of a rank to hand on the version that it has."""
+
+    version: int
+    rank: int
+    """Number of the rank in the generation."""
+    generation: int
+    participants: str
+    failed: str = ""
+    key: str = ""
+
+
+def _key_of(holder: Participant) -> str:
+    """Returns the key of the calls of a rank."""
+    return f"{OFFERS}/call/{holder.number}"
+
+
+def say_joined(store: Store, number: int, participant: Participant, holds: bool) -> None:
+    """Says that a rank has received the version of an offer. ``holds``: whether it can hand it on."""
+    for key in (_JOINED, f"{_HOLDERS}/{number}")[: 1 + holds]:
+        store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
+
+
+class Holder:
+    """Hands on the version that a receiver's node has in host memory. Its thread, which waits for calls, starts with the first
+    version."""
+
+    def __init__(self, connect: Callable[[], Store], participant: Participant, node: str, verify: bool) -> None:
+        """
+        Args:
+            connect: returns a connection to the sender's store.
+            participant: this rank.
+            node: equal on ranks that share a machine's memory.
+            verify: see :class:`epload.WeightSender`.
+        """
+        self._connect = connect
+        self._key = _key_of(participant)
+        self._node = node
+        self._verify = verify
+        self._changed = threading.Condition()
+        self._version: tuple[int, NodeVersion] | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def hold(self, version: int, node_version: NodeVersion) -> None:
+        """Says that a version has come as a whole."""
+        with self._changed:
+            self._version = version, node_version
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threads.start("epload-hand-on", self._run)
+
+    def release(self) -> None:
+        """Called before anything changes the memory of the node: what is on its way out of it counts no more."""
+        with self._changed:
+            self._version = None
+
+    def close(self, store: Store) -> None:
+        """Ends the thread. ``store``: a connection of the caller."""
+        self.release()
+        self._closed = True
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the sender's store has ended, and with it the wait
+                answered(lambda: store.set(self._key, ""), _CLOSING)
+            self._thread.join(_CLOSING.total_seconds())
+
+    @on_cpu
+    def _run(self) -> None:
+        with suppress(LoadError, RuntimeError):  # the sender's store has ended
+            store = self._connect()
+            while not self._closed:
+                store.wait([self._key], _FOREVER)
+                content = store.get(self._key)
+                store.delete_key(self._key)
+                if not content:  # the end
+                    return
+                self._answer(store, Call(*json.loads(content)))
+
+    def _answer(self, store: Store, call: Call) -> None:
+        try:
+            self._hand_on(store, call)
+        except Exception as error:  # those that join get the same error, and start again
+            logger.warning("version %d was not handed on: %s", call.version, message_of(error))
+
+    def _hand_on(self, store: Store, call: Call) -> None:
+        participants = Participants.fetch(store, call.participants, TIMEOUT)
+        _, manifest = Scope.decode(participants.fetch_manifest(store, TIMEOUT))
+        version = Attempt(lambda: self._wait_for(call.version))
+        contents = Attempt(lambda: version.value[1].contents(manifest))
+        message = JoinMessage(f"holder {self._node}", self._verify, DeviceAccess())
+
+        def check() -> None:
+            if self._version is not version.value:
+                raise LoadError(f"a rank that hands on version {call.version} receives the next one")
+
+        holdings = contents.result[0] if contents.result is not None else full_holdings((), ())
+        generation = Generation(
+            store, TIMEOUT, call.generation, participants, call.rank, message, manifest, holdings, contents.failure,
+            node_version=None,
+        )  # fmt: skip
+        try:
+            report = SyncReport(version=call.version)
+            start = Start(call.generation, call.participants)
+            generation.sync(start, contents.value[1], report, check=check)
+            logger.info("handed on: %s", report.summary)
+        finally:
+            generation.close()
+
+    def _wait_for(self, version: int) -> tuple[int, NodeVersion]:
+        """Returns what this rank holds. Raises LoadError if that is not the version."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version and self._version[0] >= version, _HOLD_SECONDS)
+            if self._version is None or self._version[0] != version:
+                raise LoadError(f"a rank that was to hand on version {version} no longer has it")
+            return self._version
