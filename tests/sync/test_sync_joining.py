@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -61,43 +60,34 @@ def send(
 
 
 @contextmanager
-def slow_packing(call: Any = lambda: None) -> Iterator[None]:
-    """Packing a bucket calls something first."""
+def calling(before_packing: Callable[[], None]) -> Iterator[None]:
+    """``before_packing``: called before a receiver packs a bucket."""
     pack = Shards.pack
 
-    def slow(shards: Shards, number: int, buffer: Tensor) -> None:
-        if threading.current_thread().name != "MainThread":
-            call()
+    def call(shards: Shards, number: int, buffer: Tensor) -> None:
+        before_packing()
         pack(shards, number, buffer)
 
-    with mock.patch.object(Shards, "pack", slow):
+    with mock.patch.object(Shards, "pack", call):
         yield
 
 
 def receive(
     rank: int, meeting: Meeting, world: int, layout: str, late: int | None = None, stage: str = "host",
-    dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2), act: str = "", node: str = "",
+    dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2), dies: bool = False,
 ) -> list[Outcome]:  # fmt: skip
     """Receives versions.
 
     Args:
         late: number of the first rank if the engine joins after the first version.
-        act: what happens in the middle of a version that this rank hands on.
+        dies: whether this rank does as it hands on a version.
     """
-
-    def acting() -> None:
-        meeting.say(f"hands-on-{node}")
-        if act == "die":
-            kill_self()
-        if act == "next":
-            meeting.hear("sent-2")
-
-    with many_waves(), slow_packing(acting) if act else nullcontext():
+    with many_waves(), calling(kill_self) if dies else nullcontext():
         model, outcomes = build(layout, world, dtype), []
         address = meeting.hear("address")
         if late is not None:
             meeting.hear("sent-1")
-        with epload.WeightReceiver(model, address, timeout=30, stage=stage, verify=verify, node=node) as receiver:
+        with epload.WeightReceiver(model, address, timeout=30, stage=stage, verify=verify) as receiver:
             for version in versions:
                 report = receiver.receive_weights()
                 receiver.commit()
@@ -106,7 +96,7 @@ def receive(
                 outcomes.append(Outcome(version, report.from_engines, report.receivers))
                 if version == 1 and late is not None:
                     meeting.say(f"joined-{late + rank}")
-                if act:
+                if dies:
                     meeting.hear("sent-2")
     return outcomes
 
@@ -168,13 +158,106 @@ def joins_after_others(rank: int, meeting: Meeting) -> int:
             return report.senders
 
 
+def keep_sending(rank: int, meeting: Meeting) -> None:
+    """Sends versions until an engine that joins late takes part."""
+    with many_waves():
+        model, version, receivers = build("plain", 1), 0, 0
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+            meeting.say("address", sender.address)
+            while receivers < 2:
+                version += 1
+                write(model, version)
+                report = sender.send_weights(version)
+                assert report is not None
+                receivers = report.receivers
+                if version == 1:
+                    meeting.say("sent-1")
+                    meeting.hear("joining")
+            meeting.say("last", str(version))
+
+
+def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool) -> list[bool]:
+    with many_waves():
+        model, reports = build("plain", 1, dtype), []
+        address = meeting.hear("address")
+        with epload.WeightReceiver(model, address, timeout=30) as receiver:
+            if late:
+                meeting.hear("sent-1")
+                meeting.say("joining")
+            while True:
+                reports.append(receiver.receive_weights())
+                receiver.commit()
+                assert receiver.version is not None
+                check(model, receiver.version)
+                if reports[-1].receivers == 2:
+                    return [report.from_engines for report in reports]
+
+
 def test_an_engine_waits_for_the_sender_if_others_have_rounded_the_weights() -> None:
-    sent, _, second = jobs.run(
+    """What they have in bfloat16 is not what the sender has in float32."""
+    _, _, joined = jobs.run(
+        [Job(1, keep_sending), Job(1, keep_receiving, (BF16, False)), Job(1, keep_receiving, (FP32, True))]
+    )
+    assert joined == [[False]]
+
+
+def test_a_rank_that_dies_while_it_hands_a_version_on_is_replaced() -> None:
+    sent, _, left, joined = jobs.run(
         [
-            Job(1, send, (1, 1, 1, {}, 0.1, ())),
-            Job(1, receive, (1, "plain", None, "host", BF16)),
-            Job(1, receive, (1, "plain", 0, "host", FP32, False, (2,))),
+            Job(1, send, (1, 2, 1, {})),
+            Job(1, receive, (1, "plain", None, "host", FP32, False, (1,), True), dying=(0,)),
+            Job(1, receive, (1, "plain")),
+            Job(1, receive, (1, "plain", 0)),
         ]
     )
-    assert second == [[Outcome(2, False, 2)]]
-    assert sent == [[1, 2]]
+    assert sent == [[2, 2]]
+    assert left == [[Outcome(1, False, 2), Outcome(2, False, 2)]]
+    assert joined == [[Outcome(1, True, 1), Outcome(2, False, 2)]]
+
+
+def send_meanwhile(rank: int, meeting: Meeting) -> None:
+    """Sends a version while the one before is handed on."""
+    with many_waves():
+        model = build("plain", 1)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+            meeting.say("address", sender.address)
+            for version, event in ((1, "handing on"), (2, "joined")):
+                write(model, version)
+                report = sender.send_weights(version)
+                assert report is not None
+                assert report.receivers == 1
+                meeting.say(f"sent-{version}")
+                meeting.hear(event)
+
+
+def hold(rank: int, meeting: Meeting) -> None:
+    def wait_for_next() -> None:
+        meeting.say("handing on")
+        meeting.hear("sent-2")
+
+    with many_waves(), calling(wait_for_next):
+        model = build("plain", 1)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30) as receiver:
+            for version in (1, 2):
+                receiver.receive_weights(version)
+                receiver.commit()
+                check(model, version)
+            meeting.hear("joined")
+
+
+def join(rank: int, meeting: Meeting) -> None:
+    with many_waves():
+        model = build("plain", 1)
+        address = meeting.hear("address")
+        meeting.hear("sent-1")
+        with epload.WeightReceiver(model, address, timeout=30) as receiver:
+            report = receiver.receive_weights()
+            assert (report.version, report.from_engines) == (2, True)
+            receiver.commit()
+            check(model, 2)
+            meeting.say("joined")
+
+
+def test_the_next_version_does_not_wait_for_one_that_is_handed_on() -> None:
+    """The engine that joins gets the next version, and not a mixture of both."""
+    jobs.run([Job(1, send_meanwhile), Job(1, hold), Job(1, join)])

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.core import threads
 from epload.core.attempt import Attempt
@@ -31,6 +31,7 @@ from epload.sync.joining import JoinMessage
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import (
     OFFERS,
+    Announcements,
     Engines,
     Participant,
     Participants,
@@ -47,10 +48,12 @@ TIMEOUT = timedelta(seconds=30)
 """Time without progress after which a version that is handed on has failed; then other ranks send it."""
 _GATHER_SECONDS = 0.1
 """Seconds that the first engine which is ready waits for others, which then get the version together with it."""
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
 _FOREVER, _CLOSING = timedelta(days=365), timedelta(seconds=2)
-_JOINED, _HOLDERS = f"{OFFERS}/joined", f"{OFFERS}/holders"
-"""Keys of the ranks that have received what was offered, and of those that can hand it on."""
+_JOINED, _HOLDERS, _ANSWERS = f"{OFFERS}/joined", f"{OFFERS}/holders", f"{OFFERS}/answers"
+"""Keys of the ranks that have received what was offered, of those that can then hand it on, and of those that answer a call."""
+_ANSWER_SECONDS = 2.0
+"""Maximum seconds until a rank that is called answers."""
 _HOLD_SECONDS = 5.0
 """Maximum seconds until a rank that is called knows that it has the version, as the sender does."""
 
@@ -140,24 +143,19 @@ class Offers:
         """Has a version handed on to the engines that are ready for it first."""
         number = rendezvous.announce(offer)
         joining = self._gather(rendezvous, offer, holders)
-        holders = rendezvous.alive(holders)
+        holders = self._call(store, number, offer, rendezvous.alive(holders)) if joining else rendezvous.alive(holders)
         if not joining or not holders:
             rendezvous.start(Start())
             self._replace(offer, holders)
             return
         participants = Participants(len(holders), joining, offer.manifest, holders)
-        start = Start(-number, participants.publish(store))
-        self._holders |= {*holders}
-        calls = [json.dumps(Call(offer.version, rank, *start)) for rank in range(len(holders))]
-        store.multi_set([_key_of(holder) for holder in holders], calls)  # type: ignore[attr-defined]
-        rendezvous.start(start)
+        rendezvous.start(Start(-number, participants.publish(store)))
         while rendezvous.acknowledged() < len(joining) and self._is_offered(offer):
             rendezvous.ready_engines(joining)
             if len(rendezvous.alive(joining)) < len(joining):
                 break
             time.sleep(_POLL_SECONDS)
-        joined = in_order(read_engines(read_if_set(store, f"{_HOLDERS}/{number}") or b""))
-        self._replace(offer, (*holders, *joined))
+        self._replace(offer, (*holders, *_read(store, f"{_HOLDERS}/{number}")))
 
     def _gather(
         self, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
@@ -175,6 +173,18 @@ class Offers:
             time.sleep(_POLL_SECONDS)
         return ()
 
+    def _call(
+        self, store: Store, number: int, offer: Offer, holders: tuple[Participant, ...]
+    ) -> tuple[Participant, ...]:
+        """Calls ranks to hand on a version. Returns those that answer: others may have ended a moment ago."""
+        call = json.dumps(Call(number, offer.version))
+        store.multi_set([_key_of(holder) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]
+        until, answers = time.monotonic() + _ANSWER_SECONDS, tuple[Participant, ...]()
+        while len(answers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
+            time.sleep(_POLL_SECONDS)
+            answers = _read(store, f"{_ANSWERS}/{number}")
+        return tuple(holder for holder in holders if holder in answers)
+
     def _is_offered(self, offer: Offer) -> bool:
         return self._offered is not None and self._offered[0] is offer
 
@@ -188,13 +198,9 @@ class Offers:
 class Call(NamedTuple):
     """A call of a rank to hand on the version that it has."""
 
+    number: int
+    """Number of the offer."""
     version: int
-    rank: int
-    """Number of the rank in the generation."""
-    generation: int
-    participants: str
-    failed: str = ""
-    key: str = ""
 
 
 def _key_of(holder: Participant) -> str:
@@ -202,10 +208,19 @@ def _key_of(holder: Participant) -> str:
     return f"{OFFERS}/call/{holder.number}"
 
 
+def _say(store: Store, key: str, participant: Participant) -> None:
+    store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
+
+
+def _read(store: Store, key: str) -> tuple[Participant, ...]:
+    """Returns the ranks that have said it."""
+    return in_order(read_engines(read_if_set(store, key) or b""))
+
+
 def say_joined(store: Store, number: int, participant: Participant, holds: bool) -> None:
     """Says that a rank has received the version of an offer. ``holds``: whether it can hand it on."""
     for key in (_JOINED, f"{_HOLDERS}/{number}")[: 1 + holds]:
-        store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
+        _say(store, key, participant)
 
 
 class Holder:
@@ -221,6 +236,7 @@ class Holder:
             verify: see :class:`epload.WeightSender`.
         """
         self._connect = connect
+        self._participant = participant
         self._key = _key_of(participant)
         self._node = node
         self._verify = verify
@@ -270,24 +286,29 @@ class Holder:
             logger.warning("version %d was not handed on: %s", call.version, message_of(error))
 
     def _hand_on(self, store: Store, call: Call) -> None:
-        participants = Participants.fetch(store, call.participants, TIMEOUT)
+        version = self._wait_for(call.version)
+        _say(store, f"{_ANSWERS}/{call.number}", self._participant)
+        start = Announcements(PrefixStore(OFFERS, store), TIMEOUT).wait_for_start(call.number, TIMEOUT)
+        if not start.participants:
+            return
+        participants = Participants.fetch(store, start.participants, TIMEOUT)
+        if self._participant not in participants.holders:
+            return  # it has answered too late
         _, manifest = Scope.decode(participants.fetch_manifest(store, TIMEOUT))
-        version = Attempt(lambda: self._wait_for(call.version))
-        contents = Attempt(lambda: version.value[1].contents(manifest))
+        contents = Attempt(lambda: version[1].contents(manifest))
         message = JoinMessage(f"holder {self._node}", self._verify, DeviceAccess())
 
         def check() -> None:
-            if self._version is not version.value:
+            if self._version is not version:
                 raise LoadError(f"a rank that hands on version {call.version} receives the next one")
 
         holdings = contents.result[0] if contents.result is not None else full_holdings((), ())
         generation = Generation(
-            store, TIMEOUT, call.generation, participants, call.rank, message, manifest, holdings, contents.failure,
-            node_version=None,
+            store, TIMEOUT, start.generation, participants, participants.holders.index(self._participant), message, manifest,
+            holdings, contents.failure, node_version=None,
         )  # fmt: skip
         try:
             report = SyncReport(version=call.version)
-            start = Start(call.generation, call.participants)
             generation.sync(start, contents.value[1], report, check=check)
             logger.info("handed on: %s", report.summary)
         finally:

@@ -185,7 +185,7 @@ class WeightReceiver(Endpoint):
     def _receive_from_engines(self, version: int | None) -> SyncReport | None:
         """Receives the version that other engines have, if this one has none or an older one. Returns None if the sender's next
         version comes first, or they cannot send it."""
-        until, versions = time.monotonic() + self._timeout.total_seconds(), self._rendezvous.versions.last()[0]
+        until = time.monotonic() + self._timeout.total_seconds()
         for _ in range(_MAX_ATTEMPTS if self._generation is None else 0):
             found = self._rendezvous.find_offer(timedelta(seconds=until - time.monotonic()))
             if found is None:
@@ -200,8 +200,6 @@ class WeightReceiver(Endpoint):
                     return report
             except LoadError as error:
                 log.logger.warning("version %d did not come from other engines: %s", offer.version, message_of(error))
-            if self._rendezvous.versions.last()[0] != versions:
-                return None  # the next version is on its way to those engines, and the one after it comes here, too
         return None
 
     def _takes(self, offer: Offer) -> bool:
