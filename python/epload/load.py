@@ -30,6 +30,7 @@ from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
+from epload.sync.running_job import RunningJob, address_of
 
 
 def load(
@@ -56,7 +57,9 @@ def load(
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used.
-        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
+        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
+            ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
+            have in host memory, which they send.
         mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
         strict: whether missing and unexpected keys are an error.
         ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
@@ -85,6 +88,12 @@ def load(
     options = LoadOptions() if options is None else options
     if not isinstance(options, LoadOptions):
         raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
+    if (address := address_of(checkpoint)) is not None:
+        if readers not in ("auto", "every"):
+            raise ValueError(
+                f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}"
+            )
+        checkpoint, readers = RunningJob(address, timeout), "every"
     loader = HierarchicalLoader(
         topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
         verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,

@@ -47,6 +47,8 @@ class Checkpoint(ABC):
 
     read_once: bool = False
     """True if its tensors can be read only once."""
+    verified: bool = False
+    """True if it verifies what it gives by itself, or cannot be read again for that."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
     _opener: ClassVar[Any]

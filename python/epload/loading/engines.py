@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from epload.checkpoint.base import Checkpoint
-from epload.core.copy_table import CopyTable
 from epload.loading.agreed import AgreedLoad
 from epload.loading.resources import Resources
 from epload.model.devices import CPU
-from epload.native import ops
-from epload.planning.buckets import HEADER_BYTES
-from epload.planning.plan import LoadPlan
 from epload.planning.schedule import Flow
 from epload.planning.waves import group_buckets, make_waves
 from epload.ranks.topology import Route
 from epload.report import LoadReport
 from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
-from epload.transfer.context import Fill, TransferContext
-from epload.transfer.device import DeviceStaging
+from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, Transfer, through_memory
+from epload.transfer.filling import filler
 from epload.transfer.local import Local
 from epload.transfer.movers import collective
+from epload.transfer.received import ReceivedCheckpoint, Receiving
 
 
 def make_engine(
@@ -54,8 +47,10 @@ def make_engine(
         readers = len({*flow.turns} & {*topology.node})
         direct = options.direct_io and not (options.verify or repeats)
         checkpoint.configure_reads(direct, None if device == CPU else read_threads(readers))
-        fill = _filler(plan, checkpoint, staging)
+        fill = filler(plan, checkpoint, staging)
     context = TransferContext(plan, flow, fill, partial(plan.describe, load.manifest), topology.control, report)
+    if isinstance(checkpoint, ReceivedCheckpoint):
+        return Receiving(checkpoint, plan, local, topology, report)
     if flow.readers == "every":
         assert checkpoint is not None
         limit = direct_read.READ_BYTES if device == CPU else direct_read.DEVICE_READ_BYTES
@@ -69,28 +64,3 @@ def make_engine(
     ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
     mover = collective(context, flow, ring, routes) if moves else None
     return Engine(context, make_waves(plan.sizes), ring, mover, local)
-
-
-def _filler(plan: LoadPlan, checkpoint: Checkpoint, staging: DeviceStaging | None) -> Fill:
-    """Returns a function that fills buckets of a checkpoint that this rank has opened, on CPU or on the staging's device."""
-
-    @cache
-    def host_buffer() -> Tensor:
-        return torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
-
-    def fill(number: int, buffer: Tensor) -> None:
-        pieces = plan.buckets[number].pieces
-        if buffer.is_cpu:
-            checkpoint.fill(buffer, pieces)
-            return
-        assert staging is not None
-        assert staging.pipe is not None
-        if not checkpoint.fill_on_device(buffer, pieces, staging.pipe.native):
-            bucket = host_buffer()[: buffer.nbytes]
-            checkpoint.fill(bucket, pieces)
-            begin = torch.zeros(1, dtype=torch.int64, device="cpu")
-            copies = CopyTable.of_bytes(begin, begin + buffer.nbytes - HEADER_BYTES)
-            body, pipe = buffer[HEADER_BYTES:], staging.pipe.native
-            ops.upload([bucket[HEADER_BYTES:]], copies.in_bucket(), [body], copies.rows, pipe)
-
-    return fill

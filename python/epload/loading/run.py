@@ -55,7 +55,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         if topology.rank == topology.ranks[0]:
             logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
         run_transfer(make_engine(load, flow, routes, local, resources, report), control, topology.groups, bar)
-        if resources.options.verify:
+        if resources.options.verify and not (load.inputs.checkpoint is not None and load.inputs.checkpoint.verified):
             with report.timed("verify"):
                 _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
         control.doing = "initializes what the checkpoint lacks"

@@ -29,6 +29,8 @@ class LoadPlan:
     """The buckets of a load, the order in which they move, and where they go on this rank."""
 
     buckets: tuple[Bucket, ...]
+    holdings: Holdings
+    """The parts of the checkpoint's tensors that this rank keeps, in the targets."""
     copies: CopyTable
     """This rank's copies out of all buckets."""
     tensor_count: int
@@ -146,6 +148,7 @@ def make_plan(
     parts = zip(sizes, *columns, strict=True)
     return LoadPlan(
         buckets=tuple(Bucket(nbytes, CopyTable(rows), Pieces(own), of_rows) for nbytes, rows, own, of_rows in parts),
+        holdings=holdings,
         copies=copies,
         tensor_count=len(torch.unique(pieces[:, 0])),
         payload=int(pieces[:, 3].sum()),

@@ -124,9 +124,9 @@ class Generation:
         return [rank for rank in self.members.receivers if self._messages[rank].stages]
 
     @property
-    def moves_declared_dtypes(self) -> bool:
-        """True if all tensors move in the dtypes that the manifest declares."""
-        return self._declared == self.plan.dtypes
+    def keeps_declared_dtypes(self) -> bool:
+        """True if this rank's node keeps versions, in the dtypes that the manifest declares."""
+        return self.node_version is not None and self._declared == self.plan.dtypes
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

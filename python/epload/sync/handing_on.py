@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from epload.core import threads
+from epload.core import dtypes, threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
-from epload.planning.holdings import full_holdings
+from epload.planning.holdings import NO_PART, full_holdings
+from epload.ranks.contents import fetch
 from epload.ranks.messages import read_if_set
 from epload.sync.devices import DeviceAccess
 from epload.sync.generation import Generation
@@ -35,6 +36,7 @@ from epload.sync.participants import (
     Engines,
     Participant,
     Participants,
+    ReceiverRendezvous,
     SenderRendezvous,
     Start,
     in_order,
@@ -43,6 +45,7 @@ from epload.sync.participants import (
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
 from epload.sync.store import answered
+from epload.sync.targets import Target
 
 TIMEOUT = timedelta(seconds=30)
 """Time without progress after which a version that is handed on has failed; then other ranks send it."""
@@ -66,6 +69,8 @@ class Offer(NamedTuple):
     """Name among the store's contents of the manifest with the dtypes in which the tensors were received."""
     original: str
     """The same with the sender's own dtypes."""
+    verify: bool
+    """See :class:`epload.WeightSender`."""
 
 
 class Offers:
@@ -177,7 +182,7 @@ class Offers:
         self, store: Store, number: int, offer: Offer, holders: tuple[Participant, ...]
     ) -> tuple[Participant, ...]:
         """Calls ranks to hand on a version. Returns those that answer: others may have ended a moment ago."""
-        call = json.dumps(Call(number, offer.version))
+        call = json.dumps(HandOnCall(number, offer.version))
         store.multi_set([_key_of(holder) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]
         until, answers = time.monotonic() + _ANSWER_SECONDS, tuple[Participant, ...]()
         while len(answers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
@@ -195,7 +200,7 @@ class Offers:
                 self._offered = (offer, holders) if holders else None
 
 
-class Call(NamedTuple):
+class HandOnCall(NamedTuple):
     """A call of a rank to hand on the version that it has."""
 
     number: int
@@ -217,10 +222,67 @@ def _read(store: Store, key: str) -> tuple[Participant, ...]:
     return in_order(read_engines(read_if_set(store, key) or b""))
 
 
-def say_joined(store: Store, number: int, participant: Participant, holds: bool) -> None:
-    """Says that a rank has received the version of an offer. ``holds``: whether it can hand it on."""
-    for key in (_JOINED, f"{_HOLDERS}/{number}")[: 1 + holds]:
-        _say(store, key, participant)
+class Joining:
+    """A receiver that has no version yet, or an older one, and may get that of other engines."""
+
+    def __init__(self, store: Store, rendezvous: ReceiverRendezvous, timeout: timedelta) -> None:
+        self._store = store
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+
+    def find_offer(self, after: int, only: int | None, target: Target, timeout: timedelta) -> tuple[int, Offer] | None:
+        """Waits for an offer, and returns it with its number; None if this rank has to wait for the sender's next version.
+
+        Args:
+            after: version that this rank has.
+            only: the only version that is right; None for any.
+
+        Raises:
+            ModelMismatch: the target does not fit.
+        """
+        numbered = self._rendezvous.find_offer(timeout)
+        if numbered is None:
+            return None
+        offer = Offer(*numbered[1])
+        if only not in (None, offer.version) or offer.version <= after or not self._is_same_for(target, offer):
+            return None
+        return numbered[0], offer
+
+    def _is_same_for(self, target: Target, offer: Offer) -> bool:
+        """Returns True if what engines have is what the sender would send to a target."""
+        target.scope, original = Scope.decode(fetch(self._store, offer.original, self._timeout))
+        holdings = target.holdings(original)
+        _, received = Scope.decode(fetch(self._store, offer.manifest, self._timeout))
+        columns = zip(original.names, holdings.class_of.tolist(), original.dtypes, received.dtypes, strict=True)
+        for name, number, of_sender, of_engines in columns:
+            if number == NO_PART or of_sender == of_engines:
+                continue
+            if (share := holdings.classes[number]).mixed or share.dtype != of_engines:
+                logger.info(
+                    "waiting for the sender's next version, as other engines have %s in %s",
+                    name,
+                    dtypes.name(of_engines),
+                )
+                return False
+        return True
+
+    def get_ready(self, number: int) -> tuple[Start, Participants] | None:
+        """Takes part in an offer; returns None if this rank came too late for it, or it was withdrawn. Raises LoadError."""
+        offers, participant = self._rendezvous.offers, self._rendezvous.participant
+        offers.get_ready(number, participant)
+        start = offers.wait_for_start(number, self._timeout)
+        if not start.participants:
+            return None
+        participants = Participants.fetch(self._store, start.participants, self._timeout)
+        return (start, participants) if participant in participants.receivers else None
+
+    def end(self, number: int, received: bool, holds: bool) -> None:
+        """Says how the offer has ended for this rank. ``holds``: whether it can hand the version on."""
+        keys = [_JOINED] * received + [f"{_HOLDERS}/{number}"] * (received and holds)
+        with suppress(RuntimeError):  # the sender has ended meanwhile
+            for key in keys:
+                _say(self._store, key, self._rendezvous.participant)
+        self._rendezvous.offers.acknowledge(number)
 
 
 class Holder:
@@ -277,15 +339,15 @@ class Holder:
                 store.delete_key(self._key)
                 if not content:  # the end
                     return
-                self._answer(store, Call(*json.loads(content)))
+                self._answer(store, HandOnCall(*json.loads(content)))
 
-    def _answer(self, store: Store, call: Call) -> None:
+    def _answer(self, store: Store, call: HandOnCall) -> None:
         try:
             self._hand_on(store, call)
         except Exception as error:  # those that join get the same error, and start again
             logger.warning("version %d was not handed on: %s", call.version, message_of(error))
 
-    def _hand_on(self, store: Store, call: Call) -> None:
+    def _hand_on(self, store: Store, call: HandOnCall) -> None:
         version = self._wait_for(call.version)
         _say(store, f"{_ANSWERS}/{call.number}", self._participant)
         start = Announcements(PrefixStore(OFFERS, store), TIMEOUT).wait_for_start(call.number, TIMEOUT)
@@ -294,7 +356,7 @@ class Holder:
         participants = Participants.fetch(store, start.participants, TIMEOUT)
         if self._participant not in participants.holders:
             return  # it has answered too late
-        _, manifest = Scope.decode(participants.fetch_manifest(store, TIMEOUT))
+        _, manifest = participants.fetch_manifest(store, TIMEOUT)
         contents = Attempt(lambda: version[1].contents(manifest))
         message = JoinMessage(f"holder {self._node}", self._verify, DeviceAccess())
 

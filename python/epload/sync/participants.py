@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from epload.checkpoint.manifest import Manifest
 from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout, message_of
 from epload.ranks.contents import fetch, publish
 from epload.ranks.messages import read_if_set
+from epload.sync.scope import Scope
 from epload.sync.store import answered
 
 LEASE_SECONDS = 10.0
@@ -98,8 +100,9 @@ class Participants(NamedTuple):
         ranks = (tuple(Participant(*fields) for fields in some) for some in (receivers, holders))
         return cls(senders, next(ranks), manifest, next(ranks))
 
-    def fetch_manifest(self, store: Store, timeout: timedelta) -> bytes:
-        return fetch(store, self.manifest, timeout)
+    def fetch_manifest(self, store: Store, timeout: timedelta) -> tuple[Scope, Manifest]:
+        """Returns the part of the sender's model that versions are, and the manifest of its tensors."""
+        return Scope.decode(fetch(store, self.manifest, timeout))
 
     def describe(self) -> str:
         """Says which ranks belong to which job, for error messages."""

@@ -17,24 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from epload.checkpoint.manifest import Manifest
-from epload.core import dtypes, garbage_collection, log
+from epload.core import garbage_collection, log
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout, message_of
 from epload.mapping.mapping import Mapping
-from epload.planning.holdings import NO_PART, full_holdings
-from epload.ranks.contents import fetch
+from epload.planning.holdings import full_holdings
 from epload.ranks.membership import local_network
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
-from epload.sync.handing_on import Holder, Offer, say_joined
+from epload.sync.handing_on import Holder, Joining
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
 from epload.sync.report import SyncReport
-from epload.sync.scope import Scope
 from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, TargetProvider, make_target
 
@@ -116,6 +114,7 @@ class WeightReceiver(Endpoint):
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
         self._holder = Holder(connection, self._rendezvous.participant, self._node, verify)
         """Hands versions on."""
+        self._joining = Joining(self._store, self._rendezvous, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.
         self._leave = weakref.finalize(self, _leave, self._rendezvous, self._holder, self._store)
         self._arrival: Arrival | None = None
@@ -185,63 +184,25 @@ class WeightReceiver(Endpoint):
     def _receive_from_engines(self, version: int | None) -> SyncReport | None:
         """Receives the version that other engines have, if this one has none or an older one. Returns None if the sender's next
         version comes first, or they cannot send it."""
-        until = time.monotonic() + self._timeout.total_seconds()
+        until, after = time.monotonic() + self._timeout.total_seconds(), -1 if self.version is None else self.version
         for _ in range(_MAX_ATTEMPTS if self._generation is None else 0):
-            found = self._rendezvous.find_offer(timedelta(seconds=until - time.monotonic()))
+            seconds = until - time.monotonic()
+            found = self._joining.find_offer(after, version, self._target, timedelta(seconds=seconds))
             if found is None:
                 return None
-            number, offer = found[0], Offer(*found[1])
-            is_newer = offer.version > (-1 if self.version is None else self.version)
-            if version not in (None, offer.version) or not is_newer or not self._takes(offer):
-                return None
+            number, offer = found
             report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage, from_engines=True)
+            received = holds = False
             try:
-                if self._receive_offered(number, version, report):
+                if (ready := self._joining.get_ready(number)) is not None:
+                    self._take_part(version, *ready, report)
+                    received, holds = True, self._generation is not None and self._generation.keeps_declared_dtypes
                     return report
             except LoadError as error:
                 log.logger.warning("version %d did not come from other engines: %s", offer.version, message_of(error))
+            finally:
+                self._joining.end(number, received, holds)
         return None
-
-    def _takes(self, offer: Offer) -> bool:
-        """Returns True if what other engines have is what the sender would send to this one. Raises ModelMismatch if its model
-        does not fit."""
-        self._target.scope, original = Scope.decode(fetch(self._store, offer.original, self._timeout))
-        holdings = self._target.holdings(original)
-        _, received = Scope.decode(fetch(self._store, offer.manifest, self._timeout))
-        for name, number, *dtypes_of in zip(
-            original.names, holdings.class_of.tolist(), original.dtypes, received.dtypes, strict=True
-        ):
-            of_sender, of_engines = dtypes_of
-            if number == NO_PART or of_sender == of_engines:
-                continue
-            if (share := holdings.classes[number]).mixed or share.dtype != of_engines:
-                log.logger.info(
-                    "waiting for the sender's next version, as other engines have %s in %s",
-                    name,
-                    dtypes.name(of_engines),
-                )
-                return False
-        return True
-
-    def _receive_offered(self, number: int, version: int | None, report: SyncReport) -> bool:
-        """Takes part in an offer. Returns False if this rank came too late for it, or it was withdrawn. Raises LoadError."""
-        offers, participant = self._rendezvous.offers, self._rendezvous.participant
-        offers.get_ready(number, participant)
-        start = offers.wait_for_start(number, self._timeout)
-        if not start.participants:
-            return False
-        participants = Participants.fetch(self._store, start.participants, self._timeout)
-        if participant not in participants.receivers:
-            return False
-        try:
-            self._take_part(version, start, participants, report)
-            generation = self._generation
-            assert generation is not None
-            holds = self._stage == "host" and generation.moves_declared_dtypes
-            say_joined(self._store, number, participant, holds)
-        finally:
-            offers.acknowledge(number)
-        return True
 
     def _take_part(
         self, version: int | None, start: Start, participants: Participants | None, report: SyncReport
@@ -297,7 +258,7 @@ class WeightReceiver(Endpoint):
     def _read(self, participants: Participants) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
         with garbage_collection.paused():
-            self._target.scope, manifest = Scope.decode(participants.fetch_manifest(self._store, self._timeout))
+            self._target.scope, manifest = participants.fetch_manifest(self._store, self._timeout)
             self._holdings = self._target.holdings(manifest)
         for warning in self._target.warnings:
             log.logger.warning("%s", warning)

@@ -298,7 +298,8 @@ class WeightSender(Endpoint):
         received = replace(manifest, dtypes=generation.plan.dtypes)
         names = [publish(self._store, scope.encode(tensors)) for tensors in (received, manifest)]
         senders = len(self.topology.ranks)
-        self._offers.offer(Offer(version, *names), [self._receivers[rank - senders] for rank in generation.holders])
+        holders = [self._receivers[rank - senders] for rank in generation.holders]
+        self._offers.offer(Offer(version, names[0], names[1], self._verify), holders)
 
     # ---- ending ----
 

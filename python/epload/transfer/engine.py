@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 from epload.errors import LoadError
 from epload.observe.progress import Progress
@@ -20,7 +21,6 @@ from epload.ranks.group_cache import GroupCache
 from epload.transfer import pipeline
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.direct_read import DirectRead
 from epload.transfer.framing import list_numbers
 from epload.transfer.host_ring import HostRing
 from epload.transfer.movers import SLOWEST, Mover, Routes, relay
@@ -175,7 +175,14 @@ class Engine:
             self._ring.verify(wave, check)
 
 
-Transfer = Engine | DirectRead
+class Transfer(Protocol):
+    """Fills this rank's tensors, and passes on what other ranks need."""
+
+    def run(self, bar: Progress) -> None:
+        """``bar`` counts bytes. Raises LoadError."""
+
+    def fail(self) -> None:
+        """Wakes all waits: another rank cannot go on. Thread-safe."""
 
 
 def through_memory(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import epload
 from epload.integrations.veomni.converted import ConvertedCheckpoint
-from epload.load import load
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model
@@ -73,7 +73,7 @@ def rank0_load_and_broadcast_weights(
     converted = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), converted is not None, tied))
     try:
-        report = load(model, weights_path if converted is None else converted, **options)
+        report = epload.load(model, weights_path if converted is None else converted, **options)
     finally:
         if converted is not None:
             converted.close()

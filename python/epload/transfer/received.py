@@ -1,0 +1,96 @@
+"""Checkpoints that are received rather than read: another job sends them to all ranks of a load together."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint
+from epload.core import threads
+from epload.core.attempt import Attempt
+from epload.core.log import logger
+from epload.core.pieces import Piece
+from epload.errors import CheckpointError, RemoteFailure
+from epload.observe.progress import Progress
+from epload.planning.holdings import Holdings
+from epload.planning.plan import LoadPlan
+from epload.ranks.topology import Topology
+from epload.report import TransferReport
+from epload.transfer.local import Local
+
+_LOOK_SECONDS = 0.05
+
+
+class ReceivedCheckpoint(Checkpoint):
+    """A checkpoint that all ranks of a load open, and receive together, each what it keeps."""
+
+    verified = True
+
+    @abstractmethod
+    def receive(self, holdings: Holdings, tensors: list[Tensor], name: str, topology: Topology) -> tuple[int, str]:
+        """Fills this rank's tensors. Collective over the topology's ranks.
+
+        Args:
+            holdings: of the manifest's tensors; their targets count in ``tensors``.
+            name: identifies the load, on all ranks.
+
+        Returns:
+            The bytes that this rank received, and from where they came.
+
+        Raises:
+            LoadError: the same on every rank; tensors may be partly written.
+        """
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
+        raise CheckpointError(
+            f"{self.manifest.source} is sent to all ranks of a load at once, and cannot be read piece by piece; load it with "
+            "epload.load"
+        )
+
+
+class Receiving:
+    """Receives a checkpoint. Single use; has the interface of an Engine."""
+
+    def __init__(
+        self, checkpoint: ReceivedCheckpoint, plan: LoadPlan, local: Local, topology: Topology, report: TransferReport
+    ) -> None:
+        self._checkpoint, self._plan, self._local = checkpoint, plan, local
+        self._topology, self._report = topology, report
+        self._failed = threading.Event()
+
+    def run(self, bar: Progress) -> None:
+        """``bar`` counts bytes. Raises LoadError: another rank failed, or the checkpoint was not received."""
+        control, plan = self._topology.control, self._plan
+        if plan.quantized:
+            raise CheckpointError(
+                f"{self._checkpoint.manifest.source} cannot be quantized while it is received: pass mapping= without Quantize, "
+                "or have the WeightSender quantize"
+            )
+        name = control.agree("receiving", None, secrets.token_hex(4), lambda views: next(iter(views.values())))
+        outcomes: list[Attempt[tuple[int, str]]] = []
+
+        def receive() -> None:
+            tensors = self._local.tensors
+            outcomes.append(Attempt(lambda: self._checkpoint.receive(plan.holdings, tensors, name, self._topology)))
+
+        with (
+            self._report.timed("read", "receives") as span,
+            control.activity(f"receives {self._checkpoint.manifest.source}"),
+        ):
+            thread = threads.start("epload-receive", receive)
+            while not outcomes:
+                thread.join(_LOOK_SECONDS)
+                if self._failed.is_set():
+                    raise RemoteFailure("another rank failed")
+            span.nbytes, source = outcomes[0].value
+        logger.info("received %s", source)
+        control.progress += span.nbytes
+        bar.update(plan.nbytes)
+
+    def fail(self) -> None:
+        """Another rank cannot go on."""
+        self._failed.set()

@@ -1,0 +1,129 @@
+"""epload.load from a running job: the version that its engines have, as a checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import epload
+from support import jobs
+from support.jobs import Job, Meeting
+from support.small_syncs import many_waves, outcome
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2, num_experts=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def make(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+
+
+def send(rank: int, meeting: Meeting, world: int, loads: int, **options: Any) -> None:
+    model = make(1)
+    if world > 1:
+        fully_shard(model)
+    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30, **options) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        sender.send_weights(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        for number in range(loads):
+            meeting.hear(f"loaded-{number}")
+
+
+def serve(rank: int, meeting: Meeting, loads: int, stage: str = "host", verify: bool = False) -> None:
+    with many_waves():
+        model = make(2)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, stage=stage, verify=verify) as receiver:
+            receiver.receive_weights()
+            receiver.commit()
+            for number in range(loads):
+                meeting.hear(f"loaded-{number}")
+
+
+def cold_start(
+    rank: int, meeting: Meeting, number: int, nodes: list[list[int]], dtype: torch.dtype, folder: str, verify: bool
+) -> list[str]:  # fmt: skip
+    """Compares a load of this rank's part with ``from_pretrained``."""
+    with torch.device("meta"):
+        model = fully_shard(make(3))
+    with many_waves():
+        topology = epload.Topology.from_nodes(nodes)
+        report = epload.load(
+            model, f"epload://{meeting.hear('address')}", dtype=dtype, topology=topology, timeout=30, verify=verify,
+            progress=False,
+        )  # fmt: skip
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    ids = torch.arange(12).reshape(2, 6)
+    values = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(values[name], tensor), name
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    dist.barrier()
+    if rank == 0:
+        meeting.say(f"loaded-{number}")
+    assert report.nbytes > 0
+    return [report.source.split(":")[0], report.readers]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_model_is_loaded_from_the_engines_of_a_running_job(tmp_path: Path, verify: bool) -> None:
+    """While the trainer's weights are others already. On two nodes, and on one in another dtype."""
+    folder = str(tmp_path)
+    make(1).save_pretrained(folder)
+    *_, first, second = jobs.run(
+        [
+            Job(2, partial(send, verify=verify), (2, 2)),
+            Job(1, partial(serve, verify=verify), (2,)),
+            Job(2, cold_start, (0, [[0], [1]], torch.float32, folder, verify)),
+            Job(2, cold_start, (1, [[0, 1]], torch.bfloat16, folder, verify)),
+        ]
+    )
+    assert first == second == [["epload", "every"]] * 2
+
+
+def refused(rank: int, meeting: Meeting) -> list[str]:
+    address = f"epload://{meeting.hear('address')}"
+    with torch.device("meta"):
+        model = make(3)
+    other = nn.Linear(2, 2)
+    errors = [
+        outcome(partial(epload.load, model, address, readers="one")),
+        outcome(partial(epload.load, model, "epload://nowhere")),
+        outcome(partial(epload.load, other, address, timeout=20, progress=False)),
+    ]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    meeting.say("loaded-0")
+    return errors
+
+
+def test_what_cannot_be_loaded_from_a_running_job_is_refused() -> None:
+    *_, (errors,) = jobs.run([Job(1, send, (1, 1)), Job(1, serve, (1,)), Job(1, refused)])
+    assert "expected readers='every' for epload://" in errors[0]
+    assert "expected an address such as" in errors[1]
+    assert "Unexpected" in errors[2] or "unexpected" in errors[2]
+
+
+def nothing_there(rank: int, meeting: Meeting) -> str:
+    error = outcome(partial(epload.load, make(3), f"epload://{meeting.hear('address')}", timeout=3, progress=False))
+    meeting.say("loaded-0")
+    return error
+
+
+def test_a_job_none_of_whose_engines_keeps_versions_is_named() -> None:
+    *_, (error,) = jobs.run([Job(1, send, (1, 1)), Job(1, serve, (1, "none")), Job(1, nothing_there)])
+    assert "no engine of the job at 127.0.0.1:" in error
+    assert 'has a version in host memory (stage="host") within 3 s' in error
