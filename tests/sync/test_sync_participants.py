@@ -25,7 +25,7 @@ def joined(port: int, rank: int) -> ReceiverRendezvous:
 def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
     with many_waves():
         server = serve(("127.0.0.1", 0), LIMIT)
-        yield SenderRendezvous(server, expected=2), server.port
+        yield SenderRendezvous(server.store, expected=2), server.port
 
 
 def gather(sender: SenderRendezvous, timeout: timedelta = LIMIT) -> tuple[Participant, ...]:

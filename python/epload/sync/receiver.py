@@ -68,6 +68,7 @@ class WeightReceiver(Endpoint):
         stage: str = "host",
         verify: bool = False,
         progress: bool = False,
+        token: str | None = None,
     ) -> None:
         """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
 
@@ -90,10 +91,11 @@ class WeightReceiver(Endpoint):
                 a device is copied straight out of it.
             verify: as for :class:`WeightSender`; equal in both jobs.
             progress: a bar on the engine's first rank when standard error is a terminal.
+            token: that of the :class:`WeightSender`; ``EPLOAD_SYNC_TOKEN`` of the environment if None.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
-            LoadError: no sender answers, or it is that of another version of epload.
+            LoadError: no sender answers, it is that of another version of epload, or it has another token.
         """
         super().__init__(timeout, verify, progress)
         check_choice("stage", stage, ("host", "device", "none"))
@@ -108,7 +110,7 @@ class WeightReceiver(Endpoint):
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        connection = partial(connect, address, self._timeout)
+        connection = partial(connect, address, self._timeout, token)
         self._store, beats = connection(), connection()
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)

@@ -33,7 +33,7 @@ from epload.sync.participants import Participant, Participants, SenderRendezvous
 from epload.sync.report import SyncReport
 from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
-from epload.sync.store import Address, connect, format_address, parse_address, serve
+from epload.sync.store import Address, ServedStore, connect, format_address, parse_address, serve
 
 _ACKNOWLEDGMENT_SECONDS = 5.0
 """Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
@@ -70,14 +70,15 @@ class WeightSender(Endpoint):
         verify: bool = False,
         progress: bool = False,
         only: Selection = None,
+        token: str | None = None,
     ) -> None:
         """Collective over the topology's ranks; arguments equal on all of them.
 
         Args:
             model: any mix of DTensors and plain tensors with storage.
             address: at which the first rank serves both jobs' store: ``"host:port"``, ``"[v6 address]:port"`` or
-                ``(host, port)``. Port 0 has one chosen; see :attr:`address`. Whoever can connect to it can join: there is no
-                authentication.
+                ``(host, port)``. Port 0 has one chosen; see :attr:`address`. Without a token, whoever can connect to it can
+                join.
             receivers: receiving ranks, over all engines, that have to be there before the first version is sent.
             mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under these names.
                 ``"auto"`` is what a transformers model declares, else names as they are. ``Quantize`` sends fp8 weights and
@@ -99,6 +100,8 @@ class WeightSender(Endpoint):
             only: a function of the name of a tensor, equal on all ranks and for all versions, which returns True if it is sent;
                 or ``"adapter"``: the active adapter of a PEFT model, as its ``save_pretrained`` would write it. None for all base
                 weights.
+            token: a secret that receivers have to know before they can use the store; ``EPLOAD_SYNC_TOKEN`` of the environment if
+                None, and none at all if that is not set. See docs/sync.md for what it protects.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -127,15 +130,18 @@ class WeightSender(Endpoint):
         """Receivers of the last version that has started; each says when it knows how that has ended."""
         self._version: int | None = None
         self._sending: tuple[threading.Thread, list[Attempt[SyncReport]]] | None = None
-        self._store: TCPStore = self._open_store(host, port)
-        self.address: str = format_address(host, self._store.port)
+        self._token = token
+        self._served: ServedStore | None = None
+        self._store, port = self._open_store(host, port)
+        self.address: str = format_address(host, port)
         """Address at which receivers find this sender."""
         self._rendezvous = SenderRendezvous(self._store, receivers) if self._first else None
-        self._offers = Offers(partial(connect, self.address, self._timeout))
+        self._offers = Offers(partial(connect, self.address, self._timeout, self._token))
 
-    def _open_store(self, host: str, port: int) -> TCPStore:
-        control = self.topology.control
-        served = Attempt(lambda: serve((host, port), self._timeout) if self._first else None)
+    def _open_store(self, host: str, port: int) -> tuple[TCPStore, int]:
+        """Returns a connection to the store, and its port."""
+        control, token = self.topology.control, self._token
+        served = Attempt(lambda: serve((host, port), self._timeout, token) if self._first else None)
         control.begin(self._timeout)
         with control.guard():
             ports = control.agree(
@@ -144,11 +150,13 @@ class WeightSender(Endpoint):
                 served.result and served.result.port,
                 lambda views: list(views.values()),
             )
-            port = next(filter(None, ports))
-            store = Attempt(lambda: served.value or connect((host, port), self._timeout))
+            port, self._served = next(filter(None, ports)), served.value
+            store = Attempt(
+                lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store
+            )
             control.agree("connecting to the sync's store", store.failure)
         control.end()
-        return store.value
+        return store.value, port
 
     # ---- sending ----
 
@@ -319,6 +327,9 @@ class WeightSender(Endpoint):
                 self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
                 self._rendezvous.announce(None)
         self._rendezvous = None
+        if self._served is not None:
+            self._served.close()
+        self._served = None
         if hasattr(self, "_store"):
             del self._store  # which ends it, and frees its port
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -17,9 +19,10 @@ from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
+from epload.sync.token import ENVIRONMENT, LOOPBACK, Front, asks_for_token, authenticate, resolve_token, tunnel
 
 T = TypeVar("T")
-PROTOCOL = 9
+PROTOCOL = 10
 """Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
@@ -28,6 +31,8 @@ _GREETING_SECONDS = 10.0
 """Maximum seconds that a store that answers may take to identify itself."""
 _MAX_CALL = timedelta(seconds=60)
 """Maximum time that a call of the sender's own connection takes."""
+_BANNER_SECONDS = 0.02
+"""Seconds within which a front that is near says what it is; else it is asked again once a TCPStore has failed to connect."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 
@@ -63,27 +68,65 @@ def _greeting() -> str:
     return f"epload {_C.version} (sync protocol {PROTOCOL})"
 
 
-def serve(address: Address, timeout: timedelta) -> TCPStore:
+class ServedStore(NamedTuple):
+    """A store that this process serves."""
+
+    store: TCPStore
+    port: int
+    front: Front | None
+    """What is at the address, with a token."""
+
+    def close(self) -> None:
+        if self.front is not None:
+            self.front.close()
+
+
+def serve(address: Address, timeout: timedelta, token: str | None = None) -> ServedStore:
     """Makes the store. With port 0, the system chooses one.
+
+    Args:
+        token: see :class:`epload.WeightSender`.
 
     Raises:
         LoadError: the port cannot be bound, or this process does not reach it under that name within ``timeout``.
     """
     host, port = parse_address(address)
+    token, front = resolve_token(token), None
     try:
         if not _is_own(host):
             logger.warning(
                 "%s is no address of this machine, on which the sender serves it: expected one that leads back here",
                 host,
             )
-        store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)
+        elif not token and not _is_loopback(host):
+            logger.warning(
+                "whoever can connect to %s can receive the weights, or end the sync: pass the argument token, or set %s, in both jobs",
+                host, ENVIRONMENT,
+            )  # fmt: skip
+        if token:
+            listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+            hidden = listener.getsockname()[1]
+            store = TCPStore(
+                LOOPBACK, hidden, None, True, min(timeout, _MAX_CALL), wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+            front = Front(host, port, hidden, token)
+            port = front.port
+        else:
+            store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)
+            port = store.port
     except (OSError, RuntimeError) as error:
         raise LoadError(
             f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass a name of the machine of its first "
             "rank, and another port, or 0 for any"
         ) from error
     store.set(_GREETING, _greeting())
-    return store
+    return ServedStore(store, port, front)
+
+
+def _is_loopback(host: str) -> bool:
+    families = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return all(ipaddress.ip_address(address).is_loopback for *_, (address, *_) in families)
 
 
 def _is_own(host: str) -> bool:
@@ -95,22 +138,35 @@ def _is_own(host: str) -> bool:
     return False
 
 
-def connect(address: Address, timeout: timedelta) -> TCPStore:
+def connect(address: Address, timeout: timedelta, token: str | None = None) -> TCPStore:
     """Connects to the sender's store; waits until there is one.
 
+    Args:
+        token: see :class:`epload.WeightReceiver`.
+
     Raises:
-        LoadError: there is none within ``timeout``, or it is that of another version of epload.
+        LoadError: there is none within ``timeout``, it is that of another version of epload, or it has another token.
     """
     host, port = parse_address(address)
-    where = format_address(host, port)
+    where, token = format_address(host, port), resolve_token(token)
     until = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             # A TCPStore would write a warning each time that it cannot connect.
-            socket.create_connection((host, port), max(0.1, min(10.0, until - time.monotonic()))).close()
-            store = answered(lambda: TCPStore(host, port, None, False, timedelta(seconds=10)), timeout)
+            seconds = max(0.1, min(10.0, until - time.monotonic()))
+            with socket.create_connection((host, port), seconds) as connection:
+                if token:
+                    authenticate(connection, token, where)
+                elif asks_for_token(connection, _BANNER_SECONDS):
+                    raise _no_token(where)
+            target = (LOOPBACK, tunnel(host, port, where, token)) if token else (host, port)
+            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=10)), timeout)
             break
         except (OSError, RuntimeError) as error:
+            if isinstance(error, LoadError):
+                raise
+            if not token and _is_front(host, port):
+                raise _no_token(where) from error
             if time.monotonic() + _PAUSE_SECONDS >= until:
                 raise LoadError(
                     f"no sender answers at {where} within {timeout.total_seconds():.0f} s: {message_of(error)}; is the trainer "
@@ -129,6 +185,18 @@ def connect(address: Address, timeout: timedelta) -> TCPStore:
             f"the sender at {where} is {greeting}, this receiver is {_greeting()}; install the same version in both jobs"
         )
     return store
+
+
+def _is_front(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), 1.0) as connection:
+        return asks_for_token(connection, 1.0)
+    return False
+
+
+def _no_token(where: str) -> LoadError:
+    return LoadError(
+        f"the sender at {where} asks for a token: pass the argument token, or set {ENVIRONMENT}, as in its job"
+    )
 
 
 def answered(call: Callable[[], T], timeout: timedelta) -> T:

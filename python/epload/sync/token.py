@@ -1,0 +1,201 @@
+"""A token that both jobs of a sync have to know before either reads or writes the other's store.
+
+torch's TCPStore cannot authenticate. With a token it listens on the loopback interface alone, behind a front at the sender's
+address. The front sends a random challenge, and passes on what comes over a connection only once its other end has answered with
+an HMAC-SHA256 of the challenge under the token; it then proves in the same way that it knows the token. Nothing is encrypted:
+who can read the network reads the weights, and who can change what is on it can take over a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from epload.core import threads
+from epload.core.log import logger
+from epload.errors import LoadError
+
+ENVIRONMENT = "EPLOAD_SYNC_TOKEN"
+_BANNER = b"epload sync 1 \n"
+"""The first bytes of a front."""
+_NONCE_BYTES, _DIGEST_BYTES = 32, 32
+_HANDSHAKE_SECONDS = 10.0
+"""Maximum seconds until a connection is authenticated."""
+_CHUNK_BYTES = 1 << 16
+LOOPBACK = "127.0.0.1"
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def resolve_token(token: str | None) -> str:
+    """Returns the token, by default that of the environment; empty for none. Raises TypeError."""
+    if token is not None and not isinstance(token, str):
+        raise TypeError(f"expected token to be a str, got {token!r}")
+    return os.environ.get(ENVIRONMENT, "") if token is None else token
+
+
+def _digest(token: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + first + second, "sha256")
+
+
+def authenticate(connection: socket.socket, token: str, where: str) -> None:
+    """Answers the challenge of a front, and has it prove that it knows the token.
+
+    Raises:
+        LoadError: there is no front at the other end, or it has another token.
+        OSError: the connection is lost.
+    """
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    try:
+        greeting = _receive(connection, len(_BANNER) + _NONCE_BYTES)
+    except TimeoutError:
+        greeting = b""
+    if not greeting.startswith(_BANNER):
+        raise LoadError(
+            f"the sender at {where} asks for no token, but this job has one: pass it to the WeightSender, too, or unset "
+            f"{ENVIRONMENT} here"
+        )
+    challenge, nonce = greeting[len(_BANNER) :], secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(nonce + _digest(token, b"client", challenge, nonce))
+    proof = _receive(connection, _DIGEST_BYTES)
+    if not hmac.compare_digest(proof, _digest(token, b"server", nonce, challenge)):
+        raise LoadError(
+            f"the sender at {where} has another token; pass the same one, or set {ENVIRONMENT} alike, in both jobs"
+        )
+    connection.settimeout(None)
+
+
+def asks_for_token(connection: socket.socket, seconds: float) -> bool:
+    """Returns True if the other end says within some seconds that it is a front."""
+    connection.settimeout(seconds)
+    with suppress(OSError):
+        return _receive(connection, len(_BANNER)) == _BANNER
+    return False
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Returns so many bytes, or fewer if the connection ends."""
+    content = b""
+    while len(content) < nbytes and (more := connection.recv(nbytes - len(content))):
+        content += more
+    return content
+
+
+class Relay:
+    """Listens on an address, and connects each connection that is authenticated with another one. Runs in a thread."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises OSError: the address cannot be bound."""
+        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._listener = socket.create_server(address[:2], family=family, backlog=1024)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threads.start("epload-relay", self._run)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(asyncio.start_server(self._take, sock=self._listener))
+        self._loop.run_forever()
+        self._listener.close()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection."""
+        other: Pipe | None = None
+        try:
+            other = await asyncio.wait_for(self._connect(reader, writer), _HANDSHAKE_SECONDS)
+            if other is not None:
+                directions = [_pump(reader, other[1]), _pump(other[0], writer)]
+                tasks = [asyncio.ensure_future(direction) for direction in directions]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    task.cancel()
+        except asyncio.CancelledError:
+            return  # the end, which a stream of Python 3.11 would report
+        except (OSError, LoadError, TimeoutError, asyncio.IncompleteReadError) as error:
+            logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
+        finally:
+            for stream in (writer, other and other[1]):
+                if stream:
+                    stream.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
+        """Returns the connection that goes with one; None if that is refused."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends it, with all of its connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_HANDSHAKE_SECONDS)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while content := await reader.read(_CHUNK_BYTES):
+            writer.write(content)
+            await writer.drain()
+
+
+class Front(Relay):
+    """The sender's: passes on to a store on the loopback interface what comes from those that know the token."""
+
+    def __init__(self, host: str, port: int, store_port: int, token: str) -> None:
+        self._store_port = store_port
+        self._token = token
+        super().__init__(host, port)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
+        challenge = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(_BANNER + challenge)
+        answer = await reader.readexactly(_NONCE_BYTES + _DIGEST_BYTES)
+        nonce, digest = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(digest, _digest(self._token, b"client", challenge, nonce)):
+            raise LoadError("it does not know the token")
+        writer.write(_digest(self._token, b"server", nonce, challenge))
+        return await asyncio.open_connection(LOOPBACK, self._store_port)
+
+
+class _Tunnel(Relay):
+    """A client's: takes connections of this user's processes on the loopback interface, and authenticates each to a front."""
+
+    def __init__(self, host: str, port: int, where: str, token: str) -> None:
+        self._target, self._where, self._token = (host, port), where, token
+        super().__init__(LOOPBACK, 0)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
+        if _owner(writer.get_extra_info("peername")[1], self.port) != os.getuid():
+            raise LoadError("it is of another user")
+
+        def connect() -> socket.socket:
+            connection = socket.create_connection(self._target, _HANDSHAKE_SECONDS)
+            authenticate(connection, self._token, self._where)
+            return connection
+
+        connection = await asyncio.get_running_loop().run_in_executor(None, connect)
+        return await asyncio.open_connection(sock=connection)
+
+
+def _owner(port: int, other: int) -> int | None:
+    """Returns the user id of the process that has connected two ports of the loopback interface; None if there is none."""
+    ends = [f"0100007F:{number:04X}" for number in (port, other)]  # 127.0.0.1, also as an address of IPv6
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if all(field.endswith(end) for field, end in zip(fields[1:3], ends, strict=True)):
+                return int(fields[7])
+    return None
+
+
+@cache
+def tunnel(host: str, port: int, where: str, token: str) -> int:
+    """Returns the port on this machine's loopback interface that leads to a front. Raises OSError."""
+    return _Tunnel(host, port, where, token).port

@@ -1,0 +1,122 @@
+"""A token without which nobody uses the store of a sync: rogue clients get nothing, and change nothing."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing, suppress
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from torch.distributed import TCPStore
+
+import epload
+from epload.errors import LoadError
+from epload.sync.store import connect, serve
+from support import jobs
+from support.jobs import Job, Meeting
+from support.small_syncs import many_waves, outcome
+from support.synced_models import build, check, write
+
+LIMIT, SOON = timedelta(seconds=20), timedelta(seconds=2)
+TOKEN = "a secret of both jobs"
+
+
+def send(rank: int, meeting: Meeting, world: int) -> None:
+    with many_waves():
+        model = build("fsdp", world)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=30, token=TOKEN) as sender:
+            if rank == 0:
+                meeting.say("address", sender.address)
+            meeting.hear("attacked")
+            for version in (1, 2):
+                write(model, version)
+                sender.send_weights(version)
+
+
+def receive(rank: int, meeting: Meeting) -> None:
+    with many_waves():
+        model = build("tp0", 2)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, token=TOKEN) as receiver:
+            for version in (1, 2):
+                receiver.receive_weights(version)
+                receiver.commit()
+                check(model, version)
+
+
+def attack(rank: int, meeting: Meeting) -> tuple[list[str], bytes]:
+    """What those get that do not know the token: other engines, and a raw socket that repeats what it has seen."""
+    model, address = build("plain", 1), meeting.hear("address")
+    host, port = address.split(":")
+    errors = [
+        outcome(partial(epload.WeightReceiver, model, address, timeout=10, token=token))
+        for token in ("", "another", TOKEN + " ")
+    ]
+    with closing(socket.create_connection((host, int(port)), 10)) as connection:
+        greeting = connection.recv(1000)
+        connection.sendall(b"\0" * 64)
+        connection.settimeout(10)
+        rest = connection.recv(1000)
+    errors.append(outcome(lambda: TCPStore(host, int(port), None, False, SOON).set("receivers", "99")))
+    with closing(socket.create_connection((host, int(port)), 10)) as connection:
+        assert connection.recv(1000) != greeting
+    meeting.say("attacked")
+    return errors, rest
+
+
+def test_jobs_with_the_same_token_sync_and_others_get_nothing() -> None:
+    *_, ((errors, rest),) = jobs.run([Job(2, send, (2,)), Job(2, receive), Job(1, attack)])
+    assert "asks for a token: pass the argument token, or set EPLOAD_SYNC_TOKEN" in errors[0]
+    assert "has another token" in errors[1]
+    assert "has another token" in errors[2]
+    assert errors[3]
+    assert rest == b""
+
+
+def test_a_store_behind_a_front_does_not_listen_where_others_reach_it() -> None:
+    """Its own port is on the loopback interface; many clients use it, and closing the front ends their connections."""
+    served = serve(("127.0.0.1", 0), LIMIT, TOKEN)
+    clients = [connect(("127.0.0.1", served.port), LIMIT, TOKEN) for _ in range(5)]
+    for number, client in enumerate(clients):
+        client.set(f"key {number}", "x" * 100_000 * number)
+    assert [len(served.store.get(f"key {number}")) for number in range(5)] == [100_000 * number for number in range(5)]
+    assert served.store.port != served.port
+    served.close()
+    with pytest.raises(LoadError, match="no sender answers"):
+        connect(("127.0.0.1", served.port), SOON, TOKEN)
+
+
+def test_a_token_against_a_sender_without_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
+    served = serve(("127.0.0.1", 0), LIMIT, "")
+    with pytest.raises(LoadError, match="asks for no token, but this job has one"):
+        connect(("127.0.0.1", served.port), LIMIT, TOKEN)
+
+
+def test_the_environment_has_the_token_and_a_silent_client_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epload.sync.token._HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setenv("EPLOAD_SYNC_TOKEN", TOKEN)
+    served = serve(("127.0.0.1", 0), LIMIT)
+    with closing(socket.create_connection(("127.0.0.1", served.port), 10)) as silent:
+        silent.settimeout(10)
+        with suppress(ConnectionError):
+            while silent.recv(1000):
+                pass
+    client = connect(("127.0.0.1", served.port), LIMIT)
+    client.set("key", "value")
+    assert served.store.get("key") == b"value"
+    served.close()
+
+
+def test_an_address_that_others_reach_warns_without_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    serve(("0.0.0.0", 0), LIMIT, "")
+    assert "whoever can connect to 0.0.0.0 can receive the weights" in caplog.text
+    caplog.clear()
+    serve(("127.0.0.1", 0), LIMIT, "")
+
+    assert caplog.text == ""
+
+
+def test_a_token_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected token to be a str, got 5"):
+        epload.WeightReceiver(build("plain", 1), "127.0.0.1:1", token=5)  # type: ignore[arg-type]
