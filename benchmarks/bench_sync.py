@@ -43,6 +43,7 @@ TRAINERS = 2
 OURS = ("epload_sync:stage=none", "epload_sync:stage=host")
 FLOOR = "floor"
 FP8 = "epload_fp8"
+JOIN = "epload_join"
 QUANTIZED = re.compile(r"_proj\.weight$")
 """Names of the weights that are sent in fp8."""
 PLANNING = "planning"
@@ -129,6 +130,7 @@ def measure(options: argparse.Namespace, case: str) -> Row:
         if linked and links:  # the worst of all versions
             row["in"] = max(into for nodes in links for into, _ in nodes[trainers:]) / nbytes
             row["out"] = max(sum(out for _, out in nodes[:trainers]) for nodes in links) / nbytes
+            row["sent"] = max(out for nodes in links for _, out in nodes) / nbytes
     rate = options.mbit * 1e6 / 8
     return {
         **summary.facts(nbytes, tensors), "minutes": (monotonic() - began) / 60, "case": case, "trainers": trainers,
@@ -256,6 +258,11 @@ def targets(runs: dict[str, Row]) -> Table:
         ),
         ("2 rollout nodes, fp8: bytes into a node of quantized weights, over bf16", 0.52, of("2", FP8, of_quantized)),
         ("2 rollout nodes, fp8: bytes into a node, over all in bf16", 1.0, of("2", FP8, lambda row: row["in"])),
+        (
+            "a node joins: time over S/B", 1.15,
+            of("2", JOIN, lambda row: row["median"] / (runs["2"]["nbytes"] / (runs["2"]["mbit"] * 1e6 / 8))),
+        ),
+        ("three nodes join at once: bytes out of a node, over S", 2.0, of("4", JOIN, lambda row: row["sent"])),
         (
             "loopback: CPU time of the comparison over that of a full sync", 0.35,
             ratio(of("loopback", few, cpu_of_comparison), of("loopback", full, cpu_of_sync)),

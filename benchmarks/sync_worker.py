@@ -219,6 +219,8 @@ class Syncs:
             os.environ["MASTER_ADDR"], worker.nodes, self._keep.setdefault(entry, {}), self._exit,
         )  # fmt: skip
         self._keep[entry].pop("report", None)
+        if self.peer.prepare is not None:
+            self.peer.prepare(self.job)
 
         def work() -> None:
             self.said = (self.peer.send if worker.sends else self.peer.receive)(self.job)

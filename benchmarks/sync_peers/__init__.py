@@ -7,7 +7,8 @@ A peer defines ``send(job)``, called on every rank of the trainer, and ``receive
     CHANGES = {"mode": "2 %"}            # what a version changes (see sync_worker.Values); else every element
     FILLS = False                        # receive() fills no model, but returns what is wrong in what came: the floor
 
-``commit(job)``, if there is one, is called on every rank of the rollout job after a version has come, and timed apart.
+``commit(job)``, if there is one, is called on every rank of the rollout job after a version has come, and timed apart;
+``prepare(job)`` on every rank of both jobs before, not timed.
 ``job.keep`` is a dict that persists between versions, ``job.exit`` closes what is in it at the end.
 """
 
@@ -102,6 +103,7 @@ class SyncPeer:
     send: Callable[[SyncJob], Any]
     receive: Callable[[SyncJob], Any]
     commit: Callable[[SyncJob], Any] | None
+    prepare: Callable[[SyncJob], Any] | None
     fills: bool
     changes: str
 
@@ -123,6 +125,7 @@ def find(name: str) -> list[SyncPeer]:
             partial(module.send, **options),
             partial(module.receive, **options),
             getattr(module, "commit", None),
+            getattr(module, "prepare", None),
             getattr(module, "FILLS", True),
             getattr(module, "CHANGES", {}).get(mode, "all"),
         )

@@ -110,6 +110,7 @@ class Offers:
             return {}
         number = store.add(f"{OFFERS}/announcements", 0)
         lines = read_if_set(store, _JOINED) or b""
+        store.delete_key(_JOINED)
         if number and not store.check([f"{OFFERS}/start/{number}"]):
             lines += read_if_set(store, f"{OFFERS}/ready/{number}") or b""
         engines = read_engines(lines)

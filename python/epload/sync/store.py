@@ -100,7 +100,8 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
             )
         elif not token and not _is_loopback(host):
             logger.warning(
-                "whoever can connect to %s can receive the weights, or end the sync: pass the argument token, or set %s, in both jobs",
+                "whoever can connect to %s can receive the weights, or end the sync: pass the argument token, or set %s, in both "
+                "jobs",
                 host, ENVIRONMENT,
             )  # fmt: skip
         if token:
