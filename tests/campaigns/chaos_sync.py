@@ -4,7 +4,8 @@ time, and leaves nothing behind.
     python -m campaigns.chaos_sync --faults 30 --seed 0
 
 A trainer of two ranks, an engine of two and one of one sync four versions; one rank has a fault at some point of the second.
-Models are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
+In two of three runs another engine joins late, so that those hand a version on to it; in half of them with a token, and some
+that join have another one. Models are on CPU, or all on a fake accelerator with NCCL's or HCCL's semantics.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from epload.sync.changes import ReceivedChanges
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import ReceiverRendezvous, SenderRendezvous
 from epload.transfer.engine import Engine
+from epload.transfer.shards import Shards
 from support import fakedev
 from support.accelerator import DEVICE
 from support.fakedev import build as build_fake
@@ -40,6 +42,9 @@ IN_TIME = 4 * TIMEOUT + 20
 VERSIONS = 4
 KINDS = ("kill", "stop", "raise", "memory", "slow", "wrong version", "late", "leave")
 PHASES = ("announce", "ready", "compare", "data", "commit", "changes", "apply")
+HANDING_ON = "hand on"
+"""The phase of a rank that hands a version on, whenever that is."""
+TOKEN = "a secret of both jobs"
 DELTAS = ("off", "auto", "always")
 PLACES = ("cpu", *fakedev.SEMANTICS)
 VICTIMS = ("trainer 0", "trainer 1", "pair 0", "pair 1", "single 0")
@@ -57,6 +62,13 @@ class Fault(NamedTuple):
     delta: str
     period: int
     """An element changes in every so many versions."""
+    joins: int = 0
+    """The version before which another engine joins; 0 for none."""
+    pause: float = 0.0
+    """Seconds from then to that version."""
+    token: str = ""
+    rogue: bool = False
+    """True if the engine that joins has another token at first."""
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -70,7 +82,15 @@ class Fault(NamedTuple):
             phase = "ready"
         stage, verify = chance.choice(("host", "host", "none")), chance.choice((False, True))
         wave, place = chance.randrange(4), chance.choice(PLACES)
-        return cls(kind, phase, victim, wave, stage, verify, place, chance.choice(DELTAS), chance.choice((1, 7)))
+        delta, period = chance.choice(DELTAS), chance.choice((1, 7))
+        joins, pause, token = chance.choice((0, 2, 3)), chance.uniform(0, 2), chance.choice(("", TOKEN))
+        if joins and stage == "host" and kind in ("kill", "stop", "raise", "slow"):
+            if victim.startswith(("pair", "single")) and chance.random() < 0.5:
+                phase = HANDING_ON
+            elif chance.random() < 0.3:
+                victim = "joiner 0"
+        rogue = bool(joins and token and chance.random() < 0.5)
+        return cls(kind, phase, victim, wave, stage, verify, place, delta, period, joins, pause, token, rogue)
 
     @property
     def device(self) -> str:
@@ -92,6 +112,7 @@ def armed(fault: Fault, now: bool) -> AbstractContextManager[Any]:
         "changes": (ReceivedChanges, "apply", lambda *args: True),  # after the commit, which counts on the other ranks
         "commit": (Control, "agree", lambda control, what, *rest: what == "committing the version"),
         "apply": (NodeVersion, "unpack", lambda *args: True),
+        HANDING_ON: (Shards, "pack", lambda *args: threading.current_thread().name == "epload-hand-on"),
         # From device to device, a rank has only the waves that it takes part in.
         "data": (Engine, "_move", lambda engine, wave: wave.index == min(fault.wave, len(engine._waves) - 1)),
     }
@@ -128,12 +149,16 @@ def trainer(rank: int, meeting: Meeting, fault: Fault) -> dict[str, Any]:
         model = build("fsdp", 2, where=fault.device)
         receivers = 2 if fault.kind == "late" else 3
         sender = epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify, delta=fault.delta
-        )
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=TIMEOUT, verify=fault.verify, delta=fault.delta,
+            token=fault.token,
+        )  # fmt: skip
         meeting.say(f"address-{rank}", sender.address)
         for version in range(1, VERSIONS + 1):
             if fault.kind == "late" and version == VERSIONS:
                 meeting.hear("late")
+            if version == fault.joins:
+                meeting.say("join")
+                time.sleep(fault.pause)
             write(model, version, fault.period)
             with armed(fault, mine and version == 2):
                 found.append((version, *call(lambda v=version: sender.send_weights(v))))  # type: ignore[misc]
@@ -150,15 +175,22 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
     wrong: list[str] = []
     if mine and fault.kind == "late":
         time.sleep(0.5 * fault.wave)
-    with many_waves(60_000, 3.0):
+    handing_on = mine and fault.phase == HANDING_ON
+    with many_waves(60_000, 3.0), armed(fault, handing_on):
         model = build("tp0" if name == "pair" else "plain", 2 if name == "pair" else 1, where=fault.device)
-        receiver = epload.WeightReceiver(
-            model, meeting.hear("address-0"), timeout=TIMEOUT, stage=fault.stage, verify=fault.verify
-        )
+        address, options = meeting.hear("address-0"), {"stage": fault.stage, "verify": fault.verify}
+        if name == "joiner":
+            meeting.hear("join")
+            if (
+                fault.rogue
+                and not call(lambda: epload.WeightReceiver(model, address, timeout=TIMEOUT, token="other"))[0]
+            ):
+                wrong.append("a rogue engine was let in")
+        receiver = epload.WeightReceiver(model, address, timeout=TIMEOUT, token=fault.token, **options)
         if mine and fault.kind == "late":
             meeting.say("late")
         for number in range(1, 2 * VERSIONS + 1):
-            now = mine and number == 2
+            now = mine and not handing_on and number == 2
             if now and fault.kind == "leave":
                 receiver.close()
                 break
@@ -176,6 +208,8 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 except AssertionError as error:
                     wrong.append(f"version {receiver.version}: {error}")
             found.append((receiver.version, text, seconds))
+            if mine and handing_on and number == VERSIONS and fault.dies:
+                seeds.act(fault.kind, TIMEOUT)  # nobody has asked for its version
             if receiver.version == VERSIONS or "store is lost" in text or "closed" in text:
                 break
         receiver.close()
@@ -198,6 +232,7 @@ def judge(seed: int) -> tuple[str, str]:
                 Job(2, trainer, (fault,), dying("trainer"), setup),
                 Job(2, engine, (fault, "pair"), dying("pair"), setup),
                 Job(1, engine, (fault, "single"), dying("single"), setup),
+                *([Job(1, engine, (fault, "joiner"), dying("joiner"), setup)] if fault.joins else []),
             ],
             limit=300,
         )

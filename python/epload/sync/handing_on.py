@@ -290,15 +290,15 @@ class Holder:
     """Hands on the version that a receiver's node has in host memory. Its thread, which waits for calls, starts with the first
     version."""
 
-    def __init__(self, connect: Callable[[], Store], participant: Participant, node: str, verify: bool) -> None:
+    def __init__(self, calls: Store, participant: Participant, node: str, verify: bool) -> None:
         """
         Args:
-            connect: returns a connection to the sender's store.
+            calls: a connection to the sender's store, for the thread alone.
             participant: this rank.
             node: equal on ranks that share a machine's memory.
             verify: see :class:`epload.WeightSender`.
         """
-        self._connect = connect
+        self._calls = calls
         self._participant = participant
         self._key = _key_of(participant)
         self._node = node
@@ -332,8 +332,8 @@ class Holder:
 
     @on_cpu
     def _run(self) -> None:
-        with suppress(LoadError, RuntimeError):  # the sender's store has ended
-            store = self._connect()
+        with suppress(RuntimeError):  # the sender's store has ended
+            store = self._calls
             while not self._closed:
                 store.wait([self._key], _FOREVER)
                 content = store.get(self._key)

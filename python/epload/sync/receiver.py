@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -110,11 +109,10 @@ class WeightReceiver(Endpoint):
         if engine is None:
             engine, node = self._engine_of(topology, node)
         self.engine = engine
-        connection = partial(connect, address, self._timeout, token)
-        self._store, beats = connection(), connection()
+        self._store, beats, calls = (connect(address, self._timeout, token) for _ in range(3))
         self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
-        self._holder = Holder(connection, self._rendezvous.participant, self._node, verify)
+        self._holder = Holder(calls, self._rendezvous.participant, self._node, verify)
         """Hands versions on."""
         self._joining = Joining(self._store, self._rendezvous, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.

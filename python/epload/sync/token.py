@@ -13,8 +13,8 @@ import hmac
 import os
 import secrets
 import socket
+import threading
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from epload.core import threads
@@ -29,6 +29,8 @@ _HANDSHAKE_SECONDS = 10.0
 """Maximum seconds until a connection is authenticated."""
 _CHUNK_BYTES = 1 << 16
 LOOPBACK = "127.0.0.1"
+_tunnels: dict[tuple[str, int, str, str], _Tunnel] = {}
+_lock = threading.Lock()
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -95,6 +97,7 @@ class Relay:
         self._listener = socket.create_server(address[:2], family=family, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
+        self._connections = 0
         self._thread = threads.start("epload-relay", self._run)
 
     def _run(self) -> None:
@@ -111,6 +114,7 @@ class Relay:
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection."""
         other: Pipe | None = None
+        self._connections += 1
         try:
             other = await asyncio.wait_for(self._connect(reader, writer), _HANDSHAKE_SECONDS)
             if other is not None:
@@ -127,10 +131,15 @@ class Relay:
             for stream in (writer, other and other[1]):
                 if stream:
                     stream.close()
+            self._connections -= 1
+            self._ended_one()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
         """Returns the connection that goes with one; None if that is refused."""
         raise NotImplementedError
+
+    def _ended_one(self) -> None:
+        """Called when a connection has ended."""
 
     def close(self) -> None:
         """Ends it, with all of its connections."""
@@ -165,10 +174,12 @@ class Front(Relay):
 
 
 class _Tunnel(Relay):
-    """A client's: takes connections of this user's processes on the loopback interface, and authenticates each to a front."""
+    """A client's: takes connections of this user's processes on the loopback interface, and authenticates each to a front. Ends
+    with the last of them."""
 
     def __init__(self, host: str, port: int, where: str, token: str) -> None:
         self._target, self._where, self._token = (host, port), where, token
+        self.ended = False
         super().__init__(LOOPBACK, 0)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
@@ -183,6 +194,11 @@ class _Tunnel(Relay):
         connection = await asyncio.get_running_loop().run_in_executor(None, connect)
         return await asyncio.open_connection(sock=connection)
 
+    def _ended_one(self) -> None:
+        if not self._connections:
+            self.ended = True
+            self._loop.stop()
+
 
 def _owner(port: int, other: int) -> int | None:
     """Returns the user id of the process that has connected two ports of the loopback interface; None if there is none."""
@@ -195,7 +211,10 @@ def _owner(port: int, other: int) -> int | None:
     return None
 
 
-@cache
 def tunnel(host: str, port: int, where: str, token: str) -> int:
     """Returns the port on this machine's loopback interface that leads to a front. Raises OSError."""
-    return _Tunnel(host, port, where, token).port
+    with _lock:
+        key = host, port, where, token
+        if key not in _tunnels or _tunnels[key].ended:
+            _tunnels[key] = _Tunnel(*key)
+        return _tunnels[key].port
