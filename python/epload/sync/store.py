@@ -74,7 +74,7 @@ class ServedStore(NamedTuple):
     store: TCPStore
     port: int
     front: Front | None
-    """What is at the address, with a token."""
+    """Takes the connections at the address, if there is a token."""
 
     def close(self) -> None:
         if self.front is not None:
