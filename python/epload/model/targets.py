@@ -54,6 +54,8 @@ class Targets:
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
     """True if different objects of the model are the same memory, and therefore one target."""
+    has_meta: bool = False
+    """True if any target is on meta."""
     plain: bool = True
     """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
@@ -79,11 +81,6 @@ class Targets:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by name."""
         return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
-
-    @property
-    def has_meta(self) -> bool:
-        """True if any target is on meta."""
-        return any(tensor.is_meta for tensor in self.tensors)
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
@@ -195,6 +192,7 @@ def collect(
         targets.tensors.append(tensor)
         targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
+        targets.has_meta |= tensor.is_meta
     _check_overlap(targets, by_storage)
     check_patterns(expert_parallel, targets.names)
     return targets
