@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -75,8 +75,9 @@ class Snapshot:
         self._layouts = memory[:, 2:]
         self._fsdp_modules = [*map(weakref.ref, modules.fsdp)]
         # Buffers that were on meta have storage now.
-        names = targets.unsaved_buffers | targets.unsaved_meta.keys()
-        self._targets = replace(targets, tensors=[], unsaved_meta={}, unsaved_buffers=names)
+        self._targets = copy(targets)
+        self._targets.unsaved_buffers = targets.unsaved_buffers | targets.unsaved_meta.keys()
+        self._targets.tensors, self._targets.unsaved_meta = [], {}
         self._devices, self._options = devices, options
         self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._unsaved, self._empty)))
 
@@ -107,7 +108,9 @@ class Snapshot:
         shardings, memory = dtensor.metadata(tensors)
         if shardings != self._shardings or not torch.equal(memory[:, 2:], self._layouts) or _overlap(memory):
             return None
-        return replace(self._targets, tensors=tensors), self._devices
+        targets = copy(self._targets)
+        targets.tensors = tensors
+        return targets, self._devices
 
     def _read_modules(self) -> tuple[list[Any], list[int], list[object]]:
         """Returns the tensors and modules that the model's modules hold, and the sizes and the keys of all their collections that

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,9 @@ class Targets:
     """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
     and parameters that a state-dict hook leaves out."""
 
+    @cached_property
     def mesh_digests(self) -> list[tuple[str, Mesh]]:
-        """Returns a digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
+        """A digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
 
         All ranks of a mesh have the same digest if and only if they agree about it.
         """
