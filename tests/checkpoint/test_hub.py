@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import nn
 
@@ -270,6 +271,16 @@ def test_a_base_that_is_no_model(path: str, steps: dict[str, Path], tmp_path: Pa
         _refused(
             server, tmp_path / "cache", "org/step-2", r"expected the path of another model, such as \.\./NAME, got"
         )
+
+
+def test_another_rank_reads_the_commit_of_the_first(steps: dict[str, Path], tmp_path: Path) -> None:
+    with serving(_steps_server(steps)) as server, pointing(server.address, tmp_path / "cache"):
+        manifest = Checkpoint.open("org/step-3").manifest
+        info = HfApi.model_info
+        with mock.patch.object(HfApi, "model_info", autospec=True, side_effect=info) as asked:
+            assert_same(read_all(Checkpoint.join("org/step-3", manifest)), state_for(1))
+    named = [(call.args[1], call.kwargs["revision"]) for call in asked.call_args_list]
+    assert named == [("org/step-3", COMMIT), ("org/step-2", None), ("org/step-1", None)]
 
 
 def test_a_base_on_the_hub_is_named_by_its_commit(steps: dict[str, Path], tmp_path: Path) -> None:
