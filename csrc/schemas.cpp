@@ -28,6 +28,7 @@ TORCH_LIBRARY(epload, m) {
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, "
       "Tensor? board=None, float seconds=0) -> int");
   m.def("allocate_like(Tensor[] tensors, ScalarType dtype, Device device, int threads) -> Tensor[]");
+  m.def("describe_memory(Tensor[] tensors) -> Tensor");
   m.def("checksum(Tensor bytes) -> int");
   m.def("digest_tensors(Tensor[] tensors, Tensor copies) -> Tensor");
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");

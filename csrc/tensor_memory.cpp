@@ -1,6 +1,10 @@
 #include "tensor_memory.h"
 
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
 
 namespace epload {
 namespace {
@@ -13,6 +17,43 @@ bool storage_holds(const at::Tensor& tensor) {
   }
   return tensor.numel() == 0 ||
          static_cast<int64_t>(tensor.storage().nbytes()) / static_cast<int64_t>(tensor.element_size()) > last;
+}
+
+constexpr int64_t kMemoryColumns = 4;
+
+// A row for each tensor: the addresses at which its memory begins and ends (0 if it has none), its device, its dtype;
+// then its sizes and its strides, -1 past its dims.
+at::Tensor describe_memory(at::TensorList tensors) {
+  int64_t dims = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].layout() == at::kStrided,
+        "describe_memory: expected dense strided tensors, tensor ",
+        i,
+        " is ",
+        tensors[i].layout());
+    dims = std::max(dims, tensors[i].dim());
+  }
+  const auto rows = static_cast<int64_t>(tensors.size());
+  auto table = at::full({rows, kMemoryColumns + 2 * dims}, -1, at::TensorOptions().dtype(at::kLong).device(at::kCPU));
+  auto* row = table.mutable_data_ptr<int64_t>();
+  for (const auto& tensor : tensors) {
+    uint64_t extent = 1; // in elements
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      row[kMemoryColumns + d] = tensor.size(d);
+      row[kMemoryColumns + dims + d] = tensor.stride(d);
+      extent += static_cast<uint64_t>(tensor.size(d) - 1) * static_cast<uint64_t>(tensor.stride(d));
+    }
+    const void* memory = tensor.has_storage() && tensor.numel() != 0 ? tensor.storage().data() : nullptr;
+    const auto begin =
+        reinterpret_cast<uint64_t>(memory) + static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size();
+    row[0] = memory == nullptr ? 0 : static_cast<int64_t>(begin);
+    row[1] = memory == nullptr ? 0 : static_cast<int64_t>(begin + extent * tensor.element_size());
+    row[2] = static_cast<int64_t>(tensor.device().type()) * 256 + tensor.device().index();
+    row[3] = static_cast<int64_t>(tensor.scalar_type());
+    row += kMemoryColumns + 2 * dims;
+  }
+  return table;
 }
 
 } // namespace
@@ -83,3 +124,7 @@ void mark_written(at::TensorList tensors) {
 }
 
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("describe_memory", TORCH_FN(epload::describe_memory));
+}

@@ -55,8 +55,9 @@ def save(
         max_shard_bytes: of the tensors in a file, unless it has only one.
         files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
             transformers model are written anyway.
-        base: path of a checkpoint in any format, perhaps itself saved with a base: only what has changed since is written, to a
-            folder that names it by digest and by its relative path. epload reads the two together, other libraries do not.
+        base: path of a checkpoint in any format, or a model on the Hub, perhaps itself saved with a base: only what has changed
+            since is written, to a folder that names it by digest, and by its relative path or its commit. epload reads the two
+            together, other libraries do not.
         overwrite: whether a folder at the path is replaced, with all that is in it. If False, it has to be absent or empty.
         topology: discovered over the whole job if None.
         timeout: seconds (or timedelta) without progress after which the save has failed; 30 minutes if None.

@@ -176,6 +176,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     ],
     "relay": lambda s: [s.bucket, s.steps, GROUP, "", 8, s.board, 1.0],
     "allocate_like": lambda s: [s.tensors, torch.float32, torch.device("cpu"), 2],
+    "describe_memory": lambda s: [s.tensors],
     "checksum": lambda s: [s.bucket],
     "digest_tensors": lambda s: [s.tensors, s.copies],
     "dtypes": lambda s: [],

@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import nn
 
+import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint import hub
 from support import ranks
@@ -199,13 +201,13 @@ def test_without_the_library() -> None:
         Checkpoint.open("org/name")
 
 
-def _load(rank: int, address: str, caches: list[Path], readers: str) -> list[str]:
+def _load(rank: int, address: str, caches: list[Path], readers: str, source: str = "hf://org/name") -> list[str]:
     torch.manual_seed(0)
     with pointing(address, caches[rank // 2 % len(caches)]):
         model: nn.Module = meta_net()
         with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, verify=True, progress=False) as loader:
             for _ in range(2):
-                loader.load(model, "hf://org/name")
+                loader.load(model, source)
     return list(wrong(model, state_for(1)))
 
 
@@ -221,3 +223,84 @@ def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, times: int, 
     with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
         all_fine(ranks.run(4, _load, server.address, caches, readers))
     assert server.fetched == {"model.safetensors": times}
+
+
+# ---- deltas ----
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> dict[str, Path]:
+    """Folders of a chain, of which the last is that of ``state_for(1)``."""
+    states = [state_for(1) for _ in range(3)]
+    for step, state in enumerate(states[:2], 1):
+        for value in list(state.values())[: 3 - step]:
+            value.view(-1)[0] += step
+    folders = {f"step-{step}": tmp_path / f"step-{step}" for step in (1, 2, 3)}
+    for state, folder, base in zip(states, folders.values(), (None, *folders.values()), strict=False):
+        epload.save(state, folder, base=base)
+    return folders
+
+
+def _steps_server(steps: dict[str, Path], *missing: str) -> HubServer:
+    return HubServer(steps["step-1"], **{name: folder for name, folder in steps.items() if name not in missing})
+
+
+def test_a_relative_base_is_the_model_of_that_name(steps: dict[str, Path], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with serving(_steps_server(steps)) as server:
+        with pointing(server.address, cache):
+            assert_same(read_all(Checkpoint.open("org/step-3")), state_for(1))
+        expected = {"model.safetensors": 1, "epload-delta.json": 2, "changes-00001-of-00001.epload": 2}
+        assert server.fetched == expected
+        asked = server.asked
+        with pointing(server.address, cache, offline=True):
+            assert_same(read_all(Checkpoint.open(f"hf://org/step-3@{COMMIT}")), state_for(1))
+        assert server.asked == asked
+    with serving(_steps_server(steps, "step-1")) as server:
+        match = r"org--step-2/\S+.json has what has changed since ../step-1, .*no checkpoint at org/step-1: there is neither"
+        _refused(server, tmp_path / "empty", "org/step-2", match)
+        _refused(server, tmp_path / "empty", "org/step-3", match)
+
+
+@pytest.mark.parametrize("path", ["base", "..", "../../a/b/c", "../step-2", "../../../a/b"])
+def test_a_base_that_is_no_model(path: str, steps: dict[str, Path], tmp_path: Path) -> None:
+    index = json.loads((steps["step-2"] / "epload-delta.json").read_text())
+    index["base"]["path"] = path
+    (steps["step-2"] / "epload-delta.json").write_text(json.dumps(index))
+    with serving(_steps_server(steps)) as server:
+        _refused(
+            server, tmp_path / "cache", "org/step-2", r"expected the path of another model, such as \.\./NAME, got"
+        )
+
+
+def test_another_rank_reads_the_commit_of_the_first(steps: dict[str, Path], tmp_path: Path) -> None:
+    with serving(_steps_server(steps)) as server, pointing(server.address, tmp_path / "cache"):
+        manifest = Checkpoint.open("org/step-3").manifest
+        info = HfApi.model_info
+        with mock.patch.object(HfApi, "model_info", autospec=True, side_effect=info) as asked:
+            assert_same(read_all(Checkpoint.join("org/step-3", manifest)), state_for(1))
+    named = [(call.args[1], call.kwargs["revision"]) for call in asked.call_args_list]
+    assert named == [("org/step-3", COMMIT), ("org/step-2", None), ("org/step-1", None)]
+
+
+def test_a_base_on_the_hub_is_named_by_its_commit(steps: dict[str, Path], tmp_path: Path) -> None:
+    state = state_for(2)
+    with serving(_steps_server(steps)) as server:
+        with pointing(server.address, tmp_path / "cache"):
+            epload.save(state, tmp_path / "local", base="org/step-3")
+            assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)
+        with pointing(server.address, tmp_path / "cache", offline=True):
+            assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)
+        match = (
+            f"since hf://org/step-3@{COMMIT}, which has to be there, too: .*hf download org/step-3 --revision {COMMIT}"
+        )
+        _refused(server, tmp_path / "empty", str(tmp_path / "local"), match, offline=True)
+
+
+@pytest.mark.parametrize("readers", ["every", "partitioned", "one"])
+def test_ranks_load_a_delta(readers: str, steps: dict[str, Path], tmp_path: Path) -> None:
+    """2 nodes x 2 ranks, with a cache for each node."""
+    caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
+    with serving(_steps_server(steps)) as server:
+        all_fine(ranks.run(4, _load, server.address, caches, readers, "hf://org/step-3"))
+    assert server.fetched["model.safetensors"] == (1 if readers == "one" else 2)

@@ -129,6 +129,22 @@ def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> No
     all_fine(ranks.run(4, between_loads, tmp_path, states, *way))
 
 
+def test_weights_that_are_tied_after_a_load() -> None:
+    """One load would write the values of both to the same memory."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    state = {"0.weight": torch.ones(3, 3), "1.weight": torch.full((3, 3), 2.0)}
+    with HierarchicalLoader(progress=False) as loader:
+        for _ in range(2):
+            loader.load(model, state)
+        model[1].weight.data = model[0].weight.data  # type: ignore[assignment]
+        with pytest.raises(LoadError, match=r"the model ties 0\.weight and 1\.weight, but"):
+            loader.load(model, state)
+        loader.load(model, {name: torch.ones(3, 3) for name in state})
+        model[1].weight.data = torch.zeros(1, 3).expand(3, 3)  # type: ignore[assignment]
+        with pytest.raises(LoadError, match=r"1\.weight is expanded"):
+            loader.load(model, state)
+
+
 def two_models(rank: int, folder: Path) -> list[str]:
     """One loader loads in turns from files that lie otherwise: with a header of another length, and in two parts."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=BUCKET)

@@ -70,6 +70,7 @@ def test_an_unchanged_model_is_read_as_collected() -> None:
         for tensor in model.state_dict().values():
             tensor.add_(1)
     model.eval().requires_grad_(False)
+    model.inner[0].weight.data = torch.zeros(3, 3)  # other memory of the same kind
     assert same(snapshot.read(model, None), collect(model)), "values, modes and gradients are no concern"
 
 
@@ -100,6 +101,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "dtype of a buffer": lambda m: setattr(m, "saved", m.saved.double()),
     "device": lambda m: m.inner[0].to("meta"),
     "size, in place": other_size,
+    "strides, in place": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(3, 3).t()),
+    "expanded": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(1, 3).expand(3, 3)),
+    "tied by storage": lambda m: setattr(m.inner[1].bias, "data", m.inner[1].weight.data),
+    "a part of another": lambda m: setattr(m.saved, "data", m.other.data[1:]),
+    "freed": lambda m: setattr(m.inner[0].weight, "data", torch.empty(0)),
     "buffer replaced": lambda m: setattr(m, "saved", torch.zeros(2)),
     "buffer that is not saved replaced": lambda m: setattr(m, "unsaved", torch.zeros(3, device="meta")),
     "buffer removed": lambda m: delattr(m, "saved"),
@@ -295,6 +301,10 @@ def test_models_can_be_moved_and_dropped_between_loads() -> None:
     all_fine(ranks.run(2, after_loads))
 
 
+def rows(shardings: list[object], memory: Tensor) -> list[tuple[object, list[int]]]:
+    return list(zip(shardings, memory[:, 2:].tolist(), strict=True))
+
+
 def both_ways(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2))
     model = meta_net().to_empty(device="cpu")
@@ -311,7 +321,7 @@ def both_ways(rank: int) -> list[str]:
             problems.append(f"{a} {b}")
         if not a.is_meta and a.data_ptr() != b.data_ptr():
             problems.append("not the same memory")
-    public, private = dtensor.metadata(tensors, private=False), dtensor.metadata(tensors, private=True)
+    public, private = (rows(*dtensor.metadata(tensors, private=private)) for private in (False, True))
     for i in range(len(tensors)):
         for j in range(len(tensors)):
             if (public[i] == public[j]) != (private[i] == private[j]):

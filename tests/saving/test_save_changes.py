@@ -216,7 +216,7 @@ def test_without_its_base_it_is_nothing(chain: Path) -> None:
         result = CliRunner().invoke(main, [command, str(chain / "3"), *arguments])
         texts.append(result.stderr)
         assert result.exit_code == 1
-    assert all("no checkpoint at" in text and "has to be copied with it" in text for text in texts), texts
+    assert all("no checkpoint at" in text and "which has to be there, too" in text for text in texts), texts
     os.rename(chain / "elsewhere", chain / "1")
     shutil.copytree(chain, chain / "copy" / "of all")
     assert float(read_all(epload.Checkpoint.open(chain / "copy" / "of all" / "3"))["big"][1_234_567]) == 1_234_572
@@ -239,6 +239,7 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "another version": ("expected version 1, got 2", lambda index: index.update(version=2)),
     "an absolute path": ("a relative path", lambda index: index["base"].update(path="/etc")),
     "a URL": ("a relative path", lambda index: index["base"].update(path="s3://bucket/x")),
+    "a URL of the Hub": ("expected hf://org/name", lambda index: index["base"].update(path="hf://bucket/x/y")),
     "a chunk outside": ("reaches outside", lambda index: index["tensors"]["small"][2][0].__setitem__(-2, 1)),
     "no chunk": ("has no chunks", lambda index: index["tensors"]["small"][2].clear()),
     "a chunk of nothing": ("lacks changes", lambda index: index["tensors"]["small"][2][0].__setitem__(slice(2, 5), [0, 0, 0])),
@@ -293,7 +294,7 @@ def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("4", {"base": "9"}, epload.CheckpointError, "no checkpoint at"),
         ("4", {"base": "1", "files": ["1/model.safetensors"]}, ValueError, "files= are for whole checkpoints"),
         ("4", {"base": "s3://bucket/1"}, ValueError, "a path next to"),
-        ("4", {"base": "org/name"}, ValueError, "a path next to"),
+        ("4", {"base": "hf://name"}, epload.CheckpointError, "expected hf://org/name"),
         ("4", {"base": {"a": torch.ones(1)}}, TypeError, "expected base to be the path"),
     ],
 )

@@ -21,10 +21,13 @@ TOKEN = "hf_a_token_that_no_message_may_show"
 
 
 class HubServer:
-    """Serves one folder as ``org/name``. ``private`` and ``gated`` models need the token."""
+    """Serves a folder as ``org/name``, and ``others`` as ``org/`` and their keys. ``private`` and ``gated`` models need the
+    token."""
 
-    def __init__(self, folder: Path, private: bool = False, gated: bool = False, delay: float = 0.0) -> None:
-        self.folder, self.private, self.gated, self.delay = folder, private, gated, delay
+    def __init__(
+        self, folder: Path, private: bool = False, gated: bool = False, delay: float = 0.0, **others: Path
+    ) -> None:
+        self.folders, self.private, self.gated, self.delay = {"name": folder, **others}, private, gated, delay
         self.broken = False
         """Whether it answers 500."""
         self.fetched: Counter[str] = Counter()
@@ -69,7 +72,8 @@ class HubServer:
     def _route(self, path: str, authorization: str, body: bool) -> tuple[int, dict[str, str], bytes]:
         if self.broken:
             return 500, {}, b""
-        if not re.match(r"(/api/models)?/org/name(/|$)", path):
+        model = re.match(r"(?:/api/models)?/org/([^/]+)(?:/|$)", path)
+        if model is None or model[1] not in self.folders:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
         if authorization != f"Bearer {TOKEN}" and (self.private or (self.gated and "/resolve/" in path)):
             return (
@@ -77,7 +81,8 @@ class HubServer:
                 if self.private
                 else (403, {"X-Error-Code": "GatedRepo"}, b"")
             )
-        files = sorted(str(file.relative_to(self.folder)) for file in self.folder.rglob("*") if file.is_file())
+        folder, path = self.folders[model[1]], path.replace(model[1], "name", 1)
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         if match := re.fullmatch(r"/api/models/org/name(?:/revision/([^/]+))?", path):
             if match[1] not in (None, "main", "v1", COMMIT):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b""
@@ -85,22 +90,23 @@ class HubServer:
             return 200, {"Content-Type": "application/json"}, json.dumps(about).encode()
         if re.fullmatch(f"/api/models/org/name/tree/{COMMIT}", path):
             tree = [
-                {"type": "file", "path": file, "size": (self.folder / file).stat().st_size, "oid": self._etag(file)}
+                {"type": "file", "path": file, "size": (folder / file).stat().st_size, "oid": _etag(folder / file)}
                 for file in files
             ]
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         if (match := re.fullmatch(f"/org/name/resolve/(?:{COMMIT}|main|v1)/(.+)", path)) and match[1] in files:
-            content = (self.folder / match[1]).read_bytes()
+            content = (folder / match[1]).read_bytes()
             headers = {
-                "X-Repo-Commit": COMMIT, "ETag": f'"{self._etag(match[1])}"', "Content-Length": str(len(content))
+                "X-Repo-Commit": COMMIT, "ETag": f'"{_etag(folder / match[1])}"', "Content-Length": str(len(content))
             }  # fmt: skip
             (self.fetched if body else self.described)[match[1]] += 1
             time.sleep(self.delay if body else 0)
             return 200, headers, content
         return 404, {"X-Error-Code": "EntryNotFound"}, b""
 
-    def _etag(self, file: str) -> str:
-        return hashlib.sha1((self.folder / file).read_bytes()).hexdigest()
+
+def _etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
 @contextmanager

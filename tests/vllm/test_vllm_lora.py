@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import SMALL
+from engine import CONFIGS, SMALL, make_checkpoint, make_engine, read_checkpoint
 
 import epload
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome
+
+VERSIONS = (2, 3)
 
 
 def adapted(version: int) -> Any:
@@ -28,47 +30,102 @@ def send(rank: int, meeting: Meeting) -> list[str]:
     model = adapted(1)
     with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, only="adapter", timeout=100) as sender:
         meeting.say("address", sender.address)
-        model.load_state_dict(adapted(2).state_dict())
-        return [outcome(partial(sender.send_weights, 2))]
+        outcomes = []
+        for version in VERSIONS:
+            model.load_state_dict(adapted(version).state_dict())
+            outcomes.append(outcome(partial(sender.send_weights, version)))
+        return outcomes
 
 
 def serve(rank: int, meeting: Meeting, folder: Path) -> list[str]:
+    """A worker of an engine, which has each version under the same number, in place of the one before."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model, config = make_engine(folder, 1, enable_lora=True, max_lora_rank=8, max_loras=1)
+    with set_current_vllm_config(config):
+        model.load_weights(iter(read_checkpoint(folder).items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        manager = make_manager(config)
+        model = manager.create_lora_manager(model, config)
+        problems = []
+        with epload.WeightReceiver(None, meeting.hear("address"), timeout=100) as receiver:
+            for version in VERSIONS:
+                receiver.receive_weights()
+                memory, tensors = receiver.adapter_config, dict(receiver.tensors())
+                manager.add_adapter(request("memory", peft_config=memory, lora_tensors=tensors, load_inplace=True))
+                received, saved = stacked(model), adapted(version)
+                problems += [f"version {version}: {text}" for text in other_output(model, manager, saved)]
+                saved.save_pretrained(folder / f"adapter-{version}")
+                manager.add_adapter(request(str(folder / f"adapter-{version}"), load_inplace=True))
+                expected = stacked(model)
+                if not any(tensor.any() for tensor in expected.values()) or expected.keys() != received.keys():
+                    problems.append(f"version {version}: vLLM reads nothing")
+                differing = [name for name, tensor in expected.items() if not torch.equal(tensor, received[name])]
+                problems += [f"version {version}: {name}" for name in differing]
+        return problems
+
+
+def other_output(model: Any, manager: Any, saved: Any) -> list[str]:
+    """Compares what the adapter adds in a layer of the engine with what it adds in PEFT's own."""
+    from vllm.lora.layers import LoRAMapping
+
+    rows = torch.randn(5, SMALL["hidden_size"])
+    attention, fused = saved.base_model.model.model.layers[1].self_attn, model.model.layers[1].self_attn.qkv_proj
+    with torch.no_grad():
+        manager.set_active_adapters(set(), LoRAMapping((0,) * 5, (0,), is_prefill=True))
+        without, _ = fused(rows)
+        manager.set_active_adapters({request("memory")}, LoRAMapping((1,) * 5, (1,), is_prefill=True))
+        added = fused(rows)[0] - without
+        query, value = (layer(rows) - layer.base_layer(rows) for layer in (attention.q_proj, attention.v_proj))
+        expected = torch.cat([query, torch.zeros_like(value), value], 1)
+    return [] if torch.allclose(added, expected, atol=1e-4) else [f"adds {added[0]}, expected {expected[0]}"]
+
+
+def request(path: str, **fields: Any) -> Any:
+    """A request as frameworks define it whose engines take an adapter without files, with the same number each time."""
     from msgspec import field
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.request import LoRARequest
 
     class TensorLoRARequest(LoRARequest):
-        """A request as frameworks define it whose engines take an adapter without files."""
-
         peft_config: dict[str, Any] | None = field(default=None)
         lora_tensors: dict[str, Any] | None = field(default=None)
 
-    adapted(2).save_pretrained(folder)
-    with epload.WeightReceiver(None, meeting.hear("address"), timeout=100) as receiver:
-        receiver.receive_weights()
-        request: Any = TensorLoRARequest(
-            "policy", 1, "memory", peft_config=receiver.adapter_config, lora_tensors=dict(receiver.tensors())
-        )
-    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
-    helper = PEFTHelper.from_dict(request.peft_config)
-    found = LoRAModel.from_lora_tensors(1, request.lora_tensors, helper, **options)
-    modules = {"q_proj", "v_proj", "down_proj"}
-    saved = PEFTHelper.from_local_dir(str(folder), None)
-    expected = LoRAModel.from_local_checkpoint(str(folder), modules, saved, lora_model_id=1, **options)
-    if not expected.loras or found.loras.keys() != expected.loras.keys():
-        return [f"other modules: {sorted(found.loras)}"]
-    return [
-        f"{name}.{part}"
-        for name, layer in expected.loras.items()
-        for part, value in vars(layer).items()
-        if not same(value, getattr(found.loras[name], part))
-    ]
+    return TensorLoRARequest("policy", 1, path, **fields)
 
 
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+def make_manager(config: Any) -> Any:
+    """The manager of the adapters of a running worker, which reads such requests as these frameworks have it do."""
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    class Manager(LRUCacheWorkerLoRAManager):
+        def _load_adapter(self, lora_request: Any) -> Any:
+            if lora_request.lora_tensors is None:
+                return super()._load_adapter(lora_request)
+            helper = PEFTHelper.from_dict(lora_request.peft_config)
+            helper.validate_legal(self.lora_config)
+            return self._lora_model_cls.from_lora_tensors(
+                lora_request.lora_int_id,
+                lora_request.lora_tensors,
+                helper,
+                device="cpu",
+                dtype=self.lora_config.lora_dtype,
+            )
+
+    return Manager(config, torch.device("cpu"), {})
 
 
-def test_vllm_reads_the_adapter_that_peft_saves(tmp_path: Path) -> None:
-    assert run([Job(1, send), Job(1, serve, (tmp_path,))], limit=240) == [[[""]], [[]]]
+def stacked(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter in the layers of the engine's model, as these compute with it."""
+    return {
+        f"{name}.{kind}.{i}": tensor.clone()
+        for name, module in model.named_modules()
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+        for i, tensor in enumerate(getattr(module, kind, ()))
+    }
+
+
+def test_an_engine_takes_the_adapter_that_peft_saves(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    assert run([Job(1, send), Job(1, serve, (tmp_path,))], limit=240) == [[["", ""]], [[]]]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epload.checkpoint import file_sets
+from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
@@ -104,8 +104,11 @@ class DeltaIndex(Index):
                 )
                 for name, (dtype, shape, rows) in content["tensors"].items()
             }
-            if self.base.startswith("/") or "://" in self.base or "\0" in self.base or not self.base:
-                raise ValueError(f"expected the base as a relative path, got {self.base[:200]!r}")
+            path = self.base.removeprefix(hub.SCHEME)
+            if path.startswith("/") or "://" in path or "\0" in path or not path:
+                raise ValueError(
+                    f"expected the base as a relative path, or a model on the Hub, got {self.base[:200]!r}"
+                )
             if not self.files or not all(is_plain(name) for name, _ in self.files):
                 raise ValueError("expected plain names of files in the folder")
             if sum(prod(shape) * dtype.itemsize for dtype, shape, _ in self.tensors.values()) >= 1 << 62:
@@ -299,10 +302,10 @@ def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCh
                 f"{file} has {file.nbytes} bytes, but {index.file} names one of {nbytes}: copy the folder again"
             )
     try:
-        base = open_base(store.resolve(index.base))
+        base = open_base(index.base if index.base.startswith(hub.SCHEME) else store.resolve(index.base))
     except CheckpointError as error:
         raise CheckpointError(
-            f"{index.file} has what has changed since {index.base}, which has to be copied with it: {error}"
+            f"{index.file} has what has changed since {index.base}, which has to be there, too: {error}"
         ) from error
     try:
         if content_digest(base) != index.base_digest:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from posixpath import join, normpath
 from typing import Any
 
 from epload.checkpoint import file_sets
@@ -30,7 +31,22 @@ _HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "requests")
 _POLL_SECONDS = 0.2
 
 
-def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[LocalStore, str] | None:
+class HubStore(LocalStore):
+    """The folder of a model in the cache. Paths relative to it are those of other models: ``../step-1`` of ``hf://org/step-2`` is
+    ``hf://org/step-1``, in its default branch."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(path, _address(name, path.name))
+        self._name = name
+
+    def resolve(self, relative: str) -> str:
+        name = normpath(join(self._name, relative))
+        if not _ID.fullmatch(name) or name == self._name:
+            raise CheckpointError(f"{self}: expected the path of another model, such as ../NAME, got {relative!r}")
+        return _address(name, "")
+
+
+def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[HubStore, str] | None:
     """See :data:`epload.checkpoint.opening.STORES`. Brings the weights, their index and the configuration into the cache, if they
     are not there yet; with ``shared`` those of the commit that the other rank reads."""
     if (model := parse(source)) is None:
@@ -47,7 +63,7 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
             )
         with _downloading(hub, name, commit[1], progress):
             snapshot = _fetch(hub, name, commit[1], commit[1], shared[1])
-    return LocalStore(snapshot, _address(name, snapshot.name)), ""
+    return HubStore(snapshot, name), ""
 
 
 def parse(source: object) -> tuple[str, str] | None:
@@ -63,6 +79,12 @@ def parse(source: object) -> tuple[str, str] | None:
         return name, revision
     is_model = _ID.fullmatch(source) and not source.endswith(_SUFFIXES) and not os.path.lexists(source)
     return (source, "") if is_model else None
+
+
+def at_commit(source: str) -> str:
+    """Returns ``hf://org/name@commit`` of the source in a manifest; empty if it is not of the Hub."""
+    commit = _COMMIT.search(source) if source.startswith(SCHEME) else None
+    return source[: commit.end(1)] if commit else ""
 
 
 def _address(name: str, revision: str) -> str:
@@ -126,8 +148,9 @@ def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: s
     elif chosen[0].endswith(".json"):
         # Opening the index reports what is wrong with it.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            in_index = set(json.loads(content(chosen[0]))["weight_map"].values())
-            chosen = chosen + sorted(in_index.intersection(names))
+            index = json.loads(content(chosen[0]))
+            in_index = dict(index["files"]) if chosen == [file_sets.DELTA] else index["weight_map"].values()
+            chosen = chosen + sorted(set(in_index).intersection(names))
     return [*(file for file in file_sets.CONFIGS if file in names), *chosen]
 
 

@@ -152,7 +152,7 @@ class LocalStore(ByteStore):
     def path_of(self, name: str) -> str:
         return f"{self._address}/{name}" if self._address else str(self.path / name)
 
-    def resolve(self, relative: str) -> Path:
+    def resolve(self, relative: str) -> Source:
         return (self.path / relative).resolve()
 
     def open_files(self, names: Sequence[str]) -> Iterator[LocalFile]:

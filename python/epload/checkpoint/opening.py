@@ -109,7 +109,8 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> C
     expected = manifest.locations.files
     names = [facts.name for facts in expected]
     if names[:1] == [file_sets.DELTA]:  # whose chunks each rank has to find and check
-        opened = open_source(source, None, "", "", progress)
+        commit = hub.at_commit(manifest.source) if hub.parse(source) else ""
+        opened = open_source(commit or source, None, "", "", progress)
         own = opened.manifest
         if (own.identity, own.provenance[1]) == (manifest.identity, manifest.provenance[1]):
             return opened

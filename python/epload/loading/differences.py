@@ -88,7 +88,7 @@ def _raise_difference(views: dict[int, list[str] | None]) -> None:
 
 def mesh_claims(targets: Targets, ranks: Set[int]) -> Claims:
     """Returns what this rank reports of its meshes. Its size does not depend on the number of ranks."""
-    return [[digest, len(ranks & set(mesh[1]))] for digest, mesh in targets.mesh_digests()]
+    return [[digest, len(ranks & set(mesh[1]))] for digest, mesh in targets.mesh_digests]
 
 
 def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
@@ -106,7 +106,7 @@ def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:
 def raise_mesh_mismatch(control: Control, targets: Targets, mismatches: dict[str, list[int]]) -> None:
     """Raises ManifestMismatch on every rank, in a round. ``mismatches``: as found by :func:`find_mesh_mismatches`."""
     described: dict[str, str] = {}
-    for digest, mesh in targets.mesh_digests():
+    for digest, mesh in targets.mesh_digests:
         if control.rank == mismatches.get(digest, [None])[0]:
             number = targets.meshes.index(mesh)
             names = (

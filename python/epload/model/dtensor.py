@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 
 from epload.core.placement import Layout, Placement, Sharded, owned_shape
 from epload.errors import ModelMismatch
+from epload.native import ops
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _PRIVATE_PATH_TESTED = {(2, 13), (2, 14)}
@@ -182,16 +183,21 @@ def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Te
         ]
 
 
-def metadata(tensors: Iterable[Any], private: bool | None = None) -> list[tuple[object, ...]]:
-    """Returns all of each tensor that does not depend on its values, to be compared with a later result."""
+def metadata(tensors: Iterable[Any], private: bool | None = None) -> tuple[list[object], Tensor]:
+    """Returns all of tensors that does not depend on their values, to be compared with a later result: how each is sharded, and
+    what :func:`epload.native.ops.describe_memory` returns of the local tensors."""
     private = private_path_available() if private is None else private
-    return [
-        (tensor._local_tensor.device, tensor._spec)
-        if private and type(tensor) is DTensor  # whose own attributes take ten times as long
-        else (tensor.device, tensor.shape, tensor.dtype, *_sharding(tensor))
-        for tensor in tensors
-    ]
-
-
-def _sharding(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+    shardings: list[object] = []
+    local: list[Tensor] = []
+    for tensor in tensors:
+        if private and type(tensor) is DTensor:
+            shardings.append(tensor._spec)
+            local.append(tensor._local_tensor)
+        elif isinstance(tensor, DTensor):
+            shardings.append((tensor.shape, tensor.placements, tensor.device_mesh))
+            local.append(tensor.to_local())
+        else:
+            shardings.append(None)
+            local.append(tensor)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return shardings, ops.describe_memory(local)

@@ -83,6 +83,7 @@ def materialize(
     if any(tensor.is_meta for tensor in targets.tensors):
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [state[name] for name in targets.names]
+    targets.has_meta = False
 
 
 def cpu_offloaded_ids(groups: Iterable[Any]) -> set[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class Targets:
     """Names of the tensors that it keeps in float32 too, but that have storage in another dtype."""
     has_aliases: bool = False
     """True if different objects of the model are the same memory, and therefore one target."""
+    has_meta: bool = False
+    """True if any target is on meta."""
     plain: bool = True
     """True if no module has custom loading or customizes its state dict."""
     unsaved_buffers: set[str] = field(default_factory=set)
@@ -62,8 +65,9 @@ class Targets:
     """Meta tensors that are not in the model's state dict, so that no checkpoint fills them: non-persistent buffers,
     and parameters that a state-dict hook leaves out."""
 
+    @cached_property
     def mesh_digests(self) -> list[tuple[str, Mesh]]:
-        """Returns a digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
+        """A digest of each mesh and of the names of the targets on it, except those that other ranks may lack.
 
         All ranks of a mesh have the same digest if and only if they agree about it.
         """
@@ -79,11 +83,6 @@ class Targets:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by name."""
         return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
-
-    @property
-    def has_meta(self) -> bool:
-        """True if any target is on meta."""
-        return any(tensor.is_meta for tensor in self.tensors)
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
@@ -195,6 +194,7 @@ def collect(
         targets.tensors.append(tensor)
         targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
+        targets.has_meta |= tensor.is_meta
     _check_overlap(targets, by_storage)
     check_patterns(expert_parallel, targets.names)
     return targets

@@ -326,6 +326,20 @@ def allocate_like(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.d
     return made
 
 
+def describe_memory(tensors: Sequence[Tensor]) -> Tensor:
+    """Describes tensors by what may differ between two of the same name, except their values.
+
+    Returns:
+        int64 [n, 4 + 2 * D], D dims at most: the addresses at which a tensor's memory begins and ends, 0 if it has none; numbers
+        for its device and its dtype; sizes [D] and strides [D], -1 past its dims.
+
+    Raises:
+        ValueError: a tensor is not dense and strided.
+    """
+    table: Tensor = _ops.describe_memory.default(tensors)
+    return table
+
+
 def cuda_obstacle(device: torch.device) -> str:
     """Returns why the CUDA kernels do not run on a CUDA device (ValueError for others), and warns once; empty if they do."""
     return str(_ops.cuda_obstacle.default(device))

@@ -30,7 +30,8 @@ class Failure:
     text: str
     rank: int
     clean: bool = False
-    """True if all ranks are known to have stopped at the same step, so that groups and buffers can be reused."""
+    """True if all ranks are known to have stopped at the same step, so that groups and buffers can be reused. A transfer that its
+    readers have ended in band is none of these: a rank may have been killed meanwhile, and no round reports it."""
     hard: bool = True
     """True if all have to stop at once, as a rank cannot do its part any more."""
 

@@ -36,7 +36,7 @@ class BaseCheckpoint:
     def __init__(self, source: Any, path: Path, saved: SavedModel) -> None:
         """
         Args:
-            source: path of the base.
+            source: path of the base, or a model on the Hub.
             path: of the folder to be saved.
             saved: what is saved.
 
@@ -48,10 +48,10 @@ class BaseCheckpoint:
             raise TypeError(
                 f"expected base to be the path of a checkpoint, got {type(source).__name__}: readers find it by its path"
             )
-        if "://" in str(source) or hub.parse(source) is not None:
+        if "://" in str(source) and hub.parse(source) is None:
             raise ValueError(
-                f"expected base to be a path next to {path}, got {source}: the folder names its base by a relative path, so that "
-                "both can be copied; copy the base, or save without one"
+                f"expected base to be a path next to {path} or a model on the Hub, got {source}: the folder names its base by a "
+                "relative path, so that both can be copied; copy the base, or save without one"
             )
         padded = zip(saved.manifest.names, saved.manifest.shapes, saved.shapes, strict=True)
         if name := next((name for name, shape, unpadded in padded if shape != unpadded), ""):
@@ -62,10 +62,11 @@ class BaseCheckpoint:
         with closing(self._checkpoint):
             self._check_chain(path)
             self.digest = content_digest(self._checkpoint)
-        base, parent = Path(source).expanduser().resolve(), path.parent.resolve()
-        self.relative = Path(os.path.relpath(base, parent / path.name)).as_posix()
-        self._saved = saved
         manifest = self._checkpoint.manifest
+        base, parent = Path(source).expanduser().resolve(), path.parent.resolve()
+        self.name = hub.at_commit(manifest.source) or Path(os.path.relpath(base, parent / path.name)).as_posix()
+        """The base in the index: a relative path, or a commit on the Hub."""
+        self._saved = saved
         numbers = {key: i for i, key in enumerate(_keys(manifest))}
         self._numbers = [numbers.get(key, -1) for key in _keys(saved.manifest)]
 
@@ -167,7 +168,7 @@ class BaseCheckpoint:
         tensors = dict(zip(manifest.names, kinds, strict=True))
 
         def encoded(digest: str) -> bytes:
-            return encode_index(self.relative, self.digest, digest, self._saved.config, files, tensors)
+            return encode_index(self.name, self.digest, digest, self._saved.config, files, tensors)
 
         # The folder is next to its final place, from where the base has the same relative path.
         draft = folder.temporary / file_sets.DELTA

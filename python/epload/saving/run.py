@@ -164,7 +164,7 @@ class PendingSave:
 
         def message() -> list[str]:
             saved = self._model.value
-            base = (base := self._base.value) and (base.relative, base.digest)
+            base = (base := self._base.value) and (base.name, base.digest)
             same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base
             self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
