@@ -1,0 +1,56 @@
+"""SGLang: live sync of running engines, and epload as its model loader. Tried with SGLang 0.5.23.
+
+SGLang finds both by itself, through the entry point of its plugins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from epload.core.log import logger
+
+__all__ = ["register"]
+
+_SLOT = "sglang.private"
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes, before it makes anything."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from epload.integrations.sglang import updates
+
+    Scheduler.epload_receive = updates.receive
+    Scheduler.epload_commit = updates.commit
+    managers = "sglang.srt.managers"
+    for target, hook in (
+        (f"{managers}.scheduler.Scheduler.continue_generation", updates.continue_generation),
+        (
+            f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
+            updates.update_weights_from_tensor,
+        ),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+    if _SLOT not in sys.modules:
+        if importlib.util.find_spec(_SLOT) is not None:
+            logger.warning("%s is installed, so that --load-format private is not epload's", _SLOT)
+            return
+        # SGLang has no registry of loaders; it takes the one of --load-format private from a module of this name.
+        loader = _PrivateModelLoader(f"{_SLOT}.private_model_loader")
+        sys.modules |= {_SLOT: ModuleType(_SLOT), loader.__name__: loader}
+
+
+class _PrivateModelLoader(ModuleType):
+    """Imports the loader when SGLang asks for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "PrivateModelLoader":
+            raise AttributeError(name)
+        from epload.integrations.sglang.loader import SglangModelLoader
+
+        return SglangModelLoader
