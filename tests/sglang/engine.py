@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from support.recordings import same_bits, tensors_of
+
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 # An entry for each rank, or these may not outnumber the NUMA nodes.
 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1|0|1"
@@ -101,7 +103,9 @@ def make_rank(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
 
     stages = dist.get_world_size() // tensor_parallel
     server = ServerArgs(**server_arguments(folder, tensor_parallel, pp_size=stages, load_format="dummy", **arguments))
-    publish(server, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank(), gpu_id=dist.get_rank(), dp_rank=None))
+    publish(
+        server, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank(), gpu_id=dist.get_rank(), dp_rank=None)
+    )
     config = ModelConfig.from_server_args(server)
     bootstrap.init_parallel_runtime(server_args=server, device="cpu", dist_port=0)
     bootstrap.init_layer_runtime(model_config=config)
@@ -128,3 +132,20 @@ def poison(model: nn.Module) -> None:
                 parameter.view(torch.uint8).fill_(0x7F)
             elif parameter.is_floating_point():
                 parameter.fill_(torch.nan)
+
+
+def computed(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are neither parameters nor buffers, such as those that ``post_load_weights`` makes."""
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def differences(expected: nn.Module, found: nn.Module) -> list[str]:
+    tensors = tensors_of(found) | computed(found)
+    reference = tensors_of(expected) | computed(expected)
+    assert tensors.keys() == reference.keys()
+    return [name for name, tensor in reference.items() if not same_bits(tensor, tensors[name])]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
+import os
+import socket
+import subprocess
 import sys
-import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import engine as classes
 import torch
@@ -19,34 +24,33 @@ PROMPT, TOKENS = [1, 2, 3, 4], 6
 
 
 def trainer(meeting: Meeting, folder: Path, versions: dict[int, str], receivers: int) -> None:
-    """Sends versions, each as soon as the meeting has been told. ``versions`` has what happens to each."""
+    """Sends versions, each when it is asked for. ``versions`` has what happens to each while it is sent."""
+    from transformers import AutoModelForCausalLM
+
     import epload
     from epload.transfer import shards
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    buckets = 0
+    buckets, happens = 0, ""
     pack = shards.Shards.pack
 
     def gated(self: Any, number: int, bucket: Any) -> None:
         nonlocal buckets
-        buckets += 1
+        buckets += 1  # of this version
         if buckets == 4 and happens == "waits":
             meeting.say("waiting")
             meeting.hear("go on", 100)
         if happens == "dies":
-            meeting.say("dead")
-            sys.stdout.flush()
-            __import__("os")._exit(9)
+            os._exit(9)
         pack(self, number, bucket)
 
     shards.Shards.pack = gated  # type: ignore[method-assign]
     with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60) as sender:
         meeting.say("address", sender.address)
-        for version, happens in versions.items():
+        for version in versions:
             meeting.hear(f"send {version}", 200)
-            buckets = 0
+            buckets, happens = 0, versions[version]
             torch.manual_seed(version)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -89,7 +93,12 @@ def expected(folder: Path, count: int = TOKENS) -> list[int]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([PROMPT]),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     return tokens[0, len(PROMPT) :].tolist()
 
@@ -135,6 +144,104 @@ def versions(folder: Path, tensor_parallel: int) -> dict[str, Any]:
     found["tokens"].append(generate(engine))
     found["expected"] += [found["expected"][3]] * 2
     engine.shutdown()
+    return found
+
+
+def digests(folder: Path, tensor_parallel: int, expert_parallel: int) -> dict[str, Any]:
+    """Checksums of all tensors on all ranks after versions, and after SGLang's own load of each from disk."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    meeting, found = Meeting(str(folder)), {"synced": [], "loaded": [], "errors": []}
+    engine = make_engine(folder, tensor_parallel, ep_size=expert_parallel)
+
+    def add(place: str) -> None:
+        ok, message, ranks = engine.loop.run_until_complete(
+            engine.tokenizer_manager.check_weights(CheckWeightsReqInput(), None)
+        )
+        assert ok, message
+        found[place].append([rank.checksums for rank in ranks])
+
+    _, address = start(meeting, folder, {1: "", 2: ""}, tensor_parallel)
+    add("synced")
+    for version in (1, 2):
+        engine.collective_rpc("epload_receive", address=address, version=version, verify=False)
+        meeting.say(f"send {version}")
+        assert meeting.hear(f"sent {version}", 100) == ""
+        engine.collective_rpc("epload_commit")
+        add("synced")
+    for place in (folder, folder / "version-1", folder / "version-2"):
+        assert engine.update_weights_from_disk(str(place))[0]
+        add("loaded")
+    engine.shutdown()
+    return found
+
+
+def server(folder: Path, tensor_parallel: int) -> dict[str, Any]:
+    """A server that is asked over HTTP: a version, one that is refused, requests that are wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = classes.server_arguments(
+        folder, tensor_parallel, load_format="private", host="127.0.0.1", port=port, sampling_backend="pytorch",
+        log_level="warning", max_running_requests=2,
+    )  # fmt: skip
+    flags = [
+        text
+        for name, value in options.items()
+        for text in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang.launch_server", *flags, "--skip-server-warmup", "--disable-overlap-schedule"]
+    )
+
+    def post(path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=100) as reply:
+                return json.loads(reply.read() or "null")
+        except HTTPError as error:
+            return json.loads(error.read())
+
+    def update(weight_version: str | None = None, **call: Any) -> tuple[bool, str]:
+        encoded = base64.b64encode(json.dumps(call).encode()).decode()
+        reply = post(
+            "/update_weights_from_tensor", serialized_named_tensors=[encoded], load_format="epload",
+            weight_version=weight_version,
+        )  # fmt: skip
+        return reply["success"], reply["message"]
+
+    def tokens() -> tuple[list[int], str]:
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        reply = post("/generate", input_ids=PROMPT, sampling_params=sampling)
+        return reply["output_ids"], reply["meta_info"]["weight_version"]
+
+    try:
+        while True:
+            assert process.poll() is None
+            try:
+                post("/health")
+                break
+            except URLError:
+                time.sleep(0.5)
+        meeting = Meeting(str(folder))
+        _, address = start(meeting, folder, {1: "", 2: ""}, tensor_parallel)
+        found: dict[str, Any] = {"tokens": [tokens()], "wrong": [update(call="recieve"), update(call="receive")]}
+        found["started"] = update(call="receive", address=address, version=1)
+        found["tokens"].append(tokens())
+        meeting.say("send 1")
+        assert meeting.hear("sent 1", 100) == ""
+        found["committed"] = update("1", call="commit")
+        found["tokens"].append(tokens())
+        update(call="receive", address=address, version=7)
+        meeting.say("send 2")
+        meeting.hear("sent 2", 100)
+        found["refused"] = update("7", call="commit")
+        found["tokens"].append(tokens())
+        found["expected"] = [expected(folder), expected(folder / "version-1")]
+    finally:
+        process.terminate()
+        process.wait(30)
     return found
 
 

@@ -86,9 +86,7 @@ class EngineUpdates:
         self._agree("receive", lambda: _check_runners(runners))
         self._failure = None
         # SGLang's settings, which load_weights reads, are those of the context.
-        self._thread = Thread(
-            target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True
-        )
+        self._thread = Thread(target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True)
         self._thread.start()
 
     def _check(self, version: int, options: dict[str, Any]) -> None:
@@ -108,7 +106,9 @@ class EngineUpdates:
                     "weights at the same point"
                 )
         if scheduler.disaggregation_mode != DisaggregationMode.NULL:
-            raise ValueError("expected an engine without prefill-decode disaggregation, whose requests cannot be retracted")
+            raise ValueError(
+                "expected an engine without prefill-decode disaggregation, whose requests cannot be retracted"
+            )
 
     def _connect(self, arguments: dict[str, Any], models: list[Any], device: torch.device) -> WeightReceiver:
         """Returns the receiver, a new one if arguments are others or the version before could not be received."""
@@ -175,11 +175,15 @@ class EngineUpdates:
 
     def _check_idle(self) -> None:
         if _WEIGHTS in self._scheduler.weight_updater.offload_tags:
-            raise LoadError("the engine's weights have no memory; call resume_memory_occupation(tags=['weights']) first")
+            raise LoadError(
+                "the engine's weights have no memory; call resume_memory_occupation(tags=['weights']) first"
+            )
         if self._scheduler.weight_updater._session is not None:
             raise LoadError("a weight-update session is open; call end_weight_update first")
         if not self._scheduler.flush_cache():
-            raise LoadError("the engine has requests that cannot be retracted, so that its cache cannot be cleared; commit later")
+            raise LoadError(
+                "the engine has requests that cannot be retracted, so that its cache cannot be cleared; commit later"
+            )
 
     def _copy(self, receiver: WeightReceiver) -> None:
         """Copies the version into the models. Raises LoadError if these are now partially updated."""
@@ -257,7 +261,10 @@ def update_weights_from_tensor(
     try:
         arguments = _parse(request)
         updates = EngineUpdates.of(manager.scheduler)
-        {"receive": updates.receive, "commit": updates.commit}[arguments.pop("call")](**arguments)
+        if arguments.pop("call") == "receive":
+            updates.receive(**arguments)
+        else:
+            updates.commit(**arguments)
     except Exception as error:
         success, message = False, str(error)
         logger.error("%s", message)
@@ -267,7 +274,9 @@ def update_weights_from_tensor(
 
 def _parse(request: UpdateWeightsFromTensorReqInput) -> dict[str, Any]:
     """Returns the arguments of a call. Raises ValueError: they are none."""
-    expected = "expected serialized_named_tensors=[JSON of {\"call\": \"receive\" or \"commit\", ...}] for load_format='epload'"
+    expected = (
+        'expected serialized_named_tensors=[JSON of {"call": "receive" or "commit", ...}] for load_format=\'epload\''
+    )
     try:
         arguments = json.loads(bytes(request.serialized_named_tensors[0]))
     except (ValueError, TypeError, IndexError) as error:
