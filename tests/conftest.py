@@ -1,5 +1,5 @@
-"""Fixtures of all folders. ``tests/npu``, ``tests/vllm``, ``tests/sglang`` and ``tests/verl`` need torch_npu, vLLM, SGLang and verl;
-``make test-npu``, ``make test-vllm``, ``make test-sglang`` and ``make test-verl`` run them in environments of their own."""
+"""Fixtures of all folders. ``npu``, ``vllm``, ``sglang`` and ``verl`` need torch_npu, vLLM, SGLang and verl; ``make test-npu``,
+``make test-vllm``, ``make test-sglang`` and ``make test-verl`` run them in environments of their own."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ $pip install --constraint "$constraint" torch numpy pytest "transformers>=5.23,<
   blobfile==3.0.0 datasets dill einops fastapi gguf interegular ipython "llguidance>=1.7.6,<2" "mistral_common>=1.11.5" msgspec \
   openai==2.8.0 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow "prometheus-client>=0.20.0" psutil \
   pybase64 python-multipart pyzmq requests scipy sentencepiece==0.2.1 setproctitle tiktoken uvicorn uvloop xgrammar==0.2.7 xxhash \
-  easydict nvidia-ml-py loguru
+  easydict nvidia-ml-py loguru soundfile==0.13.1
 $pip install --no-deps "$sglang" compressed-tensors==0.18.0 torchvision==0.28.0
 
 packages=$("$directory/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 import engine as classes
 import torch
@@ -21,6 +21,8 @@ import torch
 from support.jobs import Meeting
 
 PROMPT, TOKENS = [1, 2, 3, 4], 6
+labels: list[str] = []
+"""Versions that the replies of the engine name."""
 
 
 def trainer(meeting: Meeting, folder: Path, versions: dict[int, str], receivers: int) -> None:
@@ -84,7 +86,9 @@ def make_engine(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
 
 def generate(engine: Any, count: int = TOKENS) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    return engine.generate(input_ids=[PROMPT], sampling_params=sampling)[0]["output_ids"]
+    reply = engine.generate(input_ids=[PROMPT], sampling_params=sampling)[0]
+    labels.append(reply["meta_info"]["weight_version"])
+    return reply["output_ids"]
 
 
 def expected(folder: Path, count: int = TOKENS) -> list[int]:
@@ -129,7 +133,8 @@ def versions(folder: Path, tensor_parallel: int) -> dict[str, Any]:
             found["arriving"] = refusal(engine.collective_rpc, method="epload_commit", wait=0.1)
             meeting.say("go on")
         assert meeting.hear(f"sent {version}", 100) == ""
-        found.setdefault("staged", generate(engine))
+        if version == 1:
+            found["staged"] = generate(engine)
         engine.collective_rpc("epload_commit")
         found["tokens"].append(generate(engine))
         found["expected"].append(expected(folder / f"version-{version}"))
@@ -143,6 +148,7 @@ def versions(folder: Path, tensor_parallel: int) -> dict[str, Any]:
     found["died"] = refusal(engine.collective_rpc, method="epload_commit")
     found["tokens"].append(generate(engine))
     found["expected"] += [found["expected"][3]] * 2
+    found["labels"] = labels
     engine.shutdown()
     return found
 
@@ -155,11 +161,11 @@ def digests(folder: Path, tensor_parallel: int, expert_parallel: int) -> dict[st
     engine = make_engine(folder, tensor_parallel, ep_size=expert_parallel)
 
     def add(place: str) -> None:
-        ok, message, ranks = engine.loop.run_until_complete(
+        ok, message, ranks, _ = engine.loop.run_until_complete(
             engine.tokenizer_manager.check_weights(CheckWeightsReqInput(), None)
         )
         assert ok, message
-        found[place].append([rank.checksums for rank in ranks])
+        found[place].append([rank["checksums"] for rank in ranks])
 
     _, address = start(meeting, folder, {1: "", 2: ""}, tensor_parallel)
     add("synced")
@@ -222,12 +228,13 @@ def server(folder: Path, tensor_parallel: int) -> dict[str, Any]:
             try:
                 post("/health")
                 break
-            except URLError:
+            except OSError:  # it is not there yet
                 time.sleep(0.5)
         meeting = Meeting(str(folder))
         _, address = start(meeting, folder, {1: "", 2: ""}, tensor_parallel)
         found: dict[str, Any] = {"tokens": [tokens()], "wrong": [update(call="recieve"), update(call="receive")]}
         found["started"] = update(call="receive", address=address, version=1)
+        found["wrong"].append(update(call="commit"))
         found["tokens"].append(tokens())
         meeting.say("send 1")
         assert meeting.hear("sent 1", 100) == ""

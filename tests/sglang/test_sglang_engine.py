@@ -46,6 +46,7 @@ def test_an_engine_serves_each_version_as_transformers_does(tmp_path: Path) -> N
     assert found["tokens"] == found["expected"]
     assert found["staged"] == first, "an engine generates with the old weights until it commits"
     assert found["meanwhile"] == [second] * 3
+    assert found["labels"] == ["default"] * 2 + ["1"] * 4 + ["2"] + ["3"] * 3
     assert "expected epload_receive to be called before" in found["early"]
     assert "expected epload_commit to be called before" in found["pending"]
     assert "has not arrived within 0.1 s" in found["arriving"]
@@ -75,7 +76,7 @@ def test_a_server_takes_versions_over_http(tmp_path: Path) -> None:
     assert found["started"][0] is found["committed"][0] is True
     for (success, text), part in zip(
         [*found["wrong"], found["refused"]],
-        ["'recieve'", "'address'", "expected version 7, but the sender announced 2"],
+        ["'recieve'", "'address'", "expected weight_version='1'", "expected version 7, but the sender announced 2"],
         strict=True,
     ):
         assert not success

@@ -27,15 +27,13 @@ def register() -> None:
 
     Scheduler.epload_receive = updates.receive
     Scheduler.epload_commit = updates.commit
-    managers = "sglang.srt.managers"
+    updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for target, hook in (
-        (f"{managers}.scheduler.Scheduler.continue_generation", updates.continue_generation),
-        (
-            f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
-            updates.update_weights_from_tensor,
-        ),
+        ("entrypoints.engine.Engine.collective_rpc", updates.collective_rpc),
+        ("managers.scheduler.Scheduler.continue_generation", updates.continue_generation),
+        (f"{updater}.update_weights_from_tensor", updates.update_weights_from_tensor),
     ):
-        HookRegistry.register(target, hook, HookType.AROUND)
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
     if _SLOT not in sys.modules:
         if importlib.util.find_spec(_SLOT) is not None:
             logger.warning("%s is installed, so that --load-format private is not epload's", _SLOT)

@@ -47,6 +47,8 @@ class EngineUpdates:
         """Receives a version, or has received one that is not committed."""
         self._failure: BaseException | None = None
         """The reason why it could not."""
+        self.version: int | None = None
+        """Version that was asked for last."""
         self.partially_updated = False
         """True if some rank may have weights of two versions. Equal on all ranks."""
         self.resumes = True
@@ -84,7 +86,7 @@ class EngineUpdates:
                 self._failure = error
 
         self._agree("receive", lambda: _check_runners(runners))
-        self._failure = None
+        self._failure, self.version = None, version
         # SGLang's settings, which load_weights reads, are those of the context.
         self._thread = Thread(target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True)
         self._thread.start()
@@ -247,13 +249,23 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, request: C
         original(scheduler, request)
 
 
+def collective_rpc(original: Callable[..., None], engine: Any, method: str, **arguments: Any) -> None:
+    """Runs in place of ``Engine.collective_rpc``: later replies name the version that was committed."""
+    original(engine, method, **arguments)
+    if method == "epload_receive":
+        engine.__dict__[_ATTRIBUTE] = arguments["version"]
+    elif method == "epload_commit":
+        engine.tokenizer_manager._update_weight_version_if_provided(str(engine.__dict__[_ATTRIBUTE]))
+
+
 def update_weights_from_tensor(
     original: Callable[..., Any], manager: Any, request: UpdateWeightsFromTensorReqInput
 ) -> UpdateWeightsFromTensorReqOutput:
     """Runs in place of the scheduler's handler of ``/update_weights_from_tensor``, for servers.
 
     With ``load_format="epload"``, the request has no tensors, but JSON: ``{"call": "receive" or "commit", ...}`` with the call's
-    arguments. What it raises is the message of the reply, whose ``success`` is false.
+    arguments. What it raises is the message of the reply, whose ``success`` is false. SGLang's server puts the request's
+    ``weight_version`` into later replies: it has to be that of a commit, and no other.
     """
     if request.load_format != LOAD_FORMAT:
         return original(manager, request)
@@ -261,10 +273,11 @@ def update_weights_from_tensor(
     try:
         arguments = _parse(request)
         updates = EngineUpdates.of(manager.scheduler)
-        if arguments.pop("call") == "receive":
-            updates.receive(**arguments)
-        else:
-            updates.commit(**arguments)
+        receives = arguments.pop("call") == "receive"
+        label = None if receives or updates.version is None else str(updates.version)
+        if request.weight_version != label:
+            raise ValueError(f"expected weight_version={label!r} of the request, got {request.weight_version!r}")
+        (updates.receive if receives else updates.commit)(**arguments)
     except Exception as error:
         success, message = False, str(error)
         logger.error("%s", message)
