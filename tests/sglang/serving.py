@@ -9,8 +9,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -91,20 +93,40 @@ def generate(engine: Any, count: int = TOKENS) -> list[int]:
     return reply["output_ids"]
 
 
-def expected(folder: Path, count: int = TOKENS) -> list[int]:
+def generate_across(engine: Any, call: Any, count: int = 100) -> tuple[list[int], list[dict[str, Any]]]:
+    """Calls something while a request runs. Returns the request's tokens, and the versions that computed them."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    replies: list[Any] = []
+    some = threading.Event()
+
+    def stream() -> None:
+        for reply in engine.generate(input_ids=[PROMPT], sampling_params=sampling, stream=True):
+            replies.append(reply)
+            if len(replies) == 5:
+                some.set()
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert some.wait(100)
+    call()
+    thread.join(100)
+    return replies[-1]["output_ids"], replies[-1]["meta_info"]["weight_versions"]
+
+
+def expected(folder: Path, count: int = TOKENS, prompt: Sequence[int] = PROMPT) -> list[int]:
     """The tokens that transformers generates."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = model.generate(
-        torch.tensor([PROMPT]),
+        torch.tensor([prompt]),
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    return tokens[0, len(PROMPT) :].tolist()
+    return tokens[0, len(prompt) :].tolist()
 
 
 def refusal(call: Any, **arguments: Any) -> str:
@@ -135,7 +157,14 @@ def versions(folder: Path, tensor_parallel: int) -> dict[str, Any]:
         assert meeting.hear(f"sent {version}", 100) == ""
         if version == 1:
             found["staged"] = generate(engine)
-        engine.collective_rpc("epload_commit")
+        if version == 3:
+            tokens, spans = generate_across(engine, lambda: engine.collective_rpc("epload_commit"))
+            end = spans[0]["end"]
+            continued = expected(folder / "version-3", len(tokens) - end, PROMPT + tokens[:end])
+            found["across"] = [tokens, [span["version"] for span in spans]]
+            found["expected across"] = expected(folder / "version-2", end) + continued
+        else:
+            engine.collective_rpc("epload_commit")
         found["tokens"].append(generate(engine))
         found["expected"].append(expected(folder / f"version-{version}"))
     engine.collective_rpc("epload_receive", address=address, version=7)

@@ -50,6 +50,8 @@ def test_an_engine_serves_each_version_as_transformers_does(tmp_path: Path) -> N
     assert "expected epload_receive to be called before" in found["early"]
     assert "expected epload_commit to be called before" in found["pending"]
     assert "has not arrived within 0.1 s" in found["arriving"]
+    # A request that runs while a version is committed goes on with it, and with nothing that older weights computed.
+    assert found["across"] == [found["expected across"], ["2", "3"]]
     for text in found["refused"]:
         assert "expected version 7, but the sender announced 4" in text
     assert "rank 0 has exited" in found["died"]

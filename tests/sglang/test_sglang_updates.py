@@ -34,7 +34,7 @@ class Scheduler:
         self.tp_worker = SimpleNamespace(model_runner=runners[0])
         self.tp_group = get_parallel().tp_group
         self.disaggregation_mode = DisaggregationMode.NULL
-        self._engine_paused = False
+        self._engine_paused = self.enable_hicache_storage = False
         self.events: list[str] = []
         self.flushes = True
 
@@ -233,6 +233,9 @@ def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     scheduler.disaggregation_mode = DisaggregationMode.PREFILL
     texts.append(text_of(receive, "127.0.0.1:1", 1))
     scheduler.disaggregation_mode = DisaggregationMode.NULL
+    scheduler.enable_hicache_storage = True
+    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    scheduler.enable_hicache_storage = False
     texts.append(text_of(receive, "127.0.0.1:1", 1, selector="draft"))
     layer = model.model.layers[0].self_attn.qkv_proj
     if rank == 1:
@@ -249,7 +252,8 @@ def test_what_an_engine_cannot_update_is_refused_by_name_on_all_ranks(tmp_path: 
     first, second = run([Job(2, refuse, (tmp_path,))], limit=100)[0]
     assert first == second
     expected = [
-        "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "disaggregation", "models that this engine has",
+        "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "disaggregation", "--hicache-storage-backend",
+        "models that this engine has",
         "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX", "cached splits",
     ]  # fmt: skip
     assert [part for part, text in zip(expected, first, strict=True) if part not in text] == []

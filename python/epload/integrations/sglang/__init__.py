@@ -39,16 +39,15 @@ def register() -> None:
             logger.warning("%s is installed, so that --load-format private is not epload's", _SLOT)
             return
         # SGLang has no registry of loaders; it takes the one of --load-format private from a module of this name.
-        loader = _PrivateModelLoader(f"{_SLOT}.private_model_loader")
-        sys.modules |= {_SLOT: ModuleType(_SLOT), loader.__name__: loader}
+        module = ModuleType(f"{_SLOT}.private_model_loader")
+        module.__dict__["__getattr__"] = _import_loader
+        sys.modules |= {_SLOT: ModuleType(_SLOT), module.__name__: module}
 
 
-class _PrivateModelLoader(ModuleType):
-    """Imports the loader when SGLang asks for it."""
+def _import_loader(name: str) -> Any:
+    """Returns the loader when SGLang asks for it."""
+    if name != "PrivateModelLoader":
+        raise AttributeError(name)
+    from epload.integrations.sglang.loader import SglangModelLoader
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "PrivateModelLoader":
-            raise AttributeError(name)
-        from epload.integrations.sglang.loader import SglangModelLoader
-
-        return SglangModelLoader
+    return SglangModelLoader

@@ -41,12 +41,12 @@ class EngineUpdates:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._arguments: dict[str, Any] = {}
-        """Those of the receiver."""
+        """Arguments of the receiver."""
         self._receiver: WeightReceiver | None = None
         self._thread: Thread | None = None
         """Receives a version, or has received one that is not committed."""
         self._failure: BaseException | None = None
-        """The reason why it could not."""
+        """The reason why it could not receive the version."""
         self.version: int | None = None
         """Version that was asked for last."""
         self.partially_updated = False
@@ -71,21 +71,25 @@ class EngineUpdates:
         Raises:
             LoadError: a rank cannot receive it. Nothing was started on any.
         """
-        self._agree("receive", lambda: self._check(version, options))
-        arguments = {"address": address, "selector": selector, **options}
-        runners = [runner for _, runner in self._scheduler.weight_updater._select_runners(selector)]
+        runners: list[Any] = []
+
+        def check() -> None:
+            self._check(version, options)
+            runners.extend(runner for _, runner in self._scheduler.weight_updater._select_runners(selector))
+            _check_runners(runners)
 
         def receive() -> None:
             try:
                 device = torch.device(runners[0].device)
                 if device.type != "cpu":
                     torch.get_device_module(device.type).set_device(runners[0].gpu_id)
+                arguments = {"address": address, "selector": selector, **options}
                 receiver = self._connect(arguments, [runner.model for runner in runners], device)
                 logger.info("%s", receiver.receive_weights(version))
             except BaseException as error:
                 self._failure = error
 
-        self._agree("receive", lambda: _check_runners(runners))
+        self._agree("receive", check)
         self._failure, self.version = None, version
         # SGLang's settings, which load_weights reads, are those of the context.
         self._thread = Thread(target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True)
@@ -100,9 +104,8 @@ class EngineUpdates:
             raise ValueError("a version was received, or is on its way: expected epload_commit to be called before")
         if isinstance(version, bool) or not isinstance(version, int):
             raise ValueError(f"expected the number of a version, got {version!r}")
-        parallel = get_parallel()
         for name, what in (("pp_size", "pipeline stages"), ("dp_size", "data-parallel replicas")):
-            if (size := getattr(parallel, name)) != 1:
+            if (size := getattr(get_parallel(), name)) != 1:
                 raise ValueError(
                     f"expected {name}=1, got {size}: SGLang's {what} handle calls at different times, so that they cannot change "
                     "weights at the same point"
@@ -110,6 +113,10 @@ class EngineUpdates:
         if scheduler.disaggregation_mode != DisaggregationMode.NULL:
             raise ValueError(
                 "expected an engine without prefill-decode disaggregation, whose requests cannot be retracted"
+            )
+        if scheduler.enable_hicache_storage:
+            raise ValueError(
+                "expected an engine without --hicache-storage-backend, which keeps what the old weights computed"
             )
 
     def _connect(self, arguments: dict[str, Any], models: list[Any], device: torch.device) -> WeightReceiver:
