@@ -217,6 +217,7 @@ def test_an_engine_has_a_version_on_all_ranks_or_stays_paused(tmp_path: Path) ->
 
 def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.kernel_plugins.amd import binding
     from sglang.srt.runtime_context import get_parallel
 
     from epload.integrations.sglang import updates as module
@@ -242,6 +243,10 @@ def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         layer.use_intel_amx_backend = True
     texts.append(text_of(receive, "127.0.0.1:1", 1))
     layer.use_intel_amx_backend = False
+    backend = binding._backend
+    binding._backend = lambda: "amd"
+    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    binding._backend = backend
     model._derived_weight_cache_error = "cached splits"
     texts.append(text_of(receive, "127.0.0.1:1", 1))
     return texts
@@ -254,6 +259,6 @@ def test_what_an_engine_cannot_update_is_refused_by_name_on_all_ranks(tmp_path: 
     expected = [
         "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "disaggregation", "--hicache-storage-backend",
         "models that this engine has",
-        "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX", "cached splits",
+        "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX", "monokernel", "cached splits",
     ]  # fmt: skip
     assert [part for part, text in zip(expected, first, strict=True) if part not in text] == []

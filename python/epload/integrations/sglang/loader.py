@@ -17,7 +17,7 @@ from torch import nn
 from epload.checkpoint.base import Checkpoint
 from epload.core.log import logger
 from epload.integrations.engine import load_engine
-from epload.integrations.sglang.model import SglangModel
+from epload.integrations.sglang.model import SglangModel, copies_weights
 
 
 class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -77,6 +77,8 @@ def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
         return "has weights in a second checkpoint, which epload does not read"
     if getattr(model, "allow_patterns_overrides", None):
         return "selects files of the checkpoint, which epload does not"
+    if copies_weights():
+        return "runs with --enable-amd-monokernel, whose copies of weights epload does not make"
     if model_config.quantization is None:
         return ""
     settings = getattr(model_config.hf_config, "quantization_config", None)

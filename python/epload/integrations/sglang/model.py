@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.kernel_plugins.amd import binding
 from sglang.srt.layers.quantization import unquant
 from sglang.srt.model_loader.loader import DefaultModelLoader, _modules_with_quant_method
 from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
@@ -83,11 +84,20 @@ def _for_this_thread(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
         yield name, tensor
 
 
+def copies_weights() -> bool:
+    """Returns True if SGLang copies tensors of the checkpoint while it loads them, next to ``load_weights``."""
+    return binding._backend() is not None
+
+
 def check_updatable(model: nn.Module) -> None:
     """Raises ModelMismatch if SGLang changes weights after loading, so that a running engine cannot take others.
 
     Few of its quantization methods restore what ``load_weights`` fills, and none was tried.
     """
+    if copies_weights():
+        raise ModelMismatch(
+            f"--enable-amd-monokernel keeps copies of the weights of {type(model).__name__}; serve without it"
+        )
     for module, method in _modules_with_quant_method(model):
         reason = ""
         if type(method) not in _PLAIN:
