@@ -8,23 +8,23 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any
 
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from epload.core.log import logger
+from epload.integrations.sglang import updates
+from epload.integrations.sglang.loader import SglangModelLoader
+from epload.integrations.sglang.model import SglangModel
+from epload.integrations.sglang.updates import EngineUpdates
 
-__all__ = ["register"]
+__all__ = ["EngineUpdates", "SglangModel", "SglangModelLoader", "register"]
 
 _SLOT = "sglang.private"
 
 
 def register() -> None:
     """Called by SGLang in each of its processes, before it makes anything."""
-    from sglang.srt.managers.scheduler import Scheduler
-
-    from epload.integrations.sglang import updates
-
     Scheduler.epload_receive = updates.receive
     Scheduler.epload_commit = updates.commit
     updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -40,14 +40,5 @@ def register() -> None:
             return
         # SGLang has no registry of loaders; it takes the one of --load-format private from a module of this name.
         module = ModuleType(f"{_SLOT}.private_model_loader")
-        module.__dict__["__getattr__"] = _import_loader
+        module.__dict__["PrivateModelLoader"] = SglangModelLoader
         sys.modules |= {_SLOT: ModuleType(_SLOT), module.__name__: module}
-
-
-def _import_loader(name: str) -> Any:
-    """Returns the loader when SGLang asks for it."""
-    if name != "PrivateModelLoader":
-        raise AttributeError(name)
-    from epload.integrations.sglang.loader import SglangModelLoader
-
-    return SglangModelLoader
