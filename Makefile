@@ -113,7 +113,7 @@ $(VENV)-vllm/ready: tests/vllm/environment.sh
 test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
 	cd tests/vllm && $(call ALONE,$(VENV)-vllm)
 
-$(VENV)-sglang/ready: tests/sglang/environment.sh pyproject.toml
+$(VENV)-sglang/ready: tests/sglang/environment.sh tests/sglang/standins/sgl_kernel/__init__.py
 	PYTHON=$(PYTHON) tests/sglang/environment.sh $(VENV)-sglang "$(TORCH)" "$(SGLANG)"
 	touch $@
 

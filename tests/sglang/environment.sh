@@ -22,14 +22,16 @@ $pip install --no-deps "$sglang" compressed-tensors==0.18.0 torchvision==0.28.0
 packages=$("$directory/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 cp -r "$here/standins/sgl_kernel" "$packages"
 # torchvision's compiled operations need CUDA; it asks only for these to exist.
-cat - "$packages/torchvision/__init__.py" > "$packages/torchvision/patched" <<'PYTHON'
+if ! grep --quiet _operations "$packages/torchvision/__init__.py"; then
+  cat - "$packages/torchvision/__init__.py" > "$packages/torchvision/patched" <<'PYTHON'
 import torch
 
 _operations = torch.library.Library("torchvision", "FRAGMENT")
 for _name in ("nms", "qnms"):
     _operations.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 PYTHON
-mv "$packages/torchvision/patched" "$packages/torchvision/__init__.py"
+  mv "$packages/torchvision/patched" "$packages/torchvision/__init__.py"
+fi
 # epload is not installed in this environment; its plugin is found by its entry point.
 plugin=$packages/epload_plugin-0.dist-info
 mkdir -p "$plugin"

@@ -12,6 +12,7 @@ from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader, _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.utils import get_bool_env_var
 from torch import nn
 
 from epload.checkpoint.base import Checkpoint
@@ -95,4 +96,6 @@ def _source(model_config: ModelConfig) -> str:
     place = str(model_config.model_path)
     if "://" in place or Path(place).exists():
         return place
+    if get_bool_env_var("SGLANG_USE_MODELSCOPE"):
+        raise ValueError("epload does not read from ModelScope (SGLANG_USE_MODELSCOPE); pass a local folder")
     return f"hf://{place}@{model_config.revision}" if model_config.revision else f"hf://{place}"
