@@ -100,7 +100,7 @@ def test_a_model_is_as_its_load_weights_leaves_it(case: str, tmp_path: Path) -> 
         assert bool(rank["passed through"]) == fused
         assert all("q_a_proj" in key or "kv_a_proj" in key for key in rank["passed through"]), rank
         assert rank["placed"] < tensors if expert_parallel * stages > 1 or fused else rank["placed"] == tensors, rank
-    if expert_parallel * stages == 1 and not fused:
+    if case in ("llama-tp", "tied-tp", "qwen3-tp"):
         size = (tmp_path / "model.safetensors").stat().st_size
         # Next to the shards: the header, what both ranks keep, gaps in narrow rows, and reads that time the store.
         assert sum(rank["read"] for rank in found) <= 1.6 * size, (size, found)
