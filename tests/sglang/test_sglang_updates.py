@@ -64,16 +64,21 @@ class Scheduler:
 
 
 def train(rank: int, meeting: Meeting, folder: Path, versions: int) -> None:
+    """Shards a transformers model as FSDP2 does, and saves and sends versions of it."""
+    from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
     with epload.WeightSender(model, "127.0.0.1:0", receivers=2, timeout=100) as sender:
         meeting.say("address", sender.address)
         for version in range(1, versions + 1):
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.add_(1)
-            model.save_pretrained(folder / f"version-{version}")
+                    parameter.to_local().add_(1)
+            epload.save(model, folder / f"version-{version}")
             sender.send_weights(version)
 
 
@@ -143,7 +148,7 @@ def beyond(name: str) -> bool:
 @pytest.mark.parametrize(("name", "drafts"), [("llama", False), ("llama", True), ("deepseek_v3", False)])
 def test_each_version_is_as_sglang_loads_it(name: str, drafts: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS[name])
-    _, found = run([Job(1, train, (tmp_path, 2)), Job(2, follow, (tmp_path, drafts))], limit=200)
+    _, found = run([Job(2, train, (tmp_path, 2)), Job(2, follow, (tmp_path, drafts))], limit=200)
     for rank in found:
         for version in (1, 2):
             differs, events = rank[2 * version - 2 : 2 * version]
@@ -211,7 +216,7 @@ def out_of_memory(engine: Any) -> None:
 
 def test_an_engine_has_a_version_on_all_ranks_or_stays_paused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["llama"])
-    _, found = run([Job(1, train, (tmp_path, 4)), Job(2, fail, (tmp_path,))], limit=200)
+    _, found = run([Job(2, train, (tmp_path, 4)), Job(2, fail, (tmp_path,))], limit=200)
     assert found == [[], []]
 
 
