@@ -56,7 +56,7 @@ class EngineUpdates:
 
     @classmethod
     def of(cls, scheduler: Any) -> EngineUpdates:
-        """Returns the only one of a scheduler."""
+        """Returns the updates of a scheduler, which has one object for them."""
         updates: EngineUpdates = scheduler.__dict__.setdefault(_ATTRIBUTE, cls(scheduler))
         return updates
 
@@ -271,8 +271,8 @@ def update_weights_from_tensor(
     """Runs in place of the scheduler's handler of ``/update_weights_from_tensor``, for servers.
 
     With ``load_format="epload"``, the request has no tensors, but JSON: ``{"call": "receive" or "commit", ...}`` with the call's
-    arguments. What it raises is the message of the reply, whose ``success`` is false. SGLang's server puts the request's
-    ``weight_version`` into later replies: it has to be that of a commit, and no other.
+    arguments. An error becomes the message of the reply, whose ``success`` is false. SGLang's server puts the request's
+    ``weight_version`` into later replies: a commit has to have that of its version, and a receive none.
     """
     if request.load_format != LOAD_FORMAT:
         return original(manager, request)
@@ -293,7 +293,7 @@ def update_weights_from_tensor(
 
 
 def _parse(request: UpdateWeightsFromTensorReqInput) -> dict[str, Any]:
-    """Returns the arguments of a call. Raises ValueError: they are none."""
+    """Returns the arguments of a call. Raises ValueError: the request has no call."""
     expected = (
         'expected serialized_named_tensors=[JSON of {"call": "receive" or "commit", ...}] for load_format=\'epload\''
     )
