@@ -30,6 +30,7 @@ NEWEST ?= torch==2.15.0
 TRANSFORMERS_OLDEST ?= transformers==5.19.0
 TORCH_NPU ?= torch-npu==2.13.0
 VLLM ?= vllm==0.33.0
+SGLANG ?= sglang==0.5.23
 VERL ?= verl==0.9.1
 # In environments of their own, with the libraries that are built into python/epload for the same torch.
 ALONE = PYTHONPATH=$(abspath python):$(abspath tests) $(abspath $(1))/bin/python -m pytest --confcutdir . --override-ini testpaths=. \
@@ -111,6 +112,13 @@ $(VENV)-vllm/ready: tests/vllm/environment.sh
 
 test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
 	cd tests/vllm && $(call ALONE,$(VENV)-vllm)
+
+$(VENV)-sglang/ready: tests/sglang/environment.sh tests/sglang/standins/sgl_kernel/__init__.py
+	PYTHON=$(PYTHON) tests/sglang/environment.sh $(VENV)-sglang "$(TORCH)" "$(SGLANG)"
+	touch $@
+
+test-sglang: build $(VENV)-sglang/ready ## test against SGLang's own model classes, and running engines and servers, in its own environment (2.8 GB)
+	cd tests/sglang && $(call ALONE,$(VENV)-sglang)
 
 $(VENV)-verl/ready: tests/verl/requirements.txt
 	$(PYTHON) -m venv $(VENV)-verl
@@ -230,4 +238,4 @@ wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12
 	for minor in $(WHEEL_TORCH); do .ci/wheels build $$minor && .ci/wheels test $$minor || exit 1; done
 
 clean: ## remove build outputs and environments
-	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(VENV)-transformers $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-sglang $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(VENV)-transformers $(BENCH_VENV) python/epload/*.so python/*.egg-info

@@ -58,6 +58,14 @@ def test_the_model_is_as_load_weights_makes_it(
     assert {name.split(".")[1] for name in experts} == ({"2", "3"} if rank == 0 else {"0", "1"}), "the other rank's"
 
 
+def test_buffers_that_are_not_saved_are_the_engines(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, torch.float32)
+    model = Engine(0)
+    model.register_buffer("table", torch.arange(4.0), persistent=False)
+    assert load_engine(epload.EngineModel(model), path).warnings == []
+    assert torch.equal(model.table, torch.arange(4.0))
+
+
 def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32, without="norm")
     for kind in (Engine, Computing):

@@ -63,6 +63,7 @@ def load_engine(
             with HierarchicalLoader(
                 alone, src=rank, readers="every", direct_io=False, verify=verify, progress=progress
             ) as loader:
+                loader._as_pretrained = False  # dtypes, and buffers that are not saved, are the engine's
                 report = loader.load(engine.model, opened, mapping=mapping)
         passed_through = [number for number, name in enumerate(manifest.names) if name in recording.passed_through]
         with torch.no_grad():

@@ -1,0 +1,101 @@
+"""epload as SGLang's model loader: ``--load-format private``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.loader import DefaultModelLoader, _get_quantization_config, _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.utils import get_bool_env_var
+from torch import nn
+
+from epload.checkpoint.base import Checkpoint
+from epload.core.log import logger
+from epload.integrations.engine import load_engine
+from epload.integrations.sglang.model import SglangModel, copies_weights
+
+
+class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Each worker reads from the checkpoint what its part of the model keeps, and nothing else.
+
+    ``--model-loader-extra-config '{"verify": true}'`` proves the result against the checkpoint. With ``"strict": false``,
+    parameters that the checkpoint lacks are no error; they are none by default for a quantized model. What SGLang loads later,
+    with ``update_weights_from_disk``, it loads as with ``--load-format auto``.
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        extra = load_config.model_loader_extra_config or {}
+        options: dict[str, Any] = json.loads(extra) if isinstance(extra, str) else dict(extra)
+        self._verify = options.pop("verify", False)
+        self._strict = options.pop("strict", None)
+        if options:
+            raise ValueError(
+                f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}"
+            )
+        if load_config.download_dir:
+            raise ValueError("--load-format private has no --download-dir with epload: set HF_HUB_CACHE instead")
+        load_config.load_format, load_config.model_loader_extra_config = LoadFormat.AUTO, {}
+        super().__init__(load_config)
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        Checkpoint.open(_source(model_config)).close()
+
+    def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
+        device = torch.device(device_config.device)
+        quant_config = _get_quantization_config(model_config, self.load_config)
+        with set_default_torch_dtype(model_config.dtype):
+            with device:
+                model: nn.Module = _initialize_model(model_config, self.load_config, quant_config)
+            engine = SglangModel([model], device)
+            self.fill(engine, model_config)
+            engine.finish()
+        return model.eval()
+
+    def fill(self, engine: SglangModel, model_config: ModelConfig) -> None:
+        """Fills the model as ``load_weights`` does, before SGLang processes the weights.
+
+        Raises:
+            ValueError: the model needs what only SGLang's own loader does.
+        """
+        model = engine.model
+        if reason := _unsupported(model, model_config):
+            raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
+        # As in SGLang's own loader, a quantized model may have parameters that its checkpoint lacks.
+        strict = self._strict if self._strict is not None else model_config.quantization is None
+        report = load_engine(engine, _source(model_config), strict=strict, verify=self._verify)
+        logger.info("%s", report)
+
+
+def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
+    """Returns what keeps epload from loading the model; empty if nothing does."""
+    if getattr(model, "secondary_weights", ()):
+        return "has weights in a second checkpoint, which epload does not read"
+    if getattr(model, "allow_patterns_overrides", None):
+        return "selects files of the checkpoint, which epload does not"
+    if copies_weights():
+        return "runs with --enable-amd-monokernel, whose copies of weights epload does not make"
+    if model_config.quantization is None:
+        return ""
+    settings = getattr(model_config.hf_config, "quantization_config", None)
+    if settings is None:
+        return f"is quantized with {model_config.quantization} while it is loaded, which epload does not do"
+    if model_config.quantization != "fp8":
+        return (
+            f"has a checkpoint quantized with {model_config.quantization}, and of these epload was tried with fp8 alone"
+        )
+    return ""
+
+
+def _source(model_config: ModelConfig) -> str:
+    place = str(model_config.model_path)
+    if "://" in place or Path(place).exists():
+        return place
+    if get_bool_env_var("SGLANG_USE_MODELSCOPE"):
+        raise ValueError("epload does not read from ModelScope (SGLANG_USE_MODELSCOPE); pass a local folder")
+    return f"hf://{place}@{model_config.revision}" if model_config.revision else f"hf://{place}"
