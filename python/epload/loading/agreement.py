@@ -197,7 +197,7 @@ class Agreement:
     def _make_draft(self, request: Request, inputs: LocalInputs, source: Manifest) -> Draft:
         """``source``: the source's manifest."""
         manifest = self.inputs.join(inputs, request.checkpoint, source)
-        mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
+        mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names, manifest.shapes)
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any

@@ -28,8 +28,9 @@ from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes, below_fp32_warning
-from epload.model.expert_parallel import LocalModules, OuterShard
+from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
+from epload.model.megatron import MegatronChunks, Model, as_module
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES
 from epload.ranks.membership import uninitialized_warning
@@ -135,7 +136,7 @@ class HierarchicalLoader:
     @on_cpu
     def load(
         self,
-        model: nn.Module,
+        model: Model,
         checkpoint: Any,
         *,
         mapping: AnyMapping = "auto",
@@ -155,7 +156,8 @@ class HierarchicalLoader:
         after it.
 
         Args:
-            model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+            model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
+                Megatron-Core, which have storage: one, or a list of pipeline stages.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
                 :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
@@ -195,11 +197,11 @@ class HierarchicalLoader:
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             try:
                 with self._control.guard():
-                    parts: tuple[OuterShard | LocalModules, ...] = (*outer_shards, *local_modules)
+                    module, parts = _describe_model(model, (*outer_shards, *local_modules))
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
-                        model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, self._as_pretrained,
+                        module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
+                        variant, trace, self._as_pretrained and not isinstance(module, MegatronChunks),
                     )  # fmt: skip
                     return self._load(request)
             finally:
@@ -239,6 +241,18 @@ class HierarchicalLoader:
             if folder := os.environ.get("EPLOAD_TRACE"):
                 _write_trace(report, Path(folder))
         return report
+
+
+def _describe_model(model: Model, parts: Parts) -> tuple[nn.Module, Parts]:
+    """Returns the module that is loaded, and what is said of its parts: ranks of Megatron-Core have modules of their own."""
+    module = as_module(model)
+    if not isinstance(module, MegatronChunks):
+        return module, parts
+    if parts:
+        raise ValueError(
+            "expected no outer_shards and local_modules for a Megatron-Core model, which itself says what each rank has"
+        )
+    return module, (LocalModules(""),)
 
 
 def _describe_load(report: LoadReport, load: AgreedLoad) -> None:

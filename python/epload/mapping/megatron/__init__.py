@@ -1,0 +1,55 @@
+"""Megatron-Core's models: where the tensors of Hugging Face checkpoints are in the parameters of one rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from epload.core.views import Shape
+from epload.errors import ModelMismatch
+from epload.mapping.mapping import Mapping
+from epload.mapping.megatron.names import known_patterns, pattern_of
+from epload.mapping.megatron.regions import place_shards
+from epload.mapping.megatron.shards import read_shards
+from epload.model.megatron import MegatronChunks
+
+_COMPUTED = r"(^|\.)rotary_emb\.inv_freq$"
+"""Pattern of what older checkpoints have, and every model computes."""
+
+
+def from_megatron(chunks: MegatronChunks, names: Sequence[str], shapes: Sequence[Shape]) -> Mapping:
+    """Returns the mapping by which a Hugging Face checkpoint fills the modules of one rank.
+
+    Args:
+        names, shapes: of the checkpoint's tensors.
+
+    Raises:
+        ModelMismatch, ValueError: see :func:`~epload.mapping.megatron.shards.read_shards` and
+            :func:`~epload.mapping.megatron.regions.place_shards`; or the model ties its embeddings and the checkpoint does not.
+    """
+    shards, tensors = read_shards(chunks)
+    places = place_shards(shards, tensors, chunks.config, names, shapes)
+    if "lm_head.weight" in names and any(chunk.share_embeddings_and_output_weights for chunk in chunks):
+        raise ModelMismatch(
+            "the checkpoint has lm_head.weight, and Megatron's model has share_embeddings_and_output_weights; build it without, "
+            "or remove the tensor if it equals model.embed_tokens.weight"
+        )
+    ignored = (_COMPUTED, *prediction_patterns(names, chunks.config))
+    return Mapping(places=tuple(places.placed), ignore_unexpected=ignored)
+
+
+def prediction_patterns(names: Sequence[str], config: object) -> list[str]:
+    """Returns patterns of what a checkpoint has for multi-token prediction that Megatron's model does not hold: the whole layers
+    if it predicts one token, else their copies of the embedding and of the head."""
+    found = (re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name) for name in names)
+    layers = [re.escape(match[1]) for match in found if match]
+    inner = r"(embed_tokens|shared_head\.head)\.weight$" if getattr(config, "mtp_num_layers", None) else ""
+    return [f"^{layer}{inner}" for layer in layers]
+
+
+def unknown_names(names: Sequence[str], config: object) -> tuple[list[str], list[str]]:
+    """Returns which names of a checkpoint no Megatron model holds as they are computed or copies, and which the tables lack."""
+    ignored = re.compile("|".join((_COMPUTED, *prediction_patterns(names, config))))
+    known = known_patterns()
+    left_out = [name for name in names if ignored.search(name)]
+    return left_out, [name for name in names if not ignored.search(name) and pattern_of(name) not in known]

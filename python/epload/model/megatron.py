@@ -1,0 +1,63 @@
+"""Megatron-Core's models: one rank has a module, or several for interleaved pipeline stages, perhaps inside wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+Model = nn.Module | Sequence[nn.Module]
+"""The models that callers may pass: a module, or the list of Megatron-Core modules that one rank of a trainer has."""
+
+
+class MegatronChunks(nn.ModuleList):
+    """The modules of Megatron-Core that one rank has, without their wrappers: one for each of its pipeline stages."""
+
+    @property
+    def config(self) -> Any:
+        """Megatron's ``TransformerConfig``, the same for all modules."""
+        return self[0].config
+
+
+def as_module(model: Model) -> nn.Module:
+    """Returns the module that holds all tensors of a model: :class:`MegatronChunks` for what is of Megatron-Core, else the model.
+
+    Looks through Megatron's ``DistributedDataParallel`` and ``Float16Module``, and wrappers of trainers that keep what they wrap
+    as ``module``.
+
+    Raises:
+        TypeError: a list with anything but modules of Megatron-Core.
+        ValueError: Megatron's FSDP, whose shards are in flat buffers.
+    """
+    is_list = isinstance(model, list | tuple)
+    chunks = [_unwrap(chunk) for chunk in (model if is_list else [model])]  # type: ignore[union-attr]
+    if chunks and all(map(_is_megatron, chunks)):
+        return MegatronChunks(chunks)
+    if is_list:
+        kinds = ", ".join(dict.fromkeys(type(chunk).__name__ for chunk in chunks)) or "nothing"
+        raise TypeError(f"expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of {kinds}")
+    return model  # type: ignore[return-value]
+
+
+def _unwrap(module: Any) -> Any:
+    inner = module
+    while isinstance(inner, nn.Module) and not _is_megatron(inner):
+        if "FullyShardedDataParallel" in type(inner).__name__ and _of_megatron(inner):
+            raise ValueError(
+                f"{type(inner).__name__} keeps shards of flat buffers, which epload cannot address by name; use Megatron's "
+                "DistributedDataParallel, or torch's fully_shard on a transformers model"
+            )
+        if not isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+            break
+        inner = wrapped
+    return inner if _is_megatron(inner) else module
+
+
+def _is_megatron(module: object) -> bool:
+    """Returns True for a language model of Megatron-Core, which embeds, decodes and puts out logits in its stages."""
+    return _of_megatron(module) and all(hasattr(module, name) for name in ("sharded_state_dict", "decoder", "config"))
+
+
+def _of_megatron(module: object) -> bool:
+    return any(cls.__module__.partition(".")[0] == "megatron" for cls in type(module).__mro__)

@@ -1,0 +1,95 @@
+"""The checkpoint tensors that Megatron-Core's modules are saved or sent as. Each rank knows those of all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.opening import read_config
+from epload.checkpoint.quantization import quantized_with
+from epload.core import dtypes as dtype_names
+from epload.core.views import Shape
+from epload.errors import ModelMismatch
+from epload.mapping.mapping import AnyMapping
+from epload.mapping.megatron import unknown_names
+from epload.mapping.megatron.names import FLOAT32, LAYER, pattern_of
+from epload.mapping.megatron.regions import place_shards
+from epload.mapping.megatron.shards import read_shards
+from epload.mapping.place import Place
+from epload.model.megatron import MegatronChunks
+from epload.observe.render import list_keys
+
+_IN_FLOAT32 = {name for key in FLOAT32 for names in LAYER[key] for name in names}
+
+
+def megatron_catalog(
+    model: MegatronChunks, mapping: AnyMapping, names_from: Any
+) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
+    """Returns the same as :func:`epload.saving.catalog.catalog`, which is equal on all ranks but for the places.
+
+    Tensors have the dtype of the model's first parameter, those that Megatron keeps in float32 that one. Left out are tensors of
+    ``names_from`` that models compute, scales of quantized weights, and what multi-token prediction has beyond Megatron's model.
+
+    Raises:
+        ModelMismatch: ``names_from`` does not have the names and shapes of the model's tensors, or has others; or a tensor of the
+            model has another dtype.
+        ValueError: there is no ``names_from``, or there is a mapping.
+    """
+    if mapping != "auto":
+        raise ValueError(
+            f"expected mapping='auto' for a Megatron-Core model, got {mapping!r}; add names of your own to the tables in "
+            "epload.mapping.megatron.names"
+        )
+    if names_from is None:
+        raise ValueError(
+            "Megatron-Core has other names and shapes than checkpoints: pass names_from=, a Hugging Face checkpoint of this model"
+        )
+    like = Checkpoint.open(names_from).manifest
+    scales = quantized_with(like.names, like.dtypes, like.shapes)
+    left_out, unknown = unknown_names(like.names, model.config)
+    if unknown := [name for name in unknown if name not in scales]:
+        raise ModelMismatch(
+            f"names_from= has tensors that Megatron-Core has no name for: {list_keys(unknown)}; add them to the tables in "
+            "epload.mapping.megatron.names, or pass a checkpoint of the language model alone"
+        )
+    pairs = zip(like.names, like.shapes, strict=True)
+    shape_of = {name: shape for name, shape in pairs if name not in scales and name not in {*left_out}}
+    names, shapes = tuple(shape_of), tuple(shape_of.values())
+    shards, tensors = read_shards(model)
+    places = place_shards(shards, tensors, model.config, names, shapes)
+    if places.missing:
+        options = next(iter(places.missing.values()))
+        raise ModelMismatch(
+            f"names_from= lacks tensors of the model: {list_keys(list(places.missing))}; the first would be {options}; pass a "
+            "checkpoint of this model",
+            missing_keys=list(places.missing),
+        )
+    dtype = next(model.parameters()).dtype
+    dtypes = tuple(torch.float32 if pattern_of(name) in _IN_FLOAT32 else dtype for name in names)
+    for name, expected, own in zip(names, dtypes, places.placed, strict=True):
+        for target, _ in own:
+            if (actual := tensors[target].dtype) != expected and torch.promote_types(actual, expected) != expected:
+                raise ModelMismatch(
+                    f"{target} is {dtype_names.name(actual)}, and {name} would be rounded to {dtype_names.name(expected)}, the "
+                    "dtype of the first parameter; expected one dtype for all parameters"
+                )
+    return Manifest(names, shapes, dtypes, "the model"), places.placed, [*shapes]
+
+
+def megatron_config(names_from: Any, dtype: torch.dtype) -> dict[str, bytes]:
+    """Returns the ``config.json`` of a checkpoint in this dtype, by its name; empty if ``names_from`` has none."""
+    config = read_config(names_from)
+    if not config:
+        return {}
+    config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    return {"config.json": json.dumps(config | {"dtype": dtype_names.name(dtype)}, indent=2).encode()}
+
+
+def in_float32(names: Collection[str]) -> set[str]:
+    """Returns which tensors of a checkpoint stay in float32."""
+    return {name for name in names if pattern_of(name) in _IN_FLOAT32}
