@@ -46,7 +46,9 @@ def hf_config(family: str) -> Any:
         case "qwen3":
             return transformers.Qwen3Config(**SIZES, head_dim=16)
         case "qwen3_moe":
-            return transformers.Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS, mlp_only_layers=[], decoder_sparse_step=1)
+            return transformers.Qwen3MoeConfig(
+                **SIZES, head_dim=16, **EXPERTS, mlp_only_layers=[], decoder_sparse_step=1
+            )
         case "mixtral":
             return transformers.MixtralConfig(**SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2)
         case "deepseek_v3":
@@ -71,7 +73,9 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> dict[str, Tens
     state = safetensors.torch.load_file(path)
     if family == "deepseek_v3":
         last, following = "model.layers.3.", "model.layers.4."
-        extra = {name.replace(last, following): torch.randn_like(state[name]) for name in state if name.startswith(last)}
+        extra = {
+            name.replace(last, following): torch.randn_like(state[name]) for name in state if name.startswith(last)
+        }
         for name in ("enorm", "hnorm", "shared_head.norm"):
             extra[f"{following}{name}.weight"] = torch.randn(64)
         extra[f"{following}eh_proj.weight"] = torch.randn(64, 128)
@@ -111,7 +115,7 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
             moe_shared_expert_intermediate_size=64, mtp_num_layers=1, rotary_base=10000.0,
         )  # fmt: skip
         return MLATransformerConfig(**fields | options)
-    return TransformerConfig(**fields, num_query_groups=4, kv_channels=hf.head_dim if "head_dim" in SIZES else None, **options)
+    return TransformerConfig(**fields, num_query_groups=4, kv_channels=getattr(hf, "head_dim", None), **options)
 
 
 def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
@@ -121,6 +125,8 @@ def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     torch.cuda.current_device = lambda: "cpu"  # the rotary embedding asks for it
+    Tensor.cuda = lambda self, *_: self  # type: ignore[method-assign]  # where tied embeddings are made equal
+    _let_latent_attention_build()
     parallel_state.initialize_model_parallel(
         layout.tp, layout.pp, virtual_pipeline_model_parallel_size=layout.vp, expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -131,7 +137,11 @@ def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
         where = {"vp_stage": stage} if layout.vp else {}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where) if config.mtp_num_layers else None
+        mtp = (
+            get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where)
+            if config.mtp_num_layers
+            else None
+        )
         model = GPTModel(
             config, spec, PADDED, 64, pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
             post_process=last, share_embeddings_and_output_weights=family == "qwen2", position_embedding_type="rope",
@@ -146,6 +156,22 @@ def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
     return chunks
 
 
+def _let_latent_attention_build() -> None:
+    """Lets latent attention be built without TransformerEngine, whose attention alone takes its sizes in megatron-core 0.16."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    construct = DotProductAttention.__init__
+
+    def without_channels(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+
+    if "k_channels" not in construct.__code__.co_varnames:
+        DotProductAttention.__init__ = without_channels
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = type("TELinear", (), {})
+
+
 def expected(chunk: Any, family: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns what a module of this rank has to hold of a checkpoint, by its own names. Padding stays as it is."""
     from megatron.core import parallel_state as groups
@@ -157,7 +183,9 @@ def expected(chunk: Any, family: str, state: dict[str, Tensor]) -> dict[str, Ten
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
         parts = name.split(".")
         if parts[0] in ("embedding", "output_layer"):
-            full = state["model.embed_tokens.weight" if parts[0] == "embedding" or family == "qwen2" else "lm_head.weight"]
+            full = state[
+                "model.embed_tokens.weight" if parts[0] == "embedding" or family == "qwen2" else "lm_head.weight"
+            ]
             full = torch.cat([full, torch.full((PADDED - VOCABULARY, 64), -7.5)])
             held[name] = full.chunk(sizes)[rank]
             continue
@@ -169,15 +197,15 @@ def expected(chunk: Any, family: str, state: dict[str, Tensor]) -> dict[str, Ten
         if parts[0] == "decoder":
             number, inner = chunk.decoder.layers[int(parts[2])].layer_number - 1, ".".join(parts[3:])
         else:
-            number, inner = 4 + int(parts[2]), ".".join(parts[4 if "layer" in parts[3] and parts[3] != "final_layernorm" else 3 :])
-        full = of_layer(inner, f"model.layers.{number}.", state, expert_sizes if "local_experts" in inner else sizes, first_expert)
+            inner_layer = parts[3] in ("transformer_layer", "mtp_model_layer")
+            number, inner = 4 + int(parts[2]), ".".join(parts[4 if inner_layer else 3 :])
+        full = of_layer(
+            inner, f"model.layers.{number}.", state, expert_sizes if "local_experts" in inner else sizes, first_expert
+        )
         if full is not None:
-            local = {-1: full}
             ways, index = (expert_sizes, expert_rank) if "local_experts" in inner else (sizes, rank)
-            if full.shape != tensor.shape:
-                dim = next(d for d in range(full.ndim) if full.shape[d] != tensor.shape[d])
-                local[-1] = full.chunk(ways, dim)[index]
-            held[name] = local[-1]
+            divided = [dim for dim in range(full.ndim) if full.shape[dim] != tensor.shape[dim]]
+            held[name] = full.chunk(ways, divided[0])[index] if divided else full
     return held
 
 
@@ -199,6 +227,8 @@ def of_layer(inner: str, to: str, state: dict[str, Tensor], ways: int, first_exp
         names["mlp.router"] = "block_sparse_moe.gate"
     if kind == "expert_bias":
         return state[f"{to}mlp.gate.e_score_correction_bias"]
+    if kind not in ("weight", "bias"):
+        return None
     if path == "self_attention.linear_qkv":
         q, k, v = (state[f"{to}self_attn.{letter}_proj.{kind}"] for letter in "qkv")
         groups = [tensor.view(4, -1, *tensor.shape[1:]) for tensor in (q, k, v)]
@@ -239,7 +269,9 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()  # for dropout, of which there is none
+    random.CudaRNGStatesTracker.fork = lambda self, name="": (
+        contextlib.nullcontext()
+    )  # for dropout, of which there is none
     length = ids.shape[1]
     mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
     own = model.eval()(ids, torch.arange(length)[None], mask).contiguous()

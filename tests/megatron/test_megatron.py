@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import megatron_models as models
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from megatron_models import Layout
 
 import epload
