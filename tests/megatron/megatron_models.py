@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 VOCABULARY, PADDED = 323, 336
-SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=4, max_position_embeddings=64, rope_theta=10000.0, tie_word_embeddings=False,
-)  # fmt: skip
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-LATENT = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
 class Layout(NamedTuple):
@@ -90,30 +90,33 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     hf = hf_config(family)
-    fields: dict[str, Any] = dict(
-        num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads, layernorm_epsilon=hf.rms_norm_eps, normalization="RMSNorm",
-        use_cpu_initialization=True, sequence_parallel=False, gated_linear_unit=True, activation_func=nn.functional.silu,
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, add_bias_linear=False, add_qkv_bias=family == "qwen2",
-        qk_layernorm=family in ("qwen3", "qwen3_moe", "deepseek_v3"), hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
-        masked_softmax_fusion=False, bias_dropout_fusion=False, attention_softmax_in_fp32=True,
-        pipeline_dtype=torch.float32, params_dtype=torch.float32,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads, "layernorm_epsilon": hf.rms_norm_eps, "normalization": "RMSNorm",
+        "use_cpu_initialization": True, "sequence_parallel": False, "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vp, "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp, "add_bias_linear": False,
+        "add_qkv_bias": family == "qwen2",
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "deepseek_v3"), "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "bias_activation_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
+        "masked_softmax_fusion": False, "bias_dropout_fusion": False, "attention_softmax_in_fp32": True,
+        "pipeline_dtype": torch.float32, "params_dtype": torch.float32,
+    }  # fmt: skip
     if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
-        fields |= dict(
-            num_moe_experts=8, moe_router_topk=2, moe_layer_freq=1, moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type="allgather", moe_router_pre_softmax=False,
-            moe_ffn_hidden_size=128 if family == "mixtral" else 32,
-        )  # fmt: skip
+        fields |= {
+            "num_moe_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1, "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather", "moe_router_pre_softmax": False,
+            "moe_ffn_hidden_size": 128 if family == "mixtral" else 32,
+        }  # fmt: skip
     if family == "deepseek_v3":
-        fields |= dict(
-            q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=12, rope_type="rope",
-            moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_layer_freq=[0, 1, 1, 1],
-            moe_shared_expert_intermediate_size=64, mtp_num_layers=1, rotary_base=10000.0,
-        )  # fmt: skip
+        fields |= {
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+            "rope_type": "rope",
+            "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_layer_freq": [0, 1, 1, 1],
+            "moe_shared_expert_intermediate_size": 64, "mtp_num_layers": 1, "rotary_base": 10000.0,
+        }  # fmt: skip
         return MLATransformerConfig(**fields | options)
     return TransformerConfig(**fields, num_query_groups=4, kv_channels=getattr(hf, "head_dim", None), **options)
 
