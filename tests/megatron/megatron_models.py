@@ -86,6 +86,10 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> dict[str, Tens
     return state
 
 
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
 def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import megatron_models as models
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from megatron_models import Layout
@@ -51,7 +50,7 @@ def load_and_save(rank: int, family: str, layout: Layout, folder: Path) -> list[
     chunks = models.build(family, layout)
     epload.load(chunks, folder, timeout=60, progress=False)
     epload.save(chunks, folder / "saved", names_from=folder, timeout=60)
-    return models.differences(chunks, family, safetensors.torch.load_file(folder / "model.safetensors"))
+    return models.differences(chunks, family, models.read_checkpoint(folder))
 
 
 @pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS, ids=NAMES)
@@ -61,7 +60,7 @@ def test_each_rank_has_its_part_and_a_save_is_the_checkpoint_again(
     state = models.write_checkpoint(family, tmp_path)
     for wrong in ranks.run(world, load_and_save, family, layout, tmp_path):
         assert wrong == []
-    saved = safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")
+    saved = models.read_checkpoint(tmp_path / "saved")
     copies = {name for name in state if name.endswith(("4.embed_tokens.weight", "4.shared_head.head.weight"))}
     assert saved.keys() == state.keys() - copies
     assert [name for name in saved if not torch.equal(saved[name], state[name])] == []
@@ -90,3 +89,19 @@ def test_megatron_computes_the_logits_of_transformers(family: str, world: int, l
     wanted = load_transformers(tmp_path)(IDS).logits
     for logits in ranks.run(world, load_and_run, family, layout, tmp_path):
         assert (torch.from_numpy(logits) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def load_one_by_one(rank: int, layout: Layout, folder: Path) -> list[str]:
+    models.SIZES["num_hidden_layers"] = 8
+    chunks = models.build("llama", layout)
+    with epload.HierarchicalLoader(timeout=60, progress=False) as loader:
+        for chunk in chunks:
+            loader.load(chunk, folder, strict=False)
+    return models.differences(chunks, "llama", models.read_checkpoint(folder))
+
+
+def test_a_plan_for_one_chunk_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most chunks of a rank have the same names and shapes, and other layers."""
+    monkeypatch.setitem(models.SIZES, "num_hidden_layers", 8)
+    models.write_checkpoint("llama", tmp_path)
+    assert ranks.run(2, load_one_by_one, Layout(pp=2, vp=4), tmp_path) == [[], []]

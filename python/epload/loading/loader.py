@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count as count_from
 from pathlib import Path
@@ -243,16 +244,12 @@ class HierarchicalLoader:
         return report
 
 
-def _describe_model(model: Model, parts: Parts) -> tuple[nn.Module, Parts]:
-    """Returns the module that is loaded, and what is said of its parts: ranks of Megatron-Core have modules of their own."""
-    module = as_module(model)
-    if not isinstance(module, MegatronChunks):
-        return module, parts
-    if parts:
-        raise ValueError(
-            "expected no outer_shards and local_modules for a Megatron-Core model, which itself says what each rank has"
-        )
-    return module, (LocalModules(""),)
+def _describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:
+    """Returns the module that is loaded, and what is said of its parts: ranks of Megatron-Core have modules of their own. What is
+    no model is returned as it is, and refused by :meth:`Request.check`."""
+    with suppress(TypeError, ValueError):
+        model = as_module(model)
+    return model, (*parts, LocalModules("")) if isinstance(model, MegatronChunks) else parts
 
 
 def _describe_load(report: LoadReport, load: AgreedLoad) -> None:

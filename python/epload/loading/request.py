@@ -13,6 +13,7 @@ from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
+from epload.model.megatron import MegatronChunks, as_module
 from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import READERS, WAVE_BYTES
@@ -93,8 +94,12 @@ class Request:
     that have storage."""
 
     def check(self) -> None:
-        """Raises TypeError for what could not even be looked at."""
-        model = self.model
+        """Raises TypeError for what could not even be looked at, and ValueError for a model in a wrapper that is not supported."""
+        model = as_module(self.model)
+        if isinstance(model, MegatronChunks) and len(self.parts) > 1:
+            raise ValueError(
+                "expected no outer_shards and local_modules for a Megatron-Core model, which itself says what each rank has"
+            )
         if not isinstance(model, nn.Module):
             kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
             raise TypeError(f"expected model to be a torch.nn.Module, got {kind}")

@@ -14,6 +14,13 @@ Model = nn.Module | Sequence[nn.Module]
 class MegatronChunks(nn.ModuleList):
     """The modules of Megatron-Core that one rank has, without their wrappers: one for each of its pipeline stages."""
 
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Puts the biases of routers back into float32, as Megatron does before it loads or saves: a wrapper casts them."""
+        super().__init__(chunks)
+        for module in self.modules():
+            if callable(restore := getattr(module, "_maintain_float32_expert_bias", None)):
+                restore()
+
     @property
     def config(self) -> Any:
         """Megatron's ``TransformerConfig``, the same for all modules."""

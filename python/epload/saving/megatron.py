@@ -54,7 +54,7 @@ def megatron_catalog(
     left_out, unknown = unknown_names(like.names, model.config)
     if unknown := [name for name in unknown if name not in scales]:
         raise ModelMismatch(
-            f"names_from= has tensors that Megatron-Core has no name for: {list_keys(unknown)}; add them to the tables in "
+            f"Megatron-Core has no name for {list_keys(unknown)} of names_from=; add them to the tables in "
             "epload.mapping.megatron.names, or pass a checkpoint of the language model alone"
         )
     pairs = zip(like.names, like.shapes, strict=True)
@@ -65,8 +65,7 @@ def megatron_catalog(
     if places.missing:
         options = next(iter(places.missing.values()))
         raise ModelMismatch(
-            f"names_from= lacks tensors of the model: {list_keys(list(places.missing))}; the first would be {options}; pass a "
-            "checkpoint of this model",
+            f"names_from= lacks {list_keys(list(places.missing))}; the first would be {options} in a checkpoint of this model",
             missing_keys=list(places.missing),
         )
     dtype = next(model.parameters()).dtype
