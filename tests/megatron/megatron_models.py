@@ -7,6 +7,7 @@ the keys that epload reads.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +87,27 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> dict[str, Tens
     return state
 
 
+def quantize_checkpoint(folder: Path, quantized: Path, block: int) -> dict[str, Tensor]:
+    """Saves the checkpoint in a folder with fp8 projections and their scales, and replaces it by the values that these stand for,
+    which it returns."""
+    narrow, wide = {}, read_checkpoint(folder)
+    for name, tensor in wide.items():
+        narrow[name] = tensor
+        if name.endswith("_proj.weight") and "eh_proj" not in name:
+            rows, columns = tensor.shape
+            scales = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
+            narrow[name], narrow[f"{name}_scale_inv"] = tensor.to(torch.float8_e4m3fn), scales
+            repeated = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+            wide[name] = narrow[name].float() * repeated
+    quantized.mkdir()
+    safetensors.torch.save_file(narrow, quantized / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(wide, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    return wide
+
+
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
@@ -98,8 +120,7 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
         "num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": hf.num_attention_heads, "layernorm_epsilon": hf.rms_norm_eps, "normalization": "RMSNorm",
         "use_cpu_initialization": True, "sequence_parallel": False, "gated_linear_unit": True,
-        "activation_func": nn.functional.silu,
-        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "activation_func": nn.functional.silu, "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp, "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp, "add_bias_linear": False,
         "add_qkv_bias": family == "qwen2",

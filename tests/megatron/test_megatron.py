@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from megatron_models import Layout
 
 import epload
+from epload.mapping.megatron import names
 from support import ranks
 
 IDS = torch.tensor([[5, 9, 100, 322, 7, 1, 2, 3]])
@@ -105,3 +107,35 @@ def test_a_plan_for_one_chunk_is_not_taken_for_the_next(tmp_path: Path, monkeypa
     monkeypatch.setitem(models.SIZES, "num_hidden_layers", 8)
     models.write_checkpoint("llama", tmp_path)
     assert ranks.run(2, load_one_by_one, Layout(pp=2, vp=4), tmp_path) == [[], []]
+
+
+def load_and_save_fp8(rank: int, folder: Path) -> list[str]:
+    chunks = models.build("deepseek_v3", Layout(tp=2, pp=2, ep=2))
+    epload.load(chunks, folder / "fp8", timeout=60, progress=False)
+    epload.save(chunks, folder / "saved", names_from=folder / "fp8", timeout=60)
+    return models.differences(chunks, "deepseek_v3", models.read_checkpoint(folder))
+
+
+def test_fp8_checkpoints_are_dequantized_and_saved_wide(tmp_path: Path) -> None:
+    """Published checkpoints of DeepSeek-V3 have fp8 weights with a scale for each block; here blocks are 16 x 16."""
+    models.write_checkpoint("deepseek_v3", tmp_path)
+    wide = models.quantize_checkpoint(tmp_path, tmp_path / "fp8", block=16)
+    assert ranks.run(4, load_and_save_fp8, tmp_path) == [[]] * 4
+    saved = models.read_checkpoint(tmp_path / "saved")
+    assert [name for name in saved if not torch.equal(saved[name], wide[name])] == []
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def load_with_names(rank: int, folder: Path) -> list[str]:
+    names.MODEL["decoder.final_layernorm.weight"] += (("model.last_norm.weight",),)
+    chunks = models.build("llama", Layout())
+    state = models.read_checkpoint(folder)
+    renamed = state | {"model.last_norm.weight": state["model.norm.weight"]}
+    del renamed["model.norm.weight"]
+    epload.load(chunks, renamed, timeout=60, progress=False)
+    return models.differences(chunks, "llama", state)
+
+
+def test_names_can_be_added(tmp_path: Path) -> None:
+    models.write_checkpoint("llama", tmp_path)
+    assert ranks.run(1, load_with_names, tmp_path) == [[]]

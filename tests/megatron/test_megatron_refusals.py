@@ -1,4 +1,4 @@
-"""What of a Megatron-Core model or a checkpoint is refused, by name, and that nothing has moved then. One process builds a model."""
+"""Models of Megatron-Core, checkpoints and calls that are refused by name, before anything moves; and the wrappers that are not."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Request:
     that have storage."""
 
     def check(self) -> None:
-        """Raises TypeError for what could not even be looked at, and ValueError for a model in a wrapper that is not supported."""
+        """Raises TypeError for what could not even be looked at, and ValueError for a wrapper that is not supported."""
         model = as_module(self.model)
         if isinstance(model, MegatronChunks) and len(self.parts) > 1:
             raise ValueError(
