@@ -1,4 +1,4 @@
-"""Places of checkpoint tensors in Megatron-Core's parameters, against chunks of full tensors. tests/megatron has Megatron itself."""
+"""Places of checkpoint tensors in Megatron-Core's parameters, against chunks of full tensors. See tests/megatron, too."""
 
 from __future__ import annotations
 

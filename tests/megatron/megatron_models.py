@@ -122,12 +122,11 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
         "use_cpu_initialization": True, "sequence_parallel": False, "gated_linear_unit": True,
         "activation_func": nn.functional.silu, "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vp, "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp, "add_bias_linear": False,
-        "add_qkv_bias": family == "qwen2",
+        "expert_tensor_parallel_size": layout.etp, "add_bias_linear": False, "add_qkv_bias": family == "qwen2",
         "qk_layernorm": family in ("qwen3", "qwen3_moe", "deepseek_v3"), "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "bias_activation_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
-        "masked_softmax_fusion": False, "bias_dropout_fusion": False, "attention_softmax_in_fp32": True,
-        "pipeline_dtype": torch.float32, "params_dtype": torch.float32,
+        "bias_activation_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False,
+        "apply_rope_fusion": False, "masked_softmax_fusion": False, "bias_dropout_fusion": False,
+        "attention_softmax_in_fp32": True, "pipeline_dtype": torch.float32, "params_dtype": torch.float32,
     }  # fmt: skip
     if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
         fields |= {
@@ -138,8 +137,8 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
     if family == "deepseek_v3":
         fields |= {
             "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
-            "rope_type": "rope",
-            "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_layer_freq": [0, 1, 1, 1],
+            "rope_type": "rope", "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+            "moe_layer_freq": [0, 1, 1, 1],
             "moe_shared_expert_intermediate_size": 64, "mtp_num_layers": 1, "rotary_base": 10000.0,
         }  # fmt: skip
         return MLATransformerConfig(**fields | options)
@@ -147,7 +146,7 @@ def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
 
 
 def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
-    """Returns the modules of this rank, with random values, after making Megatron's groups."""
+    """Returns the modules of this rank, every element of which is -7.5, after making Megatron's groups."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec

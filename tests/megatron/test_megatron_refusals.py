@@ -1,4 +1,4 @@
-"""Models of Megatron-Core, checkpoints and calls that are refused by name, before anything moves; and the wrappers that are not."""
+"""Models of Megatron-Core, checkpoints and calls that are refused by name, before anything moves; and wrappers, which are not."""
 
 from __future__ import annotations
 

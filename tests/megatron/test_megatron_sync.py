@@ -13,17 +13,17 @@ from megatron_models import Layout
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from epload.saving import megatron as reads
+from epload.saving import megatron, model_reader
 from support.jobs import Job, Meeting, run
 
 VERSIONS = 3
 
 
 def send(rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path, delta: str) -> tuple[int, list[int]]:
-    """Returns how often Megatron was asked for its shards, and the bytes that each version took."""
-    chunks, read, nbytes = models.build(family, layout), reads.read_shards, []
-    times = []
-    reads.read_shards = lambda chunks: times.append(1) or read(chunks)
+    """Returns how often the model was walked and Megatron was asked for its shards, and the bytes that each rank sent."""
+    chunks, nbytes, calls = models.build(family, layout), [], []
+    for module, name in ((model_reader, "collect"), (megatron, "read_shards")):
+        count_calls(module, name, calls)
     with epload.WeightSender(
         chunks, ("127.0.0.1", 0), receivers=2, names_from=folder / "1", timeout=60, delta=delta, only=without_prediction
     ) as sender:
@@ -31,8 +31,18 @@ def send(rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path,
             meeting.say("address", sender.address)
         for version in range(1, VERSIONS + 1):
             epload.load(chunks, folder / str(version), timeout=60, progress=False)
-            nbytes.append(sender.send_weights(version).wire_bytes)
-    return len(times), nbytes
+            nbytes.append(sender.send_weights(version).phases["read"].nbytes)
+    return len(calls), nbytes
+
+
+def count_calls(module: Any, name: str, calls: list[str]) -> None:
+    function = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    setattr(module, name, counted)
 
 
 def without_prediction(name: str) -> bool:
@@ -72,7 +82,11 @@ def receive(rank: int, meeting: Meeting, folder: Path, fsdp: bool) -> None:
 )
 def test_versions_arrive(family: str, world: int, layout: Layout, fsdp: bool, delta: str, tmp_path: Path) -> None:
     for version in range(1, VERSIONS + 1):
-        models.write_checkpoint(family, tmp_path / str(version), seed=version)
+        state = models.write_checkpoint(family, tmp_path / str(version), seed=version)
     receivers = [Job(2, receive, (tmp_path, True))] if fsdp else [Job(1, receive, (tmp_path, False)) for _ in range(2)]
     sent, *_ = run([Job(world, send, (family, layout, tmp_path, delta)), *receivers])
-    assert [times for times, _ in sent] == [1] * world  # later versions cost no more planning than an FSDP2 model's
+    assert [calls for calls, _ in sent] == [2] * world  # later versions cost no more planning than an FSDP2 model's
+    whole = sum(tensor.nbytes for name, tensor in state.items() if without_prediction(name))
+    assert whole <= sum(nbytes[0] for _, nbytes in sent) < 1.05 * whole  # each element by one of the ranks that have it
+    if layout.pp == 1:
+        assert max(nbytes[0] for _, nbytes in sent) < 1.2 * whole / world
