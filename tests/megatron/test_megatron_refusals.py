@@ -128,6 +128,7 @@ def misuse(rank: int, folder: Path) -> list[str]:
         lambda: epload.load([nn.Linear(2, 2), chunks[0]], folder, timeout=30, progress=False),
         lambda: epload.load(chunks, untied, timeout=30, progress=False),
         lambda: epload.WeightSender([nn.Linear(2, 2)], ("127.0.0.1", 0), receivers=1, timeout=30),
+        lambda: epload.WeightReceiver(chunks[0], "127.0.0.1:1", timeout=30),
     ]
     outcomes = []
     for call in calls:
@@ -144,7 +145,7 @@ def test_calls_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
         "pass names_from=, a Hugging Face checkpoint of this model", "expected mapping='auto' for a Megatron-Core model",
         "expected mapping='auto' for a Megatron-Core model", "FullyShardedDataParallel keeps shards of flat buffers",
         "got a list of Linear, GPTModel", "has lm_head.weight, and Megatron's model has share_embeddings_and_output_weights",
-        "got a list of Linear",
+        "got a list of Linear", "expected a model that is not Megatron-Core's",
     ]  # fmt: skip
     (outcomes,) = ranks.run(1, misuse, tmp_path)
     assert len(outcomes) == len(texts)

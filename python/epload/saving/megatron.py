@@ -16,7 +16,7 @@ from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.megatron import unknown_names
+from epload.mapping.megatron import prediction_copies, unknown_names
 from epload.mapping.megatron.names import FLOAT32, LAYER, pattern_of
 from epload.mapping.megatron.regions import place_shards
 from epload.mapping.megatron.shards import read_shards
@@ -33,7 +33,8 @@ def megatron_catalog(
     """Returns the same as :func:`epload.saving.catalog.catalog`, which is equal on all ranks but for the places.
 
     Tensors have the dtype of the model's first parameter, those that Megatron keeps in float32 that one. Left out are tensors of
-    ``names_from`` that models compute, scales of quantized weights, and what multi-token prediction has beyond Megatron's model.
+    ``names_from`` that models compute, scales of quantized weights, and layers for multi-token prediction if the model has none.
+    The copies of the embedding and of the head in such a layer are those of Megatron's model.
 
     Raises:
         ModelMismatch: ``names_from`` does not have the names and shapes of the model's tensors, or has others; or a tensor of the
@@ -57,9 +58,11 @@ def megatron_catalog(
             f"Megatron-Core has no name for {list_keys(unknown)} of names_from=; add them to the tables in "
             "epload.mapping.megatron.names, or pass a checkpoint of the language model alone"
         )
-    pairs = zip(like.names, like.shapes, strict=True)
-    shape_of = {name: shape for name, shape in pairs if name not in scales and name not in {*left_out}}
-    names, shapes = tuple(shape_of), tuple(shape_of.values())
+    shape_of = dict(zip(like.names, like.shapes, strict=True))
+    copies = prediction_copies(like.names) if model.config.mtp_num_layers else {}
+    excluded = {*scales, *left_out} - copies.keys()
+    names = tuple(name for name in like.names if name not in excluded)
+    shapes = tuple(shape_of[name] for name in names)
     shards, tensors = read_shards(model)
     places = place_shards(shards, tensors, model.config, names, shapes)
     if places.missing:
@@ -68,16 +71,26 @@ def megatron_catalog(
             f"names_from= lacks {list_keys(list(places.missing))}; the first would be {options} in a checkpoint of this model",
             missing_keys=list(places.missing),
         )
+    placed = dict(zip(names, places.placed, strict=True))
+    for name, original in copies.items():
+        if shape_of[name] != shape_of.get(original):
+            raise ModelMismatch(f"names_from= has {name}, which is no copy of {original}: expected both in one shape")
+        placed[name] = placed[original]
     dtype = next(model.parameters()).dtype
     dtypes = tuple(torch.float32 if pattern_of(name) in _IN_FLOAT32 else dtype for name in names)
-    for name, expected, own in zip(names, dtypes, places.placed, strict=True):
-        for target, _ in own:
-            if (actual := tensors[target].dtype) != expected and torch.promote_types(actual, expected) != expected:
-                raise ModelMismatch(
-                    f"{target} is {dtype_names.name(actual)}, and {name} would be rounded to {dtype_names.name(expected)}, the "
-                    "dtype of the first parameter; expected one dtype for all parameters"
-                )
-    return Manifest(names, shapes, dtypes, "the model"), places.placed, [*shapes]
+    for name, expected in zip(names, dtypes, strict=True):
+        for target, _ in placed[name]:
+            _check_dtype(target, tensors[target].dtype, name, expected)
+    return Manifest(names, shapes, dtypes, "the model"), list(placed.values()), [*shapes]
+
+
+def _check_dtype(target: str, actual: torch.dtype, name: str, expected: torch.dtype) -> None:
+    """Raises ModelMismatch if a parameter would be rounded."""
+    if torch.promote_types(actual, expected) != expected:
+        raise ModelMismatch(
+            f"{target} is {dtype_names.name(actual)}, and {name} would be rounded to {dtype_names.name(expected)}, the dtype of "
+            "the first parameter; expected one dtype for all parameters"
+        )
 
 
 def megatron_config(names_from: Any, dtype: torch.dtype) -> dict[str, bytes]:

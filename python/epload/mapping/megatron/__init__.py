@@ -41,10 +41,23 @@ def from_megatron(chunks: MegatronChunks, names: Sequence[str], shapes: Sequence
 def prediction_patterns(names: Sequence[str], config: object) -> list[str]:
     """Returns patterns of what a checkpoint has for multi-token prediction that Megatron's model does not hold: the whole layers
     if it predicts one token, else their copies of the embedding and of the head."""
+    if getattr(config, "mtp_num_layers", None):
+        return [f"^{re.escape(name)}$" for name in prediction_copies(names)]
+    return [f"^{re.escape(layer)}" for layer in _prediction_layers(names)]
+
+
+def prediction_copies(names: Sequence[str]) -> dict[str, str]:
+    """Returns the copies of other tensors that a checkpoint has in its layers for multi-token prediction, each with the name of
+    the other."""
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    pairs = {f"{layer}{inner}": name for layer in _prediction_layers(names) for inner, name in copies.items()}
+    return {name: pairs[name] for name in names if name in pairs}
+
+
+def _prediction_layers(names: Sequence[str]) -> list[str]:
+    """Returns the prefixes of a checkpoint's layers for multi-token prediction."""
     found = (re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name) for name in names)
-    layers = [re.escape(match[1]) for match in found if match]
-    inner = r"(embed_tokens|shared_head\.head)\.weight$" if getattr(config, "mtp_num_layers", None) else ""
-    return [f"^{layer}{inner}" for layer in layers]
+    return [match[1] for match in found if match]
 
 
 def unknown_names(names: Sequence[str], config: object) -> tuple[list[str], list[str]]:
