@@ -92,6 +92,37 @@ def test_megatron_computes_the_logits_of_transformers(family: str, world: int, l
         assert (torch.from_numpy(logits) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
+def load_in_modes(rank: int, layout: Layout, folder: Path) -> list[str]:
+    """Loads with each kind of readers, and proves it; then saves in the background, in another dtype and as changes."""
+    chunks, wrong = models.build("deepseek_v3", layout), []
+    with torch.no_grad():
+        for readers in ("one", "per_node", "partitioned", "every"):
+            for chunk in chunks:
+                for tensor in [*chunk.parameters(), *(b for name, b in chunk.named_buffers() if "expert_bias" in name)]:
+                    tensor.fill_(-7.5)
+            epload.load(chunks, folder, readers=readers, verify=True, timeout=60, progress=False)
+            wrong += models.differences(chunks, "deepseek_v3", models.read_checkpoint(folder))
+        pending = epload.save_async(chunks, folder / "narrow", names_from=folder, dtype=torch.bfloat16, timeout=60)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(2)
+        pending.wait()
+        epload.save(chunks, folder / "changes", names_from=folder, base=folder, timeout=60)
+    return wrong
+
+
+def test_all_readers_background_saves_dtypes_and_changes(tmp_path: Path) -> None:
+    state = models.write_checkpoint("deepseek_v3", tmp_path)
+    assert ranks.run(4, load_in_modes, Layout(tp=2, pp=2, ep=2), tmp_path) == [[]] * 4
+    narrow = models.read_checkpoint(tmp_path / "narrow")
+    for name, tensor in state.items():
+        assert torch.equal(narrow[name], tensor if "e_score" in name else tensor.bfloat16()), name
+    changed = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    epload.load_state(changed, tmp_path / "changes", progress=False)
+    for name, tensor in state.items():
+        assert torch.equal(changed[name], tensor if "e_score" in name else tensor * 2), name
+
+
 def load_one_by_one(rank: int, layout: Layout, folder: Path) -> list[str]:
     models.SIZES["num_hidden_layers"] = 8
     chunks = models.build("llama", layout)

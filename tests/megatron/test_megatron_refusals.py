@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,23 @@ def test_calls_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     assert len(outcomes) == len(texts)
     for text, outcome in zip(texts, outcomes, strict=True):
         assert text in outcome
+
+
+def refuse_grouped(rank: int, folder: Path) -> str:
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None  # which only its kernels need
+    chunks = models.build("qwen3_moe", Layout(), moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=True)
+    with pytest.raises(epload.ModelMismatch) as caught:
+        epload.load(chunks, folder, timeout=30, progress=False)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(version("megatron-core") >= "0.19", reason="it has no GroupedMLP any more")
+def test_the_legacy_grouped_experts_are_refused(tmp_path: Path) -> None:
+    models.write_checkpoint("qwen3_moe", tmp_path)
+    (text,) = ranks.run(1, refuse_grouped, tmp_path)
+    assert "has a copy for decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight" in text
 
 
 def wrap(rank: int, folder: Path) -> list[str]:

@@ -64,12 +64,13 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
     holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)
     manifest = replace(manifest, shapes=tuple(padded))
     if dtype is not None:
-        exempt = kept_in_fp32(model, targets.index, dtype)
-        pairs = zip(manifest.names, placed, strict=True)
-        kept = {n for n, places in pairs if any(name in exempt for name, _ in places)}
         if isinstance(model, MegatronChunks):
-            kept = in_float32(manifest.names)
-        manifest = with_dtype(manifest, dtype, kept)
+            exempt = in_float32(manifest.names)
+        else:
+            in_fp32 = kept_in_fp32(model, targets.index, dtype)
+            pairs = zip(manifest.names, placed, strict=True)
+            exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
+        manifest = with_dtype(manifest, dtype, exempt)
     rule = quantize_rule(mapping)
     if isinstance(model, MegatronChunks):
         config = megatron_config(names_from, dtype or next(model.parameters()).dtype)

@@ -56,13 +56,13 @@ def prediction_copies(names: Sequence[str]) -> dict[str, str]:
 
 def _prediction_layers(names: Sequence[str]) -> list[str]:
     """Returns the prefixes of a checkpoint's layers for multi-token prediction."""
-    found = (re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name) for name in names)
-    return [match[1] for match in found if match]
+    matches = (re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name) for name in names)
+    return [match[1] for match in matches if match]
 
 
 def unknown_names(names: Sequence[str], config: object) -> tuple[list[str], list[str]]:
     """Returns which names of a checkpoint no Megatron model holds as they are computed or copies, and which the tables lack."""
     ignored = re.compile("|".join((_COMPUTED, *prediction_patterns(names, config))))
-    known = known_patterns()
+    patterns = known_patterns()
     left_out = [name for name in names if ignored.search(name)]
-    return left_out, [name for name in names if not ignored.search(name) and pattern_of(name) not in known]
+    return left_out, [name for name in names if not ignored.search(name) and pattern_of(name) not in patterns]

@@ -73,16 +73,18 @@ def place_shards(
             raise ModelMismatch(
                 f"Megatron's {shard.key} has no name in checkpoints; add it to LAYER or MODEL in epload.mapping.megatron.names"
             )
-        found = [option for option in options if any(name in number_of for name in option)]
-        if not found:
+        present = [option for option in options if any(name in number_of for name in option)]
+        if not present:
             missing[shard.key] = " or ".join(map(", ".join, options))
             continue
-        if len(found) > 1 or (absent := [name for name in found[0] if name not in number_of]):
-            problem = "has two names for" if len(found) > 1 else f"lacks {', '.join(absent)} of"
-            raise ModelMismatch(f"the checkpoint {problem} Megatron's {shard.key}: {'; '.join(map(', '.join, found))}")
+        if len(present) > 1 or (absent := [name for name in present[0] if name not in number_of]):
+            problem = "has two names for" if len(present) > 1 else f"lacks {', '.join(absent)} of"
+            raise ModelMismatch(
+                f"the checkpoint {problem} Megatron's {shard.key}: {'; '.join(map(', '.join, present))}"
+            )
         tensor = tensors[shard.target]
         layout = tuple(tensor.shape), tensor.stride()
-        for rows in _rows_of(shard, found[0], config, {name: shapes[number_of[name]] for name in found[0]}):
+        for rows in _rows_of(shard, present[0], config, {name: shapes[number_of[name]] for name in present[0]}):
             key = layout, shard.start, shard.size, shard.offset, shard.strides, rows[1:]
             if key not in views:
                 views[key] = tuple(_views(shard, rows, *layout))
