@@ -9,6 +9,7 @@ from typing import Any
 
 import megatron_models as models
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from megatron_models import Layout
@@ -137,6 +138,23 @@ def test_a_plan_for_one_chunk_is_not_taken_for_the_next(tmp_path: Path, monkeypa
     monkeypatch.setitem(models.SIZES, "num_hidden_layers", 8)
     models.write_checkpoint("llama", tmp_path)
     assert ranks.run(2, load_one_by_one, Layout(pp=2, vp=4), tmp_path) == [[], []]
+
+
+def load_tied(rank: int, layout: Layout, folder: Path) -> list[str]:
+    chunks = models.build("qwen2", layout)
+    epload.load(chunks, folder, timeout=60, progress=False)
+    epload.save(chunks, folder / "saved", names_from=folder, timeout=60)
+    return models.differences(chunks, "qwen2", models.read_checkpoint(folder))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, vp=2), Layout(tp=4)], ids=str)
+def test_a_head_that_is_the_embedding_may_be_in_the_checkpoint(layout: Layout, tmp_path: Path) -> None:
+    """Published checkpoints of some small models have both. A save has one."""
+    state = models.write_checkpoint("qwen2", tmp_path)
+    both = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    safetensors.torch.save_file(both, tmp_path / "model.safetensors", {"format": "pt"})
+    assert ranks.run(4, load_tied, layout, tmp_path) == [[]] * 4
+    assert models.read_checkpoint(tmp_path / "saved").keys() == state.keys()
 
 
 def load_and_save_fp8(rank: int, folder: Path) -> list[str]:

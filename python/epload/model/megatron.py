@@ -26,6 +26,19 @@ class MegatronChunks(nn.ModuleList):
         """Megatron's ``TransformerConfig``, the same for all modules."""
         return self[0].config
 
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the head of the model is its embedding."""
+        return any(chunk.share_embeddings_and_output_weights for chunk in self)
+
+    def tied_names(self) -> dict[str, str]:
+        """Returns a second name, that of the head, for each tied embedding of this rank, with its name in these modules."""
+        names = dict(self.named_parameters()) if self.ties_embeddings else {}
+        weights = ("output_layer.weight", "embedding.word_embeddings.weight")
+        return {
+            f"{i}.lm_head.weight": f"{i}.{name}" for i in range(len(self)) for name in weights if f"{i}.{name}" in names
+        }
+
 
 def as_module(model: Model) -> nn.Module:
     """Returns the module that holds all tensors of a model: :class:`MegatronChunks` for what is of Megatron-Core, else the model.

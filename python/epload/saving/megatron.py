@@ -16,7 +16,7 @@ from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.megatron import prediction_copies, unknown_names
+from epload.mapping.megatron import HEAD, prediction_copies, unknown_names
 from epload.mapping.megatron.names import FLOAT32, LAYER, pattern_of
 from epload.mapping.megatron.regions import place_shards
 from epload.mapping.megatron.shards import read_shards
@@ -33,7 +33,8 @@ def megatron_catalog(
     """Returns the same as :func:`epload.saving.catalog.catalog`, which is equal on all ranks but for the places.
 
     Tensors have the dtype of the model's first parameter, those that Megatron keeps in float32 that one. Left out are tensors of
-    ``names_from`` that models compute, scales of quantized weights, and layers for multi-token prediction if the model has none.
+    ``names_from`` that models compute, a head that is the embedding, scales of quantized weights, and layers for multi-token
+    prediction if the model has none.
     The copies of the embedding and of the head in such a layer are those of Megatron's model.
 
     Raises:
@@ -60,7 +61,7 @@ def megatron_catalog(
         )
     shape_of = dict(zip(like.names, like.shapes, strict=True))
     copies = prediction_copies(like.names) if model.config.mtp_num_layers else {}
-    excluded = {*scales, *left_out} - copies.keys()
+    excluded = {*scales, *left_out} - copies.keys() | ({HEAD} if model.ties_embeddings else set())
     names = tuple(name for name in like.names if name not in excluded)
     shapes = tuple(shape_of[name] for name in names)
     shards, tensors = read_shards(model)

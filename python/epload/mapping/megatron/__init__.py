@@ -13,6 +13,8 @@ from epload.mapping.megatron.regions import place_shards
 from epload.mapping.megatron.shards import read_shards
 from epload.model.megatron import MegatronChunks
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the tensors that a model may tie."""
 _COMPUTED = r"(^|\.)rotary_emb\.inv_freq$"
 """Pattern of what older checkpoints have, and every model computes."""
 
@@ -25,17 +27,22 @@ def from_megatron(chunks: MegatronChunks, names: Sequence[str], shapes: Sequence
 
     Raises:
         ModelMismatch, ValueError: see :func:`~epload.mapping.megatron.shards.read_shards` and
-            :func:`~epload.mapping.megatron.regions.place_shards`; or the model ties its embeddings and the checkpoint does not.
+            :func:`~epload.mapping.megatron.regions.place_shards`; or the model ties what has different shapes.
     """
     shards, tensors = read_shards(chunks)
     places = place_shards(shards, tensors, chunks.config, names, shapes)
-    if "lm_head.weight" in names and any(chunk.share_embeddings_and_output_weights for chunk in chunks):
-        raise ModelMismatch(
-            "the checkpoint has lm_head.weight, and Megatron's model has share_embeddings_and_output_weights; build it without, "
-            "or remove the tensor if it equals model.embed_tokens.weight"
-        )
+    placed = places.placed
+    if chunks.ties_embeddings and HEAD in names and EMBEDDING in names:  # whose values the load compares
+        embedding, head = names.index(EMBEDDING), names.index(HEAD)
+        if shapes[embedding] != shapes[head]:
+            raise ModelMismatch(
+                f"{HEAD} and {EMBEDDING} have different shapes in the checkpoint, and Megatron's model has "
+                "share_embeddings_and_output_weights; build it without"
+            )
+        alias_of = {name: alias for alias, name in chunks.tied_names().items()}
+        placed[head] = tuple((alias_of[name], view) for name, view in placed[embedding] if name in alias_of)
     ignored = (_COMPUTED, *prediction_patterns(names, chunks.config))
-    return Mapping(places=tuple(places.placed), ignore_unexpected=ignored)
+    return Mapping(places=tuple(placed), ignore_unexpected=ignored)
 
 
 def prediction_patterns(names: Sequence[str], config: object) -> list[str]:
@@ -49,7 +56,7 @@ def prediction_patterns(names: Sequence[str], config: object) -> list[str]:
 def prediction_copies(names: Sequence[str]) -> dict[str, str]:
     """Returns the copies of other tensors that a checkpoint has in its layers for multi-token prediction, each with the name of
     the other."""
-    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
     pairs = {f"{layer}{inner}": name for layer in _prediction_layers(names) for inner, name in copies.items()}
     return {name: pairs[name] for name in names if name in pairs}
 
