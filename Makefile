@@ -107,7 +107,7 @@ test-npu: $(VENV)-npu/ready ## test the Ascend backend with the real torch_npu o
 	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
 
 $(VENV)-vllm/ready: tests/vllm/environment.sh
-	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)"
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)" "$(MEGATRON)"
 	touch $@
 
 test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
