@@ -1,5 +1,6 @@
-"""Fixtures of all folders. ``tests/npu``, ``tests/vllm`` and ``tests/verl`` need torch_npu, vLLM and verl; ``make test-npu``,
-``make test-vllm`` and ``make test-verl`` run them in environments of their own."""
+"""Fixtures of all folders. ``tests/npu``, ``tests/vllm``, ``tests/verl`` and ``tests/megatron`` need torch_npu, vLLM, verl and
+Megatron-Core; ``make test-npu``, ``make test-vllm``, ``make test-verl`` and ``make test-megatron`` run them in environments of their
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore = ["npu", "vllm", "verl"]
+collect_ignore = ["npu", "vllm", "verl", "megatron"]
 pytest.register_assert_rewrite("support")
 
 
