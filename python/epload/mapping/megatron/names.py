@@ -15,6 +15,7 @@ Names = tuple[str, ...]
 
 
 def _self_attention(kind: str) -> dict[str, tuple[Names, ...]]:
+    """Returns the names of weights or biases."""
     qkv = tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
     return {
         f"self_attention.linear_qkv.{kind}": (qkv,),
@@ -61,7 +62,7 @@ LAYER: dict[str, tuple[Names, ...]] = {
     **_gated(
         "mlp.experts.experts.*",
         ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj", "mlp.experts.*.down_proj"),
-        *[("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3", "block_sparse_moe.experts.*.w2")],
+        ("block_sparse_moe.experts.*.w1", "block_sparse_moe.experts.*.w3", "block_sparse_moe.experts.*.w2"),
     ),
     **_gated(
         "mlp.shared_experts",
