@@ -1,6 +1,6 @@
 """Fixtures of all folders. ``tests/npu``, ``tests/vllm``, ``tests/verl`` and ``tests/megatron`` need torch_npu, vLLM, verl and
-Megatron-Core; ``make test-npu``, ``make test-vllm``, ``make test-verl`` and ``make test-megatron`` run them in environments of their
-own."""
+Megatron-Core; ``make test-npu``, ``make test-vllm``, ``make test-verl`` and ``make test-megatron`` run them in environments of
+their own."""
 
 from __future__ import annotations
 
