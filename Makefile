@@ -32,6 +32,7 @@ TORCH_NPU ?= torch-npu==2.13.0
 VLLM ?= vllm==0.33.0
 SGLANG ?= sglang==0.5.23
 VERL ?= verl==0.9.1
+MEGATRON ?= megatron-core==0.16.1
 # In environments of their own, with the libraries that are built into python/epload for the same torch.
 ALONE = PYTHONPATH=$(abspath python):$(abspath tests) $(abspath $(1))/bin/python -m pytest --confcutdir . --override-ini testpaths=. \
   --override-ini "pythonpath=. .."
@@ -107,7 +108,7 @@ test-npu: $(VENV)-npu/ready ## test the Ascend backend with the real torch_npu o
 	cd tests/npu && $(abspath $(VENV)-npu/bin/python) -m pytest --confcutdir . --override-ini testpaths=. --override-ini pythonpath=.
 
 $(VENV)-vllm/ready: tests/vllm/environment.sh
-	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)"
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VENV)-vllm "$(TORCH)" "$(VLLM)" "$(MEGATRON)"
 	touch $@
 
 test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and weight transfer, in its own environment (2.8 GB)
@@ -130,6 +131,19 @@ $(VENV)-verl/ready: tests/verl/requirements.txt
 
 test-verl: build $(VENV)-verl/ready ## test ranks that are Ray actors, and a backend of verl's checkpoint engine, in their own environment
 	cd tests/verl && $(call ALONE,$(VENV)-verl)
+
+$(VENV)-megatron/ready: tests/megatron/requirements.txt
+	$(PYTHON) -m venv $(VENV)-megatron
+	$(VENV)-megatron/bin/pip install --quiet --upgrade pip
+	$(VENV)-megatron/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-megatron/bin/pip install --quiet -r tests/megatron/requirements.txt
+	$(VENV)-megatron/bin/pip install --quiet --no-deps "$(MEGATRON)"
+	touch $@
+
+# Forward passes of experts and of latent attention need megatron-core 0.19 and with it Python 3.12:
+# make test-megatron PYTHON=python3.12 VENV=.venv-3.12 MEGATRON=megatron-core==0.19.2
+test-megatron: build $(VENV)-megatron/ready ## test loads, saves and syncs of Megatron-Core's models on CPU, in their own environment (1.2 GB)
+	cd tests/megatron && $(call ALONE,$(VENV)-megatron)
 
 measure: ## print the size of the repository and of its structure, each with its limit
 	$(PYTHON) tests/support/house.py
@@ -238,4 +252,4 @@ wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12
 	for minor in $(WHEEL_TORCH); do .ci/wheels build $$minor && .ci/wheels test $$minor || exit 1; done
 
 clean: ## remove build outputs and environments
-	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-sglang $(VENV)-verl $(VENV)-oldest $(VENV)-newest $(VENV)-transformers $(BENCH_VENV) python/epload/*.so python/*.egg-info
+	rm -rf build dist site .venv-wheels $(DOCS_VENV) $(VENV) $(VENV)-npu $(VENV)-vllm $(VENV)-sglang $(VENV)-verl $(VENV)-megatron $(VENV)-oldest $(VENV)-newest $(VENV)-transformers $(BENCH_VENV) python/epload/*.so python/*.egg-info

@@ -1,5 +1,5 @@
-"""Fixtures of all folders. ``npu``, ``vllm``, ``sglang`` and ``verl`` need torch_npu, vLLM, SGLang and verl; ``make test-npu``,
-``make test-vllm``, ``make test-sglang`` and ``make test-verl`` run them in environments of their own."""
+"""Fixtures of all folders. ``npu``, ``vllm``, ``sglang``, ``verl`` and ``megatron`` need torch_npu, vLLM, SGLang, verl and
+Megatron-Core; targets of the Makefile with these names run them in environments of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore = ["npu", "vllm", "sglang", "verl"]
+collect_ignore = ["npu", "vllm", "sglang", "verl", "megatron"]
 pytest.register_assert_rewrite("support")
 
 

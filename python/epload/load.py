@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from epload.checkpoint.dcp import ROOT
 from epload.checkpoint.opening import read_objects
@@ -25,6 +25,7 @@ from epload.mapping.mapping import Mapping as Rules
 from epload.mapping.precision import DTypes
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
+from epload.model.megatron import Model
 from epload.planning.schedule import WAVE_BYTES
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
@@ -34,7 +35,7 @@ from epload.sync.running_job import RunningJob, address_of
 
 
 def load(
-    model: nn.Module,
+    model: Model,
     checkpoint: Any,
     *,
     mapping: AnyMapping = "auto",
@@ -56,7 +57,8 @@ def load(
     same names, at more length.
 
     Args:
-        model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+        model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
+            Megatron-Core: one, or a list of pipeline stages.
         checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
             ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
             have in host memory, which they send.

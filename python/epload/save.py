@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from epload.core.default_device import on_cpu
 from epload.mapping.mapping import AnyMapping
+from epload.model.megatron import Model
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import PendingSave
@@ -24,7 +24,7 @@ _pending: PendingSave | None = None
 
 @on_cpu
 def save(
-    model: nn.Module | Mapping[str, Any],
+    model: Model | Mapping[str, Any],
     path: str | Path,
     *,
     mapping: AnyMapping = "auto",
@@ -45,11 +45,12 @@ def save(
 
     Args:
         model: any mix of DTensors and plain tensors with storage; or a state dict of them, perhaps nested, whose names are joined
-            by dots. What ranks have in common is written once.
+            by dots. Or this rank's modules of Megatron-Core: one, or a list of pipeline stages. What ranks have in common is
+            written once.
         path: of the folder.
         mapping: how checkpoint names become regions of the model's tensors, in reverse: ``"auto"`` is what a transformers model
             declares, whose checkpoints ``from_pretrained`` reads, else names as they are.
-        names_from: a checkpoint whose names and shapes are taken, for a mapping of your own.
+        names_from: a checkpoint whose names and shapes are taken, for a mapping of your own, or for modules of Megatron-Core.
         dtype: of floating-point tensors in the files; by default the model's. What ``from_pretrained`` keeps in float32 in a
             model of this dtype keeps the model's dtype. Refused if weights are quantized.
         max_shard_bytes: of the tensors in a file, unless it has only one.
@@ -84,7 +85,7 @@ def save(
 
 @on_cpu
 def save_async(
-    model: nn.Module | Mapping[str, Any],
+    model: Model | Mapping[str, Any],
     path: str | Path,
     *,
     mapping: AnyMapping = "auto",

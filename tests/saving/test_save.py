@@ -76,7 +76,8 @@ def save_states(rank: int, folder: str) -> list[str]:
         ({"w": torch.ones(2, dtype=torch.complex128)}, {"overwrite": True}),
         ({"w": torch.ones(2 + rank)}, {"overwrite": True}),
         ({"w": torch.ones(2)}, {"overwrite": True, "max_shard_bytes": 0}),
-        ([], {}),
+        ([torch.ones(2)], {}),
+        (3, {}),
         ({}, {}),
     ):
         try:
@@ -98,7 +99,8 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
             "ValueError: w is torch.complex128, which safetensors files do not have",
             "ValueError: ranks 0 and 1 save different tensors",
             "ValueError: expected max_shard_bytes to be a number of bytes",
-            "TypeError: expected an nn.Module or a dict of tensors, got list",
+            "TypeError: expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of Tensor",
+            "TypeError: expected an nn.Module or a dict of tensors, got int",
             "ValueError: expected tensors to save, got none",
         ),
         strict=True,

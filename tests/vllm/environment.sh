@@ -1,8 +1,9 @@
 #!/bin/bash
-# Creates an environment with vLLM's Python code and a CPU build of torch: environment.sh DIRECTORY TORCH VLLM
+# Creates an environment with vLLM's Python code, Megatron-Core and a CPU build of torch:
+# environment.sh DIRECTORY TORCH VLLM MEGATRON
 # The wheels of vLLM need CUDA; its sdist can be installed without compiled ops.
 set -euo pipefail
-directory=$1 torch=$2 vllm=$3
+directory=$1 torch=$2 vllm=$3 megatron=$4
 python=${PYTHON:-python3}
 
 "$python" -m venv "$directory"
@@ -21,3 +22,4 @@ $pip install --no-deps --no-build-isolation "$source"
 # Its pin of certifi may be newer than what a package index has.
 sed --in-place 's/^certifi.*/certifi/' "$source/requirements/common.txt"
 $pip install --requirement "$source/requirements/common.txt" "$torch" peft
+$pip install --no-deps "$megatron"

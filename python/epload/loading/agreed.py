@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
+from epload.errors import redact
 from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
+from epload.mapping.precision import below_fp32_warning
 from epload.planning.plan import LoadPlan
+from epload.report import LoadReport
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,17 @@ class AgreedLoad:
     missing: Missing
     meta: bool
     """True if any rank has tensors on meta."""
+
+    def describe(self, report: LoadReport) -> None:
+        """Writes to the report what was loaded, and what was not."""
+        plan, targets, ignored = self.plan, self.inputs.targets, {*self.ignored_keys}
+        report.missing_keys = [key for key in self.missing_keys if key not in ignored]
+        report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
+        report.mismatched_keys = self.mismatched_keys
+        report.ignored_keys = [*self.ignored_keys, *self.manifest.ignored]
+        report.tied_keys, report.casts = list(plan.tied), plan.casts
+        report.tensors, report.nbytes, report.buckets = plan.tensor_count, plan.payload, len(plan.buckets)
+        report.source = redact(self.manifest.source)
+        report.kept_in_fp32 = list(targets.kept_in_fp32)
+        if warning := below_fp32_warning(targets):
+            report.warnings.append(warning)

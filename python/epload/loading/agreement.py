@@ -197,7 +197,7 @@ class Agreement:
     def _make_draft(self, request: Request, inputs: LocalInputs, source: Manifest) -> Draft:
         """``source``: the source's manifest."""
         manifest = self.inputs.join(inputs, request.checkpoint, source)
-        mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names)
+        mapping = resolve_mapping(request.mapping, request.model, inputs.targets.index, manifest.names, manifest.shapes)
         manifest = with_quantization_of(request.model, manifest)
         readers = self._options.readers
         if readers == "auto":  # chosen once there is a plan, which has the buckets; "every" takes any
@@ -244,7 +244,8 @@ class Agreement:
 
     def _make_plan(self, draft: Draft, targets: Targets, anywhere: frozenset[int]) -> LoadPlan:
         """Returns the last plan if it was made of the same: a plan depends on nothing but its inputs."""
-        key = draft.manifest.digest, draft.mapping, draft.bucket_bytes, draft.options, anywhere
+        mapping = draft.mapping, draft.mapping.places  # which are not compared as part of the mapping
+        key = draft.manifest.digest, *mapping, draft.bucket_bytes, draft.options, anywhere
         if self._plan is None or self._plan[0] != key or not targets.matches(self._plan[1]):
             plan = make_plan(draft.manifest, targets, draft.mapping, draft.bucket_bytes, draft.options, anywhere)
         else:

@@ -19,17 +19,17 @@ from torch import nn
 from epload.core import garbage_collection, log
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
-from epload.errors import redact, redact_url
-from epload.loading.agreed import AgreedLoad
+from epload.errors import redact_url
 from epload.loading.agreement import Agreement
 from epload.loading.recorder import record_events
-from epload.loading.request import Options, Request
+from epload.loading.request import Options, Request, describe_model
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.precision import DTypes, below_fp32_warning
+from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
+from epload.model.megatron import Model
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES
 from epload.ranks.membership import uninitialized_warning
@@ -135,7 +135,7 @@ class HierarchicalLoader:
     @on_cpu
     def load(
         self,
-        model: nn.Module,
+        model: Model,
         checkpoint: Any,
         *,
         mapping: AnyMapping = "auto",
@@ -155,7 +155,8 @@ class HierarchicalLoader:
         after it.
 
         Args:
-            model: any mix of DTensors and plain tensors; on meta, materialized or already used.
+            model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
+                Megatron-Core, which have storage: one, or a list of pipeline stages.
             checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
             mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
                 :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
@@ -195,11 +196,11 @@ class HierarchicalLoader:
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             try:
                 with self._control.guard():
-                    parts: tuple[OuterShard | LocalModules, ...] = (*outer_shards, *local_modules)
+                    module, parts = describe_model(model, (*outer_shards, *local_modules))
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
-                        model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, self._as_pretrained,
+                        module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
+                        variant, trace, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
             finally:
@@ -232,28 +233,13 @@ class HierarchicalLoader:
         finally:
             self._control.events = None
             self._agreement.inputs.close_checkpoint()
-        _describe_load(report, load)
+        load.describe(report)
         report.seconds = perf_counter() - began
         if first:
             _log_result(report)
             if folder := os.environ.get("EPLOAD_TRACE"):
                 _write_trace(report, Path(folder))
         return report
-
-
-def _describe_load(report: LoadReport, load: AgreedLoad) -> None:
-    """Writes to the report what was loaded, and what was not."""
-    plan, targets, ignored = load.plan, load.inputs.targets, {*load.ignored_keys}
-    report.missing_keys = [key for key in load.missing_keys if key not in ignored]
-    report.unexpected_keys = [key for key in plan.unexpected if key not in ignored]
-    report.mismatched_keys = load.mismatched_keys
-    report.ignored_keys = [*load.ignored_keys, *load.manifest.ignored]
-    report.tied_keys, report.casts = list(plan.tied), plan.casts
-    report.tensors, report.nbytes, report.buckets = plan.tensor_count, plan.payload, len(plan.buckets)
-    report.source = redact(load.manifest.source)
-    report.kept_in_fp32 = list(targets.kept_in_fp32)
-    if warning := below_fp32_warning(targets):
-        report.warnings.append(warning)
 
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import DTypes
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
+from epload.model.megatron import MegatronChunks, Model, as_module
 from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import READERS, WAVE_BYTES
@@ -93,8 +95,12 @@ class Request:
     that have storage."""
 
     def check(self) -> None:
-        """Raises TypeError for what could not even be looked at."""
-        model = self.model
+        """Raises TypeError for what could not even be looked at, and ValueError for a wrapper that is not supported."""
+        model = as_module(self.model)
+        if isinstance(model, MegatronChunks) and len(self.parts) > 1:
+            raise ValueError(
+                "expected no outer_shards and local_modules for a Megatron-Core model, which itself says what each rank has"
+            )
         if not isinstance(model, nn.Module):
             kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
             raise TypeError(f"expected model to be a torch.nn.Module, got {kind}")
@@ -111,3 +117,11 @@ class Request:
             )
         if self.init_missing is not None and not callable(self.init_missing):
             raise TypeError(f"expected init_missing to be a function, got {self.init_missing!r}")
+
+
+def describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:
+    """Returns the module that is loaded, and what is said of its parts: ranks of Megatron-Core have modules of their own. What is
+    no model is returned as it is, and refused by :meth:`Request.check`."""
+    with suppress(TypeError, ValueError):
+        model = as_module(model)
+    return model, (*parts, LocalModules("")) if isinstance(model, MegatronChunks) else parts

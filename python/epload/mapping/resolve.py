@@ -12,10 +12,13 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
+from epload.core.views import Shape
 from epload.mapping.mapping import AnyMapping, Mapping
+from epload.mapping.megatron import from_megatron
 from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
+from epload.model.megatron import MegatronChunks
 
 
 def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
@@ -43,15 +46,31 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
 
 
 def resolve_mapping(
-    mapping: AnyMapping, model: nn.Module, names: Collection[str], checkpoint: Sequence[str] = ()
+    mapping: AnyMapping,
+    model: nn.Module,
+    names: Collection[str],
+    checkpoint: Sequence[str] = (),
+    shapes: Sequence[Shape] = (),
 ) -> Mapping:
     """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
-    adapter. A Quantize is added to what ``"auto"`` is.
+    adapter; for Megatron-Core's modules, the places of the checkpoint's tensors in them. A Quantize is added to what ``"auto"``
+    is.
+
+    Args:
+        names: of the model's tensors.
+        checkpoint, shapes: names and shapes of the checkpoint's tensors.
 
     Raises:
         ValueError: neither a Mapping, nor a Quantize, nor ``"auto"``.
         ModelMismatch: an adapter's file that cannot be loaded into this model.
     """
+    if isinstance(model, MegatronChunks):
+        if mapping != "auto":
+            raise ValueError(
+                f"expected mapping='auto' for a Megatron-Core model, got {mapping!r}; add names of your own to the tables in "
+                "epload.mapping.megatron.names"
+            )
+        return from_megatron(model, checkpoint, shapes)
     if isinstance(mapping, Mapping):
         return _configured(mapping, model)
     if isinstance(mapping, Quantize):

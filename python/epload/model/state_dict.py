@@ -20,8 +20,10 @@ from epload.model.modules import Modules, NamedModule
 
 NamedTensor = tuple[str, Tensor]
 
-_HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate")
-"""Packages whose load hooks only rename keys of old checkpoints, or handle sharding, which is done anyway."""
+_HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "megatron", "transformer_engine")
+"""Packages whose load hooks only rename keys of old checkpoints, handle sharding, which is done anyway, or take extra state."""
+_ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
+"""Packages whose modules add no more than extra state to their state dict."""
 _EXTRA_STATE = "_extra_state"
 """Last part of the name under which torch puts what ``get_extra_state`` returns."""
 _MAX_LISTED = 5
@@ -110,7 +112,10 @@ def _check_supported(path: str, cls: type) -> None:
 
 def _has_own_state(cls: type[nn.Module]) -> bool:
     methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
-    return any(getattr(cls, method) is not getattr(nn.Module, method) for method in methods)
+    owners = (next(base for base in cls.__mro__ if method in base.__dict__) for method in methods)
+    return any(
+        owner is not nn.Module and owner.__module__.partition(".")[0] not in _ONLY_EXTRA_STATE for owner in owners
+    )
 
 
 def describe_custom_loading(path: str, module: nn.Module) -> str:

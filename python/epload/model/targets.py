@@ -21,6 +21,7 @@ from epload.model import dtensor, memory
 from epload.model.dtensor import Mesh, mesh_of
 from epload.model.expert_parallel import OuterShard, Parts, check_patterns, global_name, outer_shard
 from epload.model.flat_state import FlatState
+from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
 from epload.model.state_dict import read_state
 
@@ -195,6 +196,8 @@ def collect(
         targets.layout.append(layouts[key])
         targets.dtypes.append(tensor.dtype)
         targets.has_meta |= tensor.is_meta
+    if isinstance(model, MegatronChunks):
+        targets.index |= {alias: targets.index[name] for alias, name in model.tied_names().items()}
     _check_overlap(targets, by_storage)
     check_patterns(expert_parallel, targets.names)
     return targets

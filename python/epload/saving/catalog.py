@@ -22,8 +22,10 @@ from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
+from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
+from epload.saving.megatron import megatron_catalog
 
 _Region = tuple[int, View]
 """The number of a target, and a view that fills a box of it."""
@@ -44,6 +46,8 @@ def catalog(
         ModelMismatch: a tensor of the model, or a part of one, is in no checkpoint tensor.
         ValueError: the names cannot be derived from the mapping.
     """
+    if isinstance(model, MegatronChunks):
+        return megatron_catalog(model, mapping, names_from)
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
     added = names_added_by_adapters(model, targets.index)
     shapes = {name: shape for name, shape in targets.shapes.items() if name not in added}

@@ -18,6 +18,7 @@ from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
+from epload.model.megatron import Model, as_module
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks.contents import fetch_holdings, publish_holdings
 from epload.ranks.single_flight import Call, exclusive
@@ -37,7 +38,7 @@ class PendingSave:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, Any],
+        model: Model | Mapping[str, Any],
         path: str | Path,
         mapping: AnyMapping,
         names_from: Any,
@@ -66,7 +67,7 @@ class PendingSave:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self, model: nn.Module | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None
+        self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -77,15 +78,15 @@ class PendingSave:
             check_files(self._files)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
-        if not isinstance(model, nn.Module):
-            model = FlatState(model)
+        if not isinstance(model, nn.Module | list | tuple):
+            model = FlatState(model)  # type: ignore[arg-type]
             if model.others:
                 name, value = next(iter(model.others.items()))
                 raise ValueError(
                     f"expected only tensors in the state dict, got {name}, a {type(value).__name__}: safetensors files hold "
                     "nothing else; leave it out, or save with torch.distributed.checkpoint"
                 )
-        saved = read_model(model, mapping, names_from, dtype)
+        saved = read_model(as_module(model), mapping, names_from, dtype)
         if not saved.manifest.names:
             raise ValueError("expected tensors to save, got none")
         return saved

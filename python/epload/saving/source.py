@@ -21,9 +21,11 @@ from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp
+from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
+from epload.saving.megatron import in_float32, megatron_config
 from epload.saving.model_reader import ModelReader
 from epload.saving.quantized import CONFIG, QuantizedModel, quantized_config
 
@@ -62,10 +64,18 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
     holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)
     manifest = replace(manifest, shapes=tuple(padded))
     if dtype is not None:
-        exempt = kept_in_fp32(model, targets.index, dtype)
-        pairs = zip(manifest.names, placed, strict=True)
-        manifest = with_dtype(manifest, dtype, {n for n, places in pairs if any(name in exempt for name, _ in places)})
-    rule, config = quantize_rule(mapping), _config_files(model, targets, manifest, dtype, quantize_rule(mapping))
+        if isinstance(model, MegatronChunks):
+            exempt = in_float32(manifest.names)
+        else:
+            in_fp32 = kept_in_fp32(model, targets.index, dtype)
+            pairs = zip(manifest.names, placed, strict=True)
+            exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
+        manifest = with_dtype(manifest, dtype, exempt)
+    rule = quantize_rule(mapping)
+    if isinstance(model, MegatronChunks):
+        config = megatron_config(names_from, dtype or next(model.parameters()).dtype)
+    else:
+        config = _config_files(model, targets, manifest, dtype, rule)
     if rule is None:
         return SavedModel(targets, manifest, shapes, holdings, config)
     quantized = QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule)

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, threads
@@ -21,6 +21,7 @@ from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, message_of
 from epload.mapping.mapping import AnyMapping
+from epload.model.megatron import Model, as_module
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, exclusive
@@ -56,7 +57,7 @@ class WeightSender(Endpoint):
     @on_cpu
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         address: Address,
         *,
         receivers: int,
@@ -75,7 +76,8 @@ class WeightSender(Endpoint):
         """Collective over the topology's ranks; arguments equal on all of them.
 
         Args:
-            model: any mix of DTensors and plain tensors with storage.
+            model: any mix of DTensors and plain tensors with storage. Or this rank's modules of Megatron-Core: one, or a list of
+                pipeline stages.
             address: at which the first rank serves both jobs' store: ``"host:port"``, ``"[v6 address]:port"`` or
                 ``(host, port)``. Port 0 has one chosen; see :attr:`address`. Without a token, whoever can connect to it can
                 join.
@@ -83,7 +85,8 @@ class WeightSender(Endpoint):
             mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under these names.
                 ``"auto"`` is what a transformers model declares, else names as they are. ``Quantize`` sends fp8 weights and
                 their scales.
-            names_from: a checkpoint whose names and shapes tensors are sent under, for a mapping of your own.
+            names_from: a checkpoint whose names and shapes tensors are sent under, for a mapping of your own, or for modules of
+                Megatron-Core.
             topology: discovered over the whole job if None.
             timeout: seconds (or timedelta) without progress after which a sync has failed; 30 minutes if None.
             snapshot: ``"host"`` copies this rank's shards to memory first, so that :meth:`send_weights` with ``wait=False``
@@ -117,7 +120,15 @@ class WeightSender(Endpoint):
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         through_host = transport == "host"
         self._model = SentModel(
-            model, mapping, names_from, snapshot == "host", through_host, delta, only, self.topology, self._timeout
+            as_module(model),
+            mapping,
+            names_from,
+            snapshot == "host",
+            through_host,
+            delta,
+            only,
+            self.topology,
+            self._timeout,
         )
         self._snapshot = snapshot
         self._creator = threading.current_thread()

@@ -24,6 +24,7 @@ from epload.mapping.wrappers import (
     names_added_by_adapters,
     unwrap,
 )
+from epload.model.megatron import MegatronChunks, as_module
 from epload.model.targets import Targets
 from epload.native import ops
 from epload.observe.render import list_keys
@@ -82,6 +83,10 @@ class ModelTarget(Target):
         if quantize_rule(mapping) is not None:
             raise ValueError(
                 "expected mapping= without Quantize on a receiver: pass it to the WeightSender, which sends fp8"
+            )
+        if isinstance(as_module(model), MegatronChunks):
+            raise ValueError(
+                "expected a model that is not Megatron-Core's, which sends versions and does not receive them"
             )
         self._model = model
         self._reader = ModelReader(model, filled=True)

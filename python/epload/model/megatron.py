@@ -1,0 +1,83 @@
+"""Megatron-Core's models: one rank has a module, or several for interleaved pipeline stages, perhaps inside wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+Model = nn.Module | Sequence[nn.Module]
+"""The models that callers may pass: a module, or the list of Megatron-Core modules that one rank of a trainer has."""
+
+
+class MegatronChunks(nn.ModuleList):
+    """The modules of Megatron-Core that one rank has, without their wrappers: one for each of its pipeline stages."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Puts the biases of routers back into float32, as Megatron does before it loads or saves: a wrapper casts them."""
+        super().__init__(chunks)
+        for module in self.modules():
+            if callable(restore := getattr(module, "_maintain_float32_expert_bias", None)):
+                restore()
+
+    @property
+    def config(self) -> Any:
+        """Megatron's ``TransformerConfig``, the same for all modules."""
+        return self[0].config
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the head of the model is its embedding."""
+        return any(chunk.share_embeddings_and_output_weights for chunk in self)
+
+    def tied_names(self) -> dict[str, str]:
+        """Returns a second name, that of the head, for each tied embedding of this rank, with its name in these modules."""
+        names = dict(self.named_parameters()) if self.ties_embeddings else {}
+        weights = ("output_layer.weight", "embedding.word_embeddings.weight")
+        return {
+            f"{i}.lm_head.weight": f"{i}.{name}" for i in range(len(self)) for name in weights if f"{i}.{name}" in names
+        }
+
+
+def as_module(model: Model) -> nn.Module:
+    """Returns the module that holds all tensors of a model: :class:`MegatronChunks` for what is of Megatron-Core, else the model.
+
+    Looks through Megatron's ``DistributedDataParallel`` and ``Float16Module``, and wrappers of trainers that keep what they wrap
+    as ``module``.
+
+    Raises:
+        TypeError: a list with anything but modules of Megatron-Core.
+        ValueError: Megatron's FSDP, whose shards are in flat buffers.
+    """
+    is_list = isinstance(model, list | tuple)
+    chunks = [_unwrap(chunk) for chunk in (model if is_list else [model])]  # type: ignore[union-attr]
+    if chunks and all(map(_is_megatron, chunks)):
+        return MegatronChunks(chunks)
+    if is_list:
+        kinds = ", ".join(dict.fromkeys(type(chunk).__name__ for chunk in chunks)) or "nothing"
+        raise TypeError(f"expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of {kinds}")
+    return model  # type: ignore[return-value]
+
+
+def _unwrap(module: Any) -> Any:
+    inner = module
+    while isinstance(inner, nn.Module) and not _is_megatron(inner):
+        if "FullyShardedDataParallel" in type(inner).__name__ and _of_megatron(inner):
+            raise ValueError(
+                f"{type(inner).__name__} keeps shards of flat buffers, which epload cannot address by name; use Megatron's "
+                "DistributedDataParallel, or torch's fully_shard on a transformers model"
+            )
+        if not isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+            break
+        inner = wrapped
+    return inner if _is_megatron(inner) else module
+
+
+def _is_megatron(module: object) -> bool:
+    """Returns True for a language model of Megatron-Core, which embeds, decodes and puts out logits in its stages."""
+    return _of_megatron(module) and all(hasattr(module, name) for name in ("sharded_state_dict", "decoder", "config"))
+
+
+def _of_megatron(module: object) -> bool:
+    return any(cls.__module__.partition(".")[0] == "megatron" for cls in type(module).__mro__)

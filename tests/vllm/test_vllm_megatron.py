@@ -1,0 +1,67 @@
+"""Megatron-Core's ranks send versions to vLLM's own model classes, against vLLM's load_weights on the same checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine import make_engine
+
+import epload
+from support.jobs import Job, Meeting, run
+from support.recordings import same_bits, tensors_of
+
+sys.path.append(str(Path(__file__).parents[1] / "megatron"))
+import megatron_models as models
+
+VERSIONS = (1, 2)
+WORKERS = 2
+
+
+def send(rank: int, meeting: Meeting, family: str, layout: models.Layout, folder: Path) -> None:
+    chunks = models.build(family, layout)
+    with epload.WeightSender(
+        chunks, ("127.0.0.1", 0), receivers=WORKERS, names_from=folder / "1", timeout=100
+    ) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in VERSIONS:
+            epload.load(chunks, folder / str(version), timeout=60, progress=False)
+            sender.send_weights(version)
+
+
+def serve(rank: int, meeting: Meeting, folder: Path) -> list[list[str]]:
+    """Returns the tensors that differ from what vLLM's own loader makes, for each version."""
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    model, _ = make_engine(folder / "1", WORKERS)
+    differing = []
+    with (
+        epload.WeightReceiver(epload.EngineModel(model), meeting.hear("address", 100), timeout=100) as receiver,
+        torch.no_grad(),
+    ):
+        for version in VERSIONS:
+            poison(model)
+            receiver.receive_weights(version)
+            receiver.commit()
+            received = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+            assert not any(tensor.isnan().any() for tensor in received.values())
+            poison(model)
+            model.load_weights(iter(models.read_checkpoint(folder / str(version)).items()))
+            differing.append([name for name, own in tensors_of(model).items() if not same_bits(own, received[name])])
+    return differing
+
+
+def poison(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(("family", "parallel"), [("qwen3_moe", (2, 2, 2)), ("llama", (2, 2, 1))])
+def test_megatron_fills_vllms_models(family: str, parallel: tuple[int, int, int], tmp_path: Path) -> None:
+    for version in VERSIONS:
+        models.write_checkpoint(family, tmp_path / str(version), seed=version)
+    jobs = [Job(4, send, (family, models.Layout(*parallel), tmp_path)), Job(WORKERS, serve, (tmp_path,))]
+    assert run(jobs, limit=200)[1] == [[[], []]] * WORKERS
