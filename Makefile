@@ -115,7 +115,7 @@ test-vllm: build $(VENV)-vllm/ready ## test against vLLM's own model classes and
 	cd tests/vllm && $(call ALONE,$(VENV)-vllm)
 
 $(VENV)-sglang/ready: tests/sglang/environment.sh tests/sglang/standins/sgl_kernel/__init__.py
-	PYTHON=$(PYTHON) tests/sglang/environment.sh $(VENV)-sglang "$(TORCH)" "$(SGLANG)"
+	PYTHON=$(PYTHON) tests/sglang/environment.sh $(VENV)-sglang "$(TORCH)" "$(SGLANG)" "$(MEGATRON)"
 	touch $@
 
 test-sglang: build $(VENV)-sglang/ready ## test against SGLang's own model classes, and running engines and servers, in its own environment (2.8 GB)

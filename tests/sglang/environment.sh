@@ -1,8 +1,9 @@
 #!/bin/bash
-# Creates an environment with SGLang's Python code and a CPU build of torch: environment.sh DIRECTORY TORCH SGLANG
+# Creates an environment with SGLang's Python code, Megatron-Core and a CPU build of torch:
+# environment.sh DIRECTORY TORCH SGLANG MEGATRON
 # SGLang requires another torch and CUDA kernels: it is installed without its requirements, which are listed here.
 set -euo pipefail
-directory=$1 torch=$2 sglang=$3
+directory=$1 torch=$2 sglang=$3 megatron=$4
 python=${PYTHON:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -17,7 +18,7 @@ $pip install --constraint "$constraint" torch numpy pytest "transformers>=5.23,<
   openai==2.8.0 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow "prometheus-client>=0.20.0" psutil \
   pybase64 python-multipart pyzmq requests scipy sentencepiece==0.2.1 setproctitle tiktoken uvicorn uvloop xgrammar==0.2.7 xxhash \
   easydict nvidia-ml-py loguru soundfile==0.13.1
-$pip install --no-deps "$sglang" compressed-tensors==0.18.0 torchvision==0.28.0
+$pip install --no-deps "$sglang" "$megatron" compressed-tensors==0.18.0 torchvision==0.28.0
 
 packages=$("$directory/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 cp -r "$here/standins/sgl_kernel" "$packages"
