@@ -46,7 +46,7 @@ from epload.sync.sender import WeightSender
 
 BACKEND = "epload"
 _TIMEOUT = 1800.0
-_SENDER_OPTIONS = ("mapping", "names_from", "delta", "timeout", "verify")
+_SENDER_OPTIONS = ("mapping", "delta", "timeout", "verify")
 _RECEIVER_OPTIONS = ("timeout", "verify", "stage", "strict")
 
 
@@ -137,7 +137,6 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Workers of all engines."""
     mapping: AnyMapping = "auto"
     """A :class:`epload.mapping.Quantize` sends the fp8 weights and scales of an engine whose ``Fp8Config`` has blocks."""
-    names_from: Any = None
     delta: str = "off"
     timeout: float = _TIMEOUT
     verify: bool = False
