@@ -72,7 +72,7 @@ class Generation:
         """
         Args:
             store: of both jobs.
-            number: of the generation, equal on all ranks.
+            number: of the generation, equal on all ranks; below 0 if engines hand a version on.
             rank: of this process among the participants.
             message: this rank's, without its holdings.
             manifest: None on a rank with a ``failure``.
@@ -420,7 +420,7 @@ class Generation:
 
     def _describe(self, report: SyncReport, in_full: frozenset[int]) -> None:
         plan, full = self.plan, self._toward(in_full)
-        report.generation, report.buckets = self.number, len(full.buckets)
+        report.generation, report.buckets = max(self.number, 0), len(full.buckets)
         report.wire_bytes += full.nbytes
         report.pulled = self.puller.nbytes if self.puller is not None else plan.lent
         report.not_pulled = self.not_pulled

@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes, threads
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
-from epload.planning.holdings import NO_PART, full_holdings
+from epload.planning.holdings import NO_PART, Holdings, full_holdings
 from epload.ranks.contents import fetch
 from epload.ranks.messages import read_if_set
 from epload.sync.devices import DeviceAccess
@@ -45,7 +46,6 @@ from epload.sync.participants import (
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
 from epload.sync.store import answered
-from epload.sync.targets import Target
 
 TIMEOUT = timedelta(seconds=30)
 """Time without progress after which a version that is handed on has failed; then other ranks send it."""
@@ -231,28 +231,28 @@ class Joining:
         self._rendezvous = rendezvous
         self._timeout = timeout
 
-    def find_offer(self, after: int, only: int | None, target: Target, timeout: timedelta) -> tuple[int, Offer] | None:
+    def find_offer(
+        self, after: int, only: int | None, holdings_of: Callable[[Scope, Manifest], Holdings], timeout: timedelta
+    ) -> tuple[int, Offer] | None:
         """Waits for an offer, and returns it with its number; None if this rank has to wait for the sender's next version.
 
         Args:
             after: version that this rank has.
             only: the only version that is right; None for any.
-
-        Raises:
-            ModelMismatch: the target does not fit.
+            holdings_of: returns what this rank needs of the sender's tensors. Raises ModelMismatch.
         """
         numbered = self._rendezvous.find_offer(timeout)
         if numbered is None:
             return None
         offer = Offer(*numbered[1])
-        if only not in (None, offer.version) or offer.version <= after or not self._is_same_for(target, offer):
+        if only not in (None, offer.version) or offer.version <= after or not self._is_same(offer, holdings_of):
             return None
         return numbered[0], offer
 
-    def _is_same_for(self, target: Target, offer: Offer) -> bool:
-        """Returns True if what engines have is what the sender would send to a target."""
-        target.scope, original = Scope.decode(fetch(self._store, offer.original, self._timeout))
-        holdings = target.holdings(original)
+    def _is_same(self, offer: Offer, holdings_of: Callable[[Scope, Manifest], Holdings]) -> bool:
+        """Returns True if what engines have is what the sender would send to this rank."""
+        scope, original = Scope.decode(fetch(self._store, offer.original, self._timeout))
+        holdings = holdings_of(scope, original)
         _, received = Scope.decode(fetch(self._store, offer.manifest, self._timeout))
         columns = zip(original.names, holdings.class_of.tolist(), original.dtypes, received.dtypes, strict=True)
         for name, number, of_sender, of_engines in columns:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -24,7 +26,9 @@ from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, WaitTimeout, message_of
 from epload.ranks.contents import fetch, publish
+from epload.ranks.membership import local_network
 from epload.ranks.messages import read_if_set
+from epload.ranks.topology import Topology
 from epload.sync.scope import Scope
 from epload.sync.store import answered
 
@@ -58,6 +62,29 @@ class EngineRank:
         """Raises ValueError."""
         if not self.name or "/" in self.name or not 0 <= self.rank < self.size:
             raise ValueError(f"expected a name without '/', and a rank below size, got {self}")
+
+    def name_node(self, node: str, stage: str) -> str:
+        """Returns a name of this rank's node, equal on ranks that share a machine's memory and stage versions alike."""
+        return f"{self.name if node else ''} {local_network()} {node} {stage}"
+
+
+def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple[EngineRank, str]:
+    """Returns this rank of the engine that a topology is, by default the job, and its node. Collective over its ranks."""
+    if topology is None and not (dist.is_available() and dist.is_initialized()):
+        return EngineRank(secrets.token_hex(4)), node
+    topology = topology if topology is not None else Topology.default(timeout=timeout)
+    control, ranks, machine = topology.control, topology.ranks, local_network()
+    control.begin(timeout)
+    with control.guard():
+        name, machines = control.agree(
+            "joining a sync", None, [secrets.token_hex(4), machine],
+            lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],
+        )  # fmt: skip
+    control.end()
+    # Emulated nodes of one machine are nodes here, too.
+    if machine in (other for rank, other in zip(ranks, machines, strict=True) if rank not in topology.node):
+        node = node or str(topology.nodes.index(topology.node))
+    return EngineRank(name, ranks.index(topology.rank), len(ranks)), node
 
 
 class Participant(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
@@ -21,8 +19,7 @@ from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.errors import LoadError, WaitTimeout, message_of
 from epload.mapping.mapping import Mapping
-from epload.planning.holdings import full_holdings
-from epload.ranks.membership import local_network
+from epload.planning.holdings import Holdings, full_holdings
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
@@ -30,8 +27,9 @@ from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Holder, Joining
 from epload.sync.joining import JoinMessage
-from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start
+from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start, engine_of
 from epload.sync.report import SyncReport
+from epload.sync.scope import Scope
 from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, TargetProvider, make_target
 
@@ -107,10 +105,10 @@ class WeightReceiver(Endpoint):
         self._stage = stage
         self._target = make_target(target, mapping, strict)
         if engine is None:
-            engine, node = self._engine_of(topology, node)
+            engine, node = engine_of(topology, node, self._timeout)
         self.engine = engine
         self._store, beats, calls = (connect(address, self._timeout, token) for _ in range(3))
-        self._node = f"{engine.name if node else ''} {local_network()} {node} {stage}"
+        self._node = engine.name_node(node, stage)
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
         self._holder = Holder(calls, self._rendezvous.participant, self._node, verify)
         """Hands versions on."""
@@ -122,6 +120,10 @@ class WeightReceiver(Endpoint):
         self._rejected = False
         """True if memory of a sender could not be opened in the generation before."""
         self._holdings = full_holdings((), ())
+        self._joined_holdings = self._holdings
+        """Those of the generation before."""
+        self._manifest: Manifest | None = None
+        """The manifest that the holdings are of, if they need not be read again."""
         self.version: int | None = None
         """Version that the target holds as a whole; None before the first, and while the target is partially updated."""
         self.staged: int | None = None
@@ -129,24 +131,6 @@ class WeightReceiver(Endpoint):
         self.partially_updated = False
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
         that is applied as a whole repairs it."""
-
-    def _engine_of(self, topology: Topology | None, node: str) -> tuple[EngineRank, str]:
-        """Returns this rank of the engine that a topology is, and its node."""
-        if topology is None and not (dist.is_available() and dist.is_initialized()):
-            return EngineRank(secrets.token_hex(4)), node
-        topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        control, ranks, machine = topology.control, topology.ranks, local_network()
-        control.begin(self._timeout)
-        with control.guard():
-            name, machines = control.agree(
-                "joining a sync", None, [secrets.token_hex(4), machine],
-                lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],
-            )  # fmt: skip
-        control.end()
-        # Emulated nodes of one machine are nodes here, too.
-        if machine in (other for rank, other in zip(ranks, machines, strict=True) if rank not in topology.node):
-            node = node or str(topology.nodes.index(topology.node))
-        return EngineRank(name, ranks.index(topology.rank), len(ranks)), node
 
     # ---- receiving ----
 
@@ -187,7 +171,7 @@ class WeightReceiver(Endpoint):
         until, after = time.monotonic() + self._timeout.total_seconds(), -1 if self.version is None else self.version
         for _ in range(_MAX_ATTEMPTS if self._generation is None else 0):
             seconds = until - time.monotonic()
-            found = self._joining.find_offer(after, version, self._target, timedelta(seconds=seconds))
+            found = self._joining.find_offer(after, version, self._read, timedelta(seconds=seconds))
             if found is None:
                 return None
             number, offer = found
@@ -241,11 +225,12 @@ class WeightReceiver(Endpoint):
         )
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
-        before, manifest = self._holdings, Attempt(lambda: self._read(participants))
+        before, manifest = self._joined_holdings, Attempt(lambda: self._read_manifest(participants))
         stages = self._stage == "host"
         device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another generation.
         self._drop_generation()
+        self._joined_holdings = self._holdings
         if self._node_version is not None and self._holdings.digest != before.digest:
             self._node_version = None  # it has what this rank needed then, for the local tensors that it had
         access = DeviceAccess.of(device, opens=not self._rejected)
@@ -255,14 +240,22 @@ class WeightReceiver(Endpoint):
         rank = participants.senders + participants.receivers.index(own)
         self._join(start, participants, rank, message, manifest.result, self._holdings, manifest.failure)
 
-    def _read(self, participants: Participants) -> Manifest:
+    def _read_manifest(self, participants: Participants) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""
-        with garbage_collection.paused():
-            self._target.scope, manifest = participants.fetch_manifest(self._store, self._timeout)
-            self._holdings = self._target.holdings(manifest)
+        scope, manifest = participants.fetch_manifest(self._store, self._timeout)
+        self._read(scope, manifest)
+        self._manifest = None  # another generation reads the target again
         for warning in self._target.warnings:
             log.logger.warning("%s", warning)
         return manifest
+
+    def _read(self, scope: Scope, manifest: Manifest) -> Holdings:
+        """Returns this rank's holdings of the sender's tensors. Raises ModelMismatch if they do not fit."""
+        if self._manifest is None or (self._target.scope, self._manifest.digest) != (scope, manifest.digest):
+            with garbage_collection.paused():
+                self._target.scope = scope
+                self._holdings, self._manifest = self._target.holdings(manifest), manifest
+        return self._holdings
 
     def _receive(self, version: int | None, start: Start, report: SyncReport) -> None:
         """Receives the announced version into the node's memory, tensors of its own or the target."""

@@ -14,7 +14,7 @@ class SyncReport(TransferReport):
 
     version: int = 0
     generation: int = 0
-    """Grows when receivers join or leave."""
+    """Grows when receivers join or leave; 0 for a version from other engines."""
     senders: int = 0
     """Ranks that sent it."""
     receivers: int = 0
