@@ -121,7 +121,7 @@ class WeightReceiver(Endpoint):
         """True if memory of a sender could not be opened in the generation before."""
         self._holdings = full_holdings((), ())
         self._joined_holdings = self._holdings
-        """Those of the generation before."""
+        """Holdings of the generation before."""
         self._manifest: Manifest | None = None
         """The manifest that the holdings are of, if they need not be read again."""
         self.version: int | None = None
