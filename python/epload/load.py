@@ -95,7 +95,7 @@ def load(
             raise ValueError(
                 f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}"
             )
-        checkpoint, readers = RunningJob(address, timeout), "every"
+        checkpoint, readers = RunningJob(model, address, timeout), "every"
     loader = HierarchicalLoader(
         topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
         verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,

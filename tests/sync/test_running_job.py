@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import epload
+from epload.transfer.shards import Shards
 from support import jobs
 from support.jobs import Job, Meeting
 from support.small_syncs import many_waves, outcome
@@ -127,3 +134,82 @@ def test_a_job_none_of_whose_engines_keeps_versions_is_named() -> None:
     *_, (error,) = jobs.run([Job(1, send, (1, 1)), Job(1, serve, (1, "none")), Job(1, nothing_there)])
     assert "no engine of the job at 127.0.0.1:" in error
     assert 'has a version in host memory (stage="host") within 3 s' in error
+
+
+def hold_slowly(rank: int, meeting: Meeting) -> None:
+    """Hands a version on, a bucket each 0.3 s."""
+    pack = Shards.pack
+
+    def slow(shards: Shards, number: int, buffer: torch.Tensor) -> None:
+        meeting.say("handing on")
+        time.sleep(0.3)
+        pack(shards, number, buffer)
+
+    with mock.patch.object(Shards, "pack", slow):
+        serve(rank, meeting, 1)
+
+
+class Interrupted(Exception):
+    """Raised by a signal."""
+
+
+def interrupted(rank: int, meeting: Meeting) -> tuple[str, bool]:
+    """Loads, is interrupted, and fills the model in another way; returns the error, and whether that is what it holds later."""
+
+    def interrupt(*arguments: Any) -> None:
+        raise Interrupted
+
+    def send_signal() -> None:
+        meeting.hear("handing on")
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    signal.signal(signal.SIGALRM, interrupt)
+    model, address = make(3), meeting.hear("address")
+    threading.Thread(target=send_signal, daemon=True).start()
+    error = outcome(partial(epload.load, model, f"epload://{address}", timeout=30, progress=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(5)
+    time.sleep(4)
+    meeting.say("loaded-0")
+    return error, all((parameter == 5).all() for parameter in model.parameters())
+
+
+def test_nothing_changes_the_model_after_a_load_that_was_interrupted() -> None:
+    *_, ((error, holds),) = jobs.run([Job(1, send, (1, 1)), Job(1, hold_slowly), Job(1, interrupted)])
+    assert "Interrupted" in error
+    assert holds
+
+
+def send_merged(rank: int, meeting: Meeting) -> None:
+    model = adapted()
+    model.merge_adapter()
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=40) as sender:
+        meeting.say("address", sender.address)
+        sender.send_weights(1)
+        meeting.hear("loaded-0")
+
+
+def send_adapter(rank: int, meeting: Meeting) -> None:
+    """Sends from a process that has never had the adapter merged."""
+    with epload.WeightSender(adapted(), ("127.0.0.1", 0), receivers=1, timeout=40, only="adapter") as sender:
+        meeting.say("address of the adapter", sender.address)
+        outcome(partial(sender.send_weights, 1))
+
+
+def adapted() -> Any:
+    return peft.get_peft_model(make(1), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+
+def load_then_adapt(rank: int, meeting: Meeting) -> str:
+    model = make(2)
+    epload.load(model, f"epload://{meeting.hear('address')}", timeout=30, progress=False)
+    meeting.say("loaded-0")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with epload.WeightReceiver(model, meeting.hear("address of the adapter"), timeout=40) as receiver:
+        return outcome(receiver.receive_weights)
+
+
+def test_an_adapter_does_not_follow_merged_weights_that_were_loaded() -> None:
+    *_, (error,) = jobs.run([Job(1, send_merged), Job(1, serve, (1,)), Job(1, send_adapter), Job(1, load_then_adapt)])
+    assert "would apply the adapter twice" in error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,7 +18,7 @@ from epload.sync import handing_on
 from epload.transfer.shards import Shards
 from support import jobs
 from support.jobs import Job, Meeting
-from support.small_syncs import kill_self, many_waves
+from support.small_syncs import kill_self, many_waves, outcome
 from support.synced_models import build, check, write
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -158,8 +160,8 @@ def joins_after_others(rank: int, meeting: Meeting) -> int:
             return report.senders
 
 
-def keep_sending(rank: int, meeting: Meeting) -> None:
-    """Sends versions until an engine that joins late takes part."""
+def keep_sending(rank: int, meeting: Meeting) -> int:
+    """Sends versions until an engine that joins late takes part; returns the last."""
     with many_waves():
         model, version, receivers = build("plain", 1), 0, 0
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
@@ -173,17 +175,18 @@ def keep_sending(rank: int, meeting: Meeting) -> None:
                 if version == 1:
                     meeting.say("sent-1")
                     meeting.hear("joining")
-            meeting.say("last", str(version))
+        return version
 
 
-def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool) -> list[bool]:
+def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool, stage: str = "host") -> list[bool]:
     with many_waves():
         model, reports = build("plain", 1, dtype), []
         address = meeting.hear("address")
-        with epload.WeightReceiver(model, address, timeout=30) as receiver:
+        with epload.WeightReceiver(model, address, timeout=30, stage=stage) as receiver:
             if late:
                 meeting.hear("sent-1")
                 meeting.say("joining")
+                time.sleep(0.5)
             while True:
                 reports.append(receiver.receive_weights())
                 receiver.commit()
@@ -191,6 +194,56 @@ def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool) 
                 check(model, receiver.version)
                 if reports[-1].receivers == 2:
                     return [report.from_engines for report in reports]
+
+
+def test_an_engine_takes_part_soon_if_no_engine_can_hand_a_version_on() -> None:
+    """Versions are open for a moment only, which the engine that joins must not miss."""
+    versions, _, joined = jobs.run(
+        [Job(1, keep_sending), Job(1, keep_receiving, (FP32, False, "none")), Job(1, keep_receiving, (FP32, True))]
+    )
+    assert joined == [[False]]
+    assert versions[0] < 20
+
+
+def fail_first(rank: int, meeting: Meeting) -> list[str]:
+    with many_waves():
+        model = build("plain", 1)
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+            meeting.say("address", sender.address)
+            errors = []
+            for version in (1, 2):
+                write(model, version)
+                errors.append(outcome(partial(sender.send_weights, version)))
+            meeting.say("sent-2")
+            meeting.hear("joined")
+    return errors
+
+
+def fails_first(rank: int, meeting: Meeting) -> None:
+    with many_waves():
+        model = build("plain", 1)
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30) as receiver:
+            assert "expected version 99" in outcome(partial(receiver.receive_weights, 99))
+            receiver.receive_weights(2)
+            meeting.hear("joined")
+
+
+def joins_after_a_failure(rank: int, meeting: Meeting) -> bool:
+    with many_waves():
+        model, address = build("plain", 1), meeting.hear("address")
+        meeting.hear("sent-2")
+        with epload.WeightReceiver(model, address, timeout=30) as receiver:
+            report = receiver.receive_weights(2)
+            receiver.commit()
+            check(model, 2)
+            meeting.say("joined")
+            return report.from_engines
+
+
+def test_an_engine_that_has_failed_once_hands_on_the_next_version() -> None:
+    (errors,), _, joined = jobs.run([Job(1, fail_first), Job(1, fails_first), Job(1, joins_after_a_failure)])
+    assert [bool(error) for error in errors] == [True, False]
+    assert joined == [True]
 
 
 def test_an_engine_waits_for_the_sender_if_others_have_rounded_the_weights() -> None:

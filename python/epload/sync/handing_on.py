@@ -33,6 +33,7 @@ from epload.sync.joining import JoinMessage
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import (
     OFFERS,
+    WAITING,
     Announcements,
     Engines,
     Participant,
@@ -53,8 +54,8 @@ _GATHER_SECONDS = 0.1
 """Seconds that the first engine which is ready waits for others, which then get the version together with it."""
 _POLL_SECONDS = 0.02
 _FOREVER, _CLOSING = timedelta(days=365), timedelta(seconds=2)
-_JOINED, _HOLDERS, _ANSWERS = f"{OFFERS}/joined", f"{OFFERS}/holders", f"{OFFERS}/answers"
-"""Keys of the ranks that have received what was offered, of those that can then hand it on, and of those that answer a call."""
+_HOLDERS, _ANSWERS = f"{OFFERS}/holders", f"{OFFERS}/answers"
+"""Keys of the ranks that have received what was offered and can hand it on, and of those that answer a call."""
 _ANSWER_SECONDS = 2.0
 """Maximum seconds until a rank that is called answers."""
 _HOLD_SECONDS = 5.0
@@ -83,6 +84,8 @@ class Offers:
         self._offered: tuple[Offer, tuple[Participant, ...]] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._joining: tuple[Participant, ...] = ()
+        """Ranks to which a version is handed on."""
         self._holders: set[Participant] = set()
         """All that have held a version."""
 
@@ -102,19 +105,18 @@ class Offers:
             store: a connection of the caller.
 
         Returns:
-            The engines that have joined since, or are about to: the next version is for them, too.
+            The engines that have joined since, or are about to: the next version is for them, too. It does not wait for those to
+            which a version is handed on just now.
         """
         with self._changed:
             self._offered = None
-        if self._thread is None:
-            return {}
         number = store.add(f"{OFFERS}/announcements", 0)
-        lines = read_if_set(store, _JOINED) or b""
-        store.delete_key(_JOINED)
+        lines = read_if_set(store, WAITING) or b""
+        store.delete_key(WAITING)
         if number and not store.check([f"{OFFERS}/start/{number}"]):
             lines += read_if_set(store, f"{OFFERS}/ready/{number}") or b""
-        engines = read_engines(lines)
-        return {name: ranks for name, ranks in engines.items() if len(ranks) == ranks[0].size}
+        engines, busy = read_engines(lines), {rank.engine for rank in self._joining}
+        return {name: ranks for name, ranks in engines.items() if len(ranks) == ranks[0].size and name not in busy}
 
     def close(self, store: Store) -> None:
         """Ends the threads, here and in the engines. ``store``: a connection of the caller."""
@@ -138,7 +140,12 @@ class Offers:
                         return
                     offered = self._offered
                 assert offered is not None
-                self._hand_on(store, rendezvous, *offered)
+                try:
+                    self._hand_on(store, rendezvous, *offered)
+                except BaseException:
+                    with suppress(RuntimeError):
+                        rendezvous.start(Start())
+                    raise
         except (LoadError, RuntimeError) as error:  # the store has ended
             if not self._closed:
                 logger.warning("engines that join have to wait for the next version: %s", message_of(error))
@@ -149,19 +156,26 @@ class Offers:
         """Has a version handed on to the engines that are ready for it first."""
         number = rendezvous.announce(offer)
         joining = self._gather(rendezvous, offer, holders)
-        holders = self._call(store, number, offer, rendezvous.alive(holders)) if joining else rendezvous.alive(holders)
-        if not joining or not holders:
+        answering = self._call(store, number, offer, rendezvous.alive(holders)) if joining else ()
+        if not answering:
             rendezvous.start(Start())
-            self._replace(offer, holders)
+            self._replace(offer, rendezvous.alive(holders))
             return
-        participants = Participants(len(holders), joining, offer.manifest, holders)
-        rendezvous.start(Start(-number, participants.publish(store)))
-        while rendezvous.acknowledged() < len(joining) and self._is_offered(offer):
-            rendezvous.ready_engines(joining)
-            if len(rendezvous.alive(joining)) < len(joining):
-                break
-            time.sleep(_POLL_SECONDS)
-        self._replace(offer, (*holders, *_read(store, f"{_HOLDERS}/{number}")))
+        participants = Participants(len(answering), joining, offer.manifest, answering)
+        self._joining = joining
+        try:
+            rendezvous.start(Start(-number, participants.publish(store)))
+            everyone = (*joining, *answering)
+            while rendezvous.acknowledged() < len(joining) and self._is_offered(offer):
+                rendezvous.ready_engines(everyone)
+                if len(rendezvous.alive(everyone)) < len(everyone):
+                    break
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self._joining = ()
+        self._replace(offer, (*rendezvous.alive(holders), *_read(store, f"{_HOLDERS}/{number}")))
+        for key in (_HOLDERS, _ANSWERS):
+            store.delete_key(f"{key}/{number}")
 
     def _gather(
         self, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
@@ -189,7 +203,8 @@ class Offers:
         while len(answers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
             time.sleep(_POLL_SECONDS)
             answers = _read(store, f"{_ANSWERS}/{number}")
-        return tuple(holder for holder in holders if holder in answers)
+        numbers = {answer.number for answer in answers}
+        return tuple(holder for holder in holders if holder.number in numbers)
 
     def _is_offered(self, offer: Offer) -> bool:
         return self._offered is not None and self._offered[0] is offer
@@ -271,6 +286,8 @@ class Joining:
         """Takes part in an offer; returns None if this rank came too late for it, or it was withdrawn. Raises LoadError."""
         offers, participant = self._rendezvous.offers, self._rendezvous.participant
         offers.get_ready(number, participant)
+        if offers.last()[0] != number:
+            return None
         start = offers.wait_for_start(number, self._timeout)
         if not start.participants:
             return None
@@ -278,8 +295,8 @@ class Joining:
         return (start, participants) if participant in participants.receivers else None
 
     def end(self, number: int, received: bool, holds: bool) -> None:
-        """Says how the offer has ended for this rank. ``holds``: whether it can hand the version on."""
-        keys = [_JOINED] * received + [f"{_HOLDERS}/{number}"] * (received and holds)
+        """Says how the offer in which this rank has taken part has ended. ``holds``: whether it can hand the version on."""
+        keys = [WAITING] * received + [f"{_HOLDERS}/{number}"] * (received and holds)
         with suppress(RuntimeError):  # the sender has ended meanwhile
             for key in keys:
                 _say(self._store, key, self._rendezvous.participant)
@@ -355,7 +372,8 @@ class Holder:
         if not start.participants:
             return
         participants = Participants.fetch(store, start.participants, TIMEOUT)
-        if self._participant not in participants.holders:
+        numbers = [holder.number for holder in participants.holders]
+        if self._participant.number not in numbers:
             return  # it has answered too late
         _, manifest = participants.fetch_manifest(store, TIMEOUT)
         contents = Attempt(lambda: version[1].contents(manifest))
@@ -367,7 +385,7 @@ class Holder:
 
         holdings = contents.result[0] if contents.result is not None else full_holdings((), ())
         generation = Generation(
-            store, TIMEOUT, start.generation, participants, participants.holders.index(self._participant), message, manifest,
+            store, TIMEOUT, start.generation, participants, numbers.index(self._participant.number), message, manifest,
             holdings, contents.failure, node_version=None,
         )  # fmt: skip
         try:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistStoreError
@@ -32,6 +33,7 @@ from epload.ranks.topology import Topology
 from epload.sync.scope import Scope
 from epload.sync.store import answered
 
+T = TypeVar("T")
 LEASE_SECONDS = 10.0
 """A receiver that has been silent for so long is dropped."""
 _BEAT_SECONDS = 2.0
@@ -41,8 +43,10 @@ _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
 """Seconds that a sender waits for receivers until it logs which are missing, and until it does so again."""
-_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.5
+_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.25
 """Seconds between two looks of a receiver that waits for whichever version comes first."""
+WAITING = "waiting"
+"""Key of the ranks without a version, for which the next one has to wait."""
 OFFERS = "offers"
 """Prefix of the keys under which receivers are offered the version that other engines have."""
 _MAX_LISTED = 8
@@ -176,7 +180,7 @@ class Announcements:
             number = self._store.add("announcements", 0)
             return number, number > 0 and not self._store.check([f"start/{number}"])
 
-        return answered(ask, self._timeout)
+        return _answer_of_sender(ask, self._timeout)
 
     def read(self, number: int, timeout: timedelta) -> Any:
         """Returns what is announced under a number, once it is."""
@@ -186,7 +190,8 @@ class Announcements:
         """Says that this rank is ready for an announcement."""
         if self._ready_for != (number, participant):
             line = json.dumps(participant) + "\n"
-            answered(lambda: self._store.append(f"ready/{number}", line), self._timeout)  # type: ignore[attr-defined]
+            append = partial(self._store.append, f"ready/{number}", line)  # type: ignore[attr-defined]
+            _answer_of_sender(append, self._timeout)
             self._ready_for = number, participant
 
     def wait_for_start(self, number: int, timeout: timedelta) -> Start:
@@ -212,15 +217,21 @@ class Announcements:
             return self._store.get(key)
 
         try:
-            return answered(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
+            return _answer_of_sender(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
         except DistStoreError:
             raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s") from None
-        except LoadError:
-            raise
-        except RuntimeError as error:
-            raise LoadError(
-                f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
-            ) from error
+
+
+def _answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
+    """Returns the result of a call of the store. Raises LoadError if the store is lost, and DistStoreError as the call does."""
+    try:
+        return answered(call, timeout)
+    except (LoadError, DistStoreError):
+        raise
+    except RuntimeError as error:
+        raise LoadError(
+            f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
+        ) from error
 
 
 class ReceiverRendezvous:
@@ -286,6 +297,10 @@ class ReceiverRendezvous:
             number, is_offered = self.offers.last()
             if is_offered:
                 return number, self.offers.read(number, self._timeout)
+            if pause == _MIN_PAUSE:  # versions are open for a moment only: the next one waits for this rank
+                line = json.dumps(self.participant) + "\n"
+                append = partial(self._store.append, WAITING, line)  # type: ignore[attr-defined]
+                _answer_of_sender(append, self._timeout)
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return None

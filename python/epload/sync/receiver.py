@@ -25,7 +25,7 @@ from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
 from epload.sync.endpoint import Endpoint, check_choice
 from epload.sync.generation import Generation
-from epload.sync.handing_on import Holder, Joining
+from epload.sync.handing_on import TIMEOUT, Holder, Joining
 from epload.sync.joining import JoinMessage
 from epload.sync.participants import EngineRank, Participants, ReceiverRendezvous, Start, engine_of
 from epload.sync.report import SyncReport
@@ -33,8 +33,8 @@ from epload.sync.scope import Scope
 from epload.sync.store import Address, connect
 from epload.sync.targets import FullTensors, TargetProvider, make_target
 
-_MAX_ATTEMPTS = 3
-"""Number of attempts to receive from other engines until an engine waits for the sender's next version."""
+_MAX_FAILURES = 3
+"""Number of times that receiving from other engines may fail until an engine waits for the sender's next version."""
 
 
 class WeightReceiver(Endpoint):
@@ -153,10 +153,10 @@ class WeightReceiver(Endpoint):
                 every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
         """
         self._check_open()
-        began = perf_counter()
+        began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
         self._discard()
-        if (report := self._receive_from_engines(version)) is None:
-            number, announced, start, participants = self._wait_for_start()
+        if (report := self._receive_from_engines(version, until)) is None:
+            number, announced, start, participants = self._wait_for_start(until)
             report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
             try:
                 self._take_part(version, start, participants, report)
@@ -165,24 +165,26 @@ class WeightReceiver(Endpoint):
         report.waited = perf_counter() - began - report.seconds
         return report
 
-    def _receive_from_engines(self, version: int | None) -> SyncReport | None:
+    def _receive_from_engines(self, version: int | None, until: float) -> SyncReport | None:
         """Receives the version that other engines have, if this one has none or an older one. Returns None if the sender's next
         version comes first, or they cannot send it."""
-        until, after = time.monotonic() + self._timeout.total_seconds(), -1 if self.version is None else self.version
-        for _ in range(_MAX_ATTEMPTS if self._generation is None else 0):
-            seconds = until - time.monotonic()
-            found = self._joining.find_offer(after, version, self._read, timedelta(seconds=seconds))
+        after = -1 if self.version is None else self.version
+        failures = 0
+        while self._generation is None and failures < _MAX_FAILURES:
+            found = self._joining.find_offer(after, version, self._read, timedelta(seconds=until - time.monotonic()))
             if found is None:
                 return None
             number, offer = found
             report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage, from_engines=True)
+            if (ready := self._joining.get_ready(number)) is None:
+                continue
             received = holds = False
             try:
-                if (ready := self._joining.get_ready(number)) is not None:
-                    self._take_part(version, *ready, report)
-                    received, holds = True, self._generation is not None and self._generation.keeps_declared_dtypes
-                    return report
+                self._take_part(version, *ready, report)
+                received, holds = True, self._generation is not None and self._generation.keeps_declared_dtypes
+                return report
             except LoadError as error:
+                failures += 1
                 log.logger.warning("version %d did not come from other engines: %s", offer.version, message_of(error))
             finally:
                 self._joining.end(number, received, holds)
@@ -206,10 +208,9 @@ class WeightReceiver(Endpoint):
             raise
         report.seconds = perf_counter() - began
 
-    def _wait_for_start(self) -> tuple[int, int, Start, Participants | None]:
+    def _wait_for_start(self, until: float) -> tuple[int, int, Start, Participants | None]:
         """Gets ready for versions until this rank takes part in one. Returns the number of its announcement, the version, the
         sender's decision, and the participants if they form a new generation."""
-        until = time.monotonic() + self._timeout.total_seconds()
         while (left := until - time.monotonic()) > 0:
             number, version = self._rendezvous.get_ready(timedelta(seconds=left))
             start = self._rendezvous.versions.wait_for_start(number, self._timeout)
@@ -238,7 +239,8 @@ class WeightReceiver(Endpoint):
         own = self._rendezvous.participant
         message = JoinMessage(self._node, self._verify, access, stages)
         rank = participants.senders + participants.receivers.index(own)
-        self._join(start, participants, rank, message, manifest.result, self._holdings, manifest.failure)
+        timeout = min(self._timeout, TIMEOUT) if participants.holders else self._timeout
+        self._join(start, timeout, participants, rank, message, manifest.result, self._holdings, manifest.failure)
 
     def _read_manifest(self, participants: Participants) -> Manifest:
         """Returns the manifest of the sender's tensors, once this rank's holdings of them are known."""

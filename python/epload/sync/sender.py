@@ -256,7 +256,7 @@ class WeightSender(Endpoint):
                         node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
                         message = JoinMessage(node, self._verify, model.access)
                         rank = topology.ranks.index(topology.rank)
-                        self._join(start, participants, rank, message, model.manifest, model.holdings)
+                        self._join(start, self._timeout, participants, rank, message, model.manifest, model.holdings)
                         self._basis = model.basis
                 assert self._generation is not None
                 show_progress = self._progress and self._first

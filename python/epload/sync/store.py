@@ -111,7 +111,7 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
                 LOOPBACK, hidden, None, True, min(timeout, _MAX_CALL), wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-            front = Front(host, port, hidden, token)
+            front = Front(port, hidden, token)
             port = front.port
         else:
             store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)

@@ -17,7 +17,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError
 
@@ -27,6 +26,8 @@ _BANNER = b"epload sync 1 \n"
 _NONCE_BYTES, _DIGEST_BYTES = 32, 32
 _HANDSHAKE_SECONDS = 10.0
 """Maximum seconds until a connection is authenticated."""
+_BACKLOG, _MAX_UNAUTHENTICATED = 1024, 256
+"""Connections that wait to be accepted, and those that are accepted and not authenticated yet."""
 _CHUNK_BYTES = 1 << 16
 LOOPBACK = "127.0.0.1"
 _tunnels: dict[tuple[str, int, str, str], _Tunnel] = {}
@@ -55,6 +56,8 @@ def authenticate(connection: socket.socket, token: str, where: str) -> None:
     connection.settimeout(_HANDSHAKE_SECONDS)
     try:
         greeting = _receive(connection, len(_BANNER) + _NONCE_BYTES)
+        if not greeting:
+            raise ConnectionError("the sender has closed the connection")
     except TimeoutError:
         greeting = b""
     if not greeting.startswith(_BANNER):
@@ -65,6 +68,8 @@ def authenticate(connection: socket.socket, token: str, where: str) -> None:
     challenge, nonce = greeting[len(_BANNER) :], secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce + _digest(token, b"client", challenge, nonce))
     proof = _receive(connection, _DIGEST_BYTES)
+    if len(proof) < _DIGEST_BYTES:
+        raise ConnectionError("the sender has closed the connection")
     if not hmac.compare_digest(proof, _digest(token, b"server", nonce, challenge)):
         raise LoadError(
             f"the sender at {where} has another token; pass the same one, or set {ENVIRONMENT} alike, in both jobs"
@@ -91,18 +96,18 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 class Relay:
     """Listens on an address, and connects each connection that is authenticated with another one. Runs in a thread."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Raises OSError: the address cannot be bound."""
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self._listener = socket.create_server(address[:2], family=family, backlog=1024)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        self._connections = 0
-        self._thread = threads.start("epload-relay", self._run)
+        self._connections = self._unauthenticated = 0
+        # Ends with the process, which need not wait for it.
+        self._thread = threading.Thread(target=self._run, name="epload-relay", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.start_server(self._take, sock=self._listener))
+        self._loop.run_until_complete(asyncio.start_server(self._take, sock=self._listener, backlog=_BACKLOG))
         self._loop.run_forever()
         self._listener.close()
         pending = asyncio.all_tasks(self._loop)
@@ -116,7 +121,13 @@ class Relay:
         other: Pipe | None = None
         self._connections += 1
         try:
-            other = await asyncio.wait_for(self._connect(reader, writer), _HANDSHAKE_SECONDS)
+            if self._unauthenticated >= _MAX_UNAUTHENTICATED:
+                raise LoadError("too many others have not authenticated themselves yet")
+            self._unauthenticated += 1
+            try:
+                other = await asyncio.wait_for(self._connect(reader, writer), _HANDSHAKE_SECONDS)
+            finally:
+                self._unauthenticated -= 1
             if other is not None:
                 directions = [_pump(reader, other[1]), _pump(other[0], writer)]
                 tasks = [asyncio.ensure_future(direction) for direction in directions]
@@ -155,12 +166,16 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Front(Relay):
-    """The sender's: passes on to a store on the loopback interface what comes from those that know the token."""
+    """The sender's: passes on to a store on the loopback interface what comes from those that know the token. Listens on all
+    interfaces, as a TCPStore does."""
 
-    def __init__(self, host: str, port: int, store_port: int, token: str) -> None:
+    def __init__(self, port: int, store_port: int, token: str) -> None:
+        """Raises OSError: the port cannot be bound."""
         self._store_port = store_port
         self._token = token
-        super().__init__(host, port)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        super().__init__(socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both))
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
         challenge = secrets.token_bytes(_NONCE_BYTES)
@@ -168,6 +183,7 @@ class Front(Relay):
         answer = await reader.readexactly(_NONCE_BYTES + _DIGEST_BYTES)
         nonce, digest = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(digest, _digest(self._token, b"client", challenge, nonce)):
+            writer.write(bytes(_DIGEST_BYTES))  # which is no proof
             raise LoadError("it does not know the token")
         writer.write(_digest(self._token, b"server", nonce, challenge))
         return await asyncio.open_connection(LOOPBACK, self._store_port)
@@ -180,7 +196,7 @@ class _Tunnel(Relay):
     def __init__(self, host: str, port: int, where: str, token: str) -> None:
         self._target, self._where, self._token = (host, port), where, token
         self.ended = False
-        super().__init__(LOOPBACK, 0)
+        super().__init__(socket.create_server((LOOPBACK, 0), backlog=_BACKLOG))
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
         if _owner(writer.get_extra_info("peername")[1], self.port) != os.getuid():

@@ -45,6 +45,10 @@ class ReceivedCheckpoint(Checkpoint):
             LoadError: the same on every rank; tensors may be partly written.
         """
 
+    @abstractmethod
+    def cancel(self) -> bool:
+        """Ends a call of :meth:`receive` in another thread. Returns True as long as it may still fill tensors."""
+
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         raise CheckpointError(
             f"{self.manifest.source} is sent to all ranks of a load at once, and cannot be read piece by piece; load it with "
@@ -82,10 +86,15 @@ class Receiving:
             control.activity(f"receives {self._checkpoint.manifest.source}"),
         ):
             thread = threads.start("epload-receive", receive)
-            while not outcomes:
-                thread.join(_LOOK_SECONDS)
-                if self._failed.is_set():
-                    raise RemoteFailure("another rank failed")
+            try:
+                while not outcomes:
+                    thread.join(_LOOK_SECONDS)
+                    if self._failed.is_set():
+                        raise RemoteFailure("another rank failed")
+            except BaseException:  # nothing changes the tensors once this has returned
+                while self._checkpoint.cancel() and thread.is_alive():
+                    thread.join(_LOOK_SECONDS)
+                raise
             span.nbytes, source = outcomes[0].value
         logger.info("received %s", source)
         control.progress += span.nbytes
