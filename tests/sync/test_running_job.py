@@ -166,7 +166,8 @@ def interrupted(rank: int, meeting: Meeting) -> tuple[str, bool]:
     signal.signal(signal.SIGALRM, interrupt)
     model, address = make(3), meeting.hear("address")
     threading.Thread(target=send_signal, daemon=True).start()
-    error = outcome(partial(epload.load, model, f"epload://{address}", timeout=30, progress=False))
+    with many_waves():
+        error = outcome(partial(epload.load, model, f"epload://{address}", timeout=30, progress=False))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5)
@@ -184,7 +185,7 @@ def test_nothing_changes_the_model_after_a_load_that_was_interrupted() -> None:
 def send_merged(rank: int, meeting: Meeting) -> None:
     model = adapted()
     model.merge_adapter()
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=40) as sender:
+    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=40) as sender:
         meeting.say("address", sender.address)
         sender.send_weights(1)
         meeting.hear("loaded-0")
@@ -192,7 +193,8 @@ def send_merged(rank: int, meeting: Meeting) -> None:
 
 def send_adapter(rank: int, meeting: Meeting) -> None:
     """Sends from a process that has never had the adapter merged."""
-    with epload.WeightSender(adapted(), ("127.0.0.1", 0), receivers=1, timeout=40, only="adapter") as sender:
+    options = {"receivers": 1, "timeout": 40, "only": "adapter"}
+    with many_waves(), epload.WeightSender(adapted(), ("127.0.0.1", 0), **options) as sender:
         meeting.say("address of the adapter", sender.address)
         outcome(partial(sender.send_weights, 1))
 
@@ -203,10 +205,12 @@ def adapted() -> Any:
 
 def load_then_adapt(rank: int, meeting: Meeting) -> str:
     model = make(2)
-    epload.load(model, f"epload://{meeting.hear('address')}", timeout=30, progress=False)
+    with many_waves():
+        epload.load(model, f"epload://{meeting.hear('address')}", timeout=30, progress=False)
     meeting.say("loaded-0")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    with epload.WeightReceiver(model, meeting.hear("address of the adapter"), timeout=40) as receiver:
+    address = meeting.hear("address of the adapter")
+    with many_waves(), epload.WeightReceiver(model, address, timeout=40) as receiver:
         return outcome(receiver.receive_weights)
 
 

@@ -104,12 +104,14 @@ class RunningJob(ReceivedCheckpoint):
 
     def cancel(self) -> bool:
         target, receiver = self._target, self._receiver
-        if target is None or not target.cancel():
+        if target is None or receiver is None:
             return False
-        generation = receiver._generation if receiver is not None else None
-        if generation is not None:
+        generation = receiver._generation
+        if target.cancel() and generation is not None:
             generation.control.abort(LoadError("the load was canceled"))
-        return True
+            return True
+        receiver._leave()  # the sender counts on it no more, whatever the other thread waits for
+        return False
 
 
 class _LoadTarget(ModelTarget):
