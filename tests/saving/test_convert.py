@@ -76,7 +76,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert same(read_folder(tmp_path / "new"), expected)
     assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
     for more, status, text in (
-        ([], 1, "exists and is not empty"),
+        ([], 1, "exists and is not empty; pass another path, or --overwrite, which replaces"),
         (["--overwrite", "--rename", r"model\..*=x"], 1, "several tensors the name x"),
         (["--overwrite", "--rename", "x"], 2, "expected PATTERN=TEXT"),
         (["--overwrite", "--dtype", "int8"], 2, "is not one of 'float16'"),

@@ -79,7 +79,9 @@ class PendingSave:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
         if not isinstance(model, nn.Module | list | tuple):
-            model = FlatState(model)  # type: ignore[arg-type]
+            if not isinstance(model, Mapping):
+                raise TypeError(f"expected an nn.Module or a dict of tensors, got {type(model).__name__}")
+            model = FlatState(model)
             if model.others:
                 name, value = next(iter(model.others.items()))
                 raise ValueError(

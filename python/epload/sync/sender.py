@@ -192,7 +192,7 @@ class WeightSender(Endpoint):
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
             raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
         if self._version is not None and version <= self._version:
-            raise ValueError(f"expected a version after {self._version}, got {version}: versions grow")
+            raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
         if not wait and self._snapshot != "host":
             raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
         self._check_open()
