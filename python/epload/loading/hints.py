@@ -127,6 +127,6 @@ def unfilled_error(names: Sequence[str]) -> ModelMismatch:
     """The error for tensors of the model that neither the checkpoint nor the model fills."""
     return ModelMismatch(
         f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
-        f"{list_first(names)}. Pass init_missing=hook(module, path, names) to initialize them, or build the model with values "
-        "for them"
+        f"{list_first(names)}. Pass init_missing='reset_parameters' if their modules have that method, init_missing=hook(module, "
+        "path, names) to initialize them, or build the model with values for them"
     )

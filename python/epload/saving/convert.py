@@ -19,8 +19,9 @@ from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
+from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
-from epload.mapping.mapping import Rename, apply_renames
+from epload.mapping.mapping import Rename, Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -39,8 +40,8 @@ def convert(
     source: Any,
     path: str | Path,
     *,
-    dtype: torch.dtype | None = None,
-    renames: Sequence[Rename] = (),
+    dtype: DType | None = None,
+    renames: Renames = (),
     quantize: Quantize | None = None,
     max_shard_bytes: int = 5 << 30,
     files: Sequence[str | Path] = (),
@@ -58,10 +59,10 @@ def convert(
     Args:
         source: as for :meth:`epload.Checkpoint.open`, as are ``prefix`` and ``variant``.
         path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files`` and ``overwrite``.
-        dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized. Where a
-            ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)`` keeps in float32 stays
-            as it is; a class that is not installed is an error.
-        renames: applied to the names, in order.
+        dtype: of floating-point tensors of at least 16 bits, itself or its name; by default as they are. Refused if weights are
+            quantized. Where a ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)``
+            keeps in float32 stays as it is; a class that is not installed is an error.
+        renames: applied to the names, in order; or a dict from regular expressions to what replaces their first match.
         quantize: weights to fp8, those of the modules that a ``config.json`` next to the source names, or of which the rule has
             patterns. Then a ``config.json`` that declares it is written. Takes more memory: blocks of rows, or, for one scale per
             weight, one matrix.
@@ -75,6 +76,8 @@ def convert(
             quantize, or a folder that must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
+    if progress is not None and not callable(progress):
+        raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
     began = perf_counter()
     report = SaveReport(path=str(Path(path).expanduser().absolute()))
     with ExitStack() as stack:
@@ -89,7 +92,8 @@ def convert(
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
-            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
+            to_dtype = None if dtype is None else requested("dtype", dtype)
+            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, to_dtype, renames_of(renames))
             rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {}, copied)
             same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
@@ -138,7 +142,7 @@ def _new_manifest(
     manifest = checkpoint.manifest
     if dtype is not None:
         manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, source, dtype))
-    names = apply_renames(tuple(renames), list(manifest.names))
+    names = apply_renames(renames, list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
