@@ -29,7 +29,7 @@ from epload.model.targets import Targets
 from epload.observe.render import list_keys
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""What :data:`AnyDTypes` says, with dtypes in place of their names."""
+"""Dtypes of parameters, as :data:`AnyDTypes`, without names of dtypes."""
 AnyDTypes = dtypes.DType | Mapping[str, dtypes.DType] | None
 """A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first match counts.
 A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of it; what a dict names gets that dtype exactly."""

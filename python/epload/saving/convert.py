@@ -21,7 +21,7 @@ from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
-from epload.mapping.mapping import Rename, Renames, apply_renames, renames_of
+from epload.mapping.mapping import Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -76,8 +76,6 @@ def convert(
             quantize, or a folder that must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
-    if progress is not None and not callable(progress):
-        raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
     began = perf_counter()
     report = SaveReport(path=str(Path(path).expanduser().absolute()))
     with ExitStack() as stack:
@@ -92,13 +90,12 @@ def convert(
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
-            to_dtype = None if dtype is None else requested("dtype", dtype)
-            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, to_dtype, renames_of(renames))
+            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
             rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {}, copied)
             same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
-        copied = tuple(map(Path, files))
+        copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned = Attempt(plan)
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
@@ -113,8 +110,7 @@ def convert(
                     file, offset = int(layout.file[number]), int(layout.offset[number]) + begin
                     folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
                     report.written += len(data)
-                    if progress is not None:
-                        progress(nbytes)
+                    progress(nbytes)
                     wrote(nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
@@ -123,6 +119,13 @@ def convert(
         write_checkpoint(topology, Path(report.path), overwrite, laid_out, write, lambda _: config, copied, report)
     report.seconds = perf_counter() - began
     return report
+
+
+def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[int], object]:
+    """Returns the caller's function, or one that does nothing."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
+    return progress or (lambda nbytes: None)
 
 
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
@@ -135,14 +138,13 @@ def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files:
     return layout
 
 
-def _new_manifest(
-    checkpoint: Checkpoint, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]
-) -> Manifest:
+def _new_manifest(checkpoint: Checkpoint, source: Any, dtype: DType | None, renames: Renames) -> Manifest:
     """Returns the tensors that are written."""
     manifest = checkpoint.manifest
     if dtype is not None:
+        dtype = requested("dtype", dtype)
         manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, source, dtype))
-    names = apply_renames(renames, list(manifest.names))
+    names = apply_renames(renames_of(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")
