@@ -109,6 +109,21 @@ def test_what_is_filled_or_not_missing_is_kept() -> None:
     assert torch.equal(model.table, torch.arange(5.0)), "no checkpoint has it, and it is not missing"
 
 
+def test_a_loader_initializes_what_each_checkpoint_lacks() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)))
+    source = {"0.weight": state()["0.weight"]}
+    with epload.HierarchicalLoader(progress=False) as loader:
+        for _ in range(2):
+            report = loader.load(model, source, strict=False, init_missing="reset_parameters")
+            assert sorted(report.initialized) == ["0.bias", "1.bias", "1.weight"]
+            assert torch.equal(model[0].weight, source["0.weight"])
+            assert 0 < model[0].bias.abs().max() <= 6**-0.5
+            assert torch.equal(model[1].weight, torch.ones(5))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(9.0)
+
+
 class Plain(nn.Module):
     """Has no method of this name."""
 
@@ -127,7 +142,7 @@ class FailingModule(Plain):
     [
         (
             Plain,
-            r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Pass init_missing='reset_parameters' if",
+            r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para",
         ),
         (FailingModule, r"FailingModule\.reset_parameters failed to initialize 1 \(RuntimeError: cannot\)"),
     ],
@@ -149,7 +164,12 @@ def refuse_other_cases(rank: int) -> list[str]:
     shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", mesh)])
     state = {"0.bias": torch.arange(6.0)}
     for options, kind, text in (
-        ({"init_missing": "reset_parameters", "options": shards}, epload.ModelMismatch, "neither the checkpoint"),
+        ({"init_missing": "reset_parameters", "options": shards}, epload.ModelMismatch, "0.weight. Their modules"),
+        (
+            {"options": shards},
+            epload.ModelMismatch,
+            "Pass init_missing='reset_parameters' if their modules have that method",
+        ),
         (
             {"init_missing": "reset_parameters" if rank else None},
             epload.ManifestMismatch,

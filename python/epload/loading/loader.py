@@ -171,8 +171,8 @@ class HierarchicalLoader:
             dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``),
                 or a dict from regular expressions to dtypes; by default the model's. For a transformers model it means what
                 ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists
-                them. What a dict names gets that dtype exactly.
-                fp8 weights and the scales of quantized weights keep the model's dtype.
+                them. What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's
+                dtype.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
                 the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
                 as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves

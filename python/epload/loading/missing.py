@@ -116,7 +116,7 @@ def compute_missing(
         adapters = meta and not hooked
         values, attributes = compute(model, tensors, dtypes, seed, request.parts, adapters, inputs.modules, resets)
         if (nobody := uninitialized - values.keys()) and not hooked:
-            raise unfilled_error(sorted(nobody))
+            raise unfilled_error(sorted(nobody), request.resets)
         return values, attributes
 
     initialized = Attempt(initialize)
