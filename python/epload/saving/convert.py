@@ -125,7 +125,7 @@ def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[in
     """Returns the caller's function, or one that does nothing."""
     if progress is not None and not callable(progress):
         raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
-    return progress or (lambda nbytes: None)
+    return progress if progress is not None else lambda nbytes: None
 
 
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
