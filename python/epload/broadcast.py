@@ -15,7 +15,7 @@ from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
 from epload.model.devices import check_backend, check_stream
 from epload.native import ops
-from epload.planning.algorithms import ALGORITHMS
+from epload.planning.algorithms import ALGORITHMS, Algorithm
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive, inside_load
 from epload.ranks.topology import Topology
@@ -31,7 +31,7 @@ def coalesced_bcast(
     topology: Topology | None = None,
     *,
     bucket_bytes: int | None = None,
-    algorithm: str = "two_level",
+    algorithm: Algorithm = "two_level",
     stream: torch.Stream | None = None,
     check: bool = True,
 ) -> None:

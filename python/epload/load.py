@@ -6,7 +6,7 @@ import base64
 import io
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.mapping import Mapping as Rules
-from epload.mapping.precision import DTypes
+from epload.mapping.precision import AnyDTypes
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
-from epload.planning.schedule import WAVE_BYTES
+from epload.planning.algorithms import Algorithm
+from epload.planning.schedule import WAVE_BYTES, Readers
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
@@ -41,10 +42,10 @@ def load(
     mapping: AnyMapping = "auto",
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
-    dtype: DTypes = None,
+    dtype: AnyDTypes = None,
     init_missing: InitMissing | None = None,
     variant: str = "",
-    readers: str = "auto",
+    readers: Readers = "auto",
     verify: bool = False,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
@@ -65,8 +66,10 @@ def load(
         mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
         strict: whether missing and unexpected keys are an error.
         ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
-        dtype: the dtype of floating-point parameters on meta, or a dict from regular expressions to dtypes.
-        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills.
+        dtype: the dtype of floating-point parameters on meta, itself or its name, such as ``"bf16"``; or a dict from regular
+            expressions to dtypes.
+        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills; or
+            ``"reset_parameters"``, which calls that method of the modules.
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
         readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
         verify: whether ranks verify their shards against the checkpoint afterwards.
@@ -118,8 +121,8 @@ def load_state(
     variant: str = "",
     topology: Topology | None = None,
     src: int = 0,
-    readers: str = "auto",
-    algorithm: str = "auto",
+    readers: Readers = "auto",
+    algorithm: Algorithm | Literal["auto"] = "auto",
     bucket_bytes: int = WAVE_BYTES,
     verify: bool = False,
     timeout: timedelta | float | None = None,

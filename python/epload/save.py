@@ -7,9 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from epload.core.default_device import on_cpu
+from epload.core.dtypes import DType
 from epload.mapping.mapping import AnyMapping
 from epload.model.megatron import Model
 from epload.ranks.topology import Topology
@@ -29,7 +28,7 @@ def save(
     *,
     mapping: AnyMapping = "auto",
     names_from: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
     base: str | Path | None = None,
@@ -51,8 +50,8 @@ def save(
         mapping: how checkpoint names become regions of the model's tensors, in reverse: ``"auto"`` is what a transformers model
             declares, whose checkpoints ``from_pretrained`` reads, else names as they are.
         names_from: a checkpoint whose names and shapes are taken, for a mapping of your own, or for modules of Megatron-Core.
-        dtype: of floating-point tensors in the files; by default the model's. What ``from_pretrained`` keeps in float32 in a
-            model of this dtype keeps the model's dtype. Refused if weights are quantized.
+        dtype: of floating-point tensors in the files, itself or its name; by default the model's. What ``from_pretrained`` keeps
+            in float32 in a model of this dtype keeps the model's dtype. Refused if weights are quantized.
         max_shard_bytes: of the tensors in a file, unless it has only one.
         files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
             transformers model are written anyway.
@@ -90,7 +89,7 @@ def save_async(
     *,
     mapping: AnyMapping = "auto",
     names_from: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
     base: str | Path | None = None,

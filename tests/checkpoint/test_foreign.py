@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from torch import nn
 import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch
 from epload.mapping import Rename
+from epload.planning.algorithms import Algorithm
+from epload.planning.schedule import Readers
+from epload.sync.endpoint import Deltas, Snapshots, Stages, Transports
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 
@@ -174,12 +178,19 @@ def _linear() -> nn.Module:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "dtype": (
+    "dtype": (_linear, {"dtype": 16}, r"expected dtype to be a floating-point dtype, .*bfloat16, fp64.*, got 16"),
+    "dtypes": (_linear, {"dtype": {"weight": 2.5}}, r"expected dtype\['weight'\] to be .*, got 2\.5"),
+    "patterns": (
         _linear,
-        {"dtype": "bfloat16"},
-        r"expected dtype to be a torch\.dtype, such as torch\.bfloat16.*got 'bfloat16'",
+        {"dtype": {0: "bf16"}},
+        "expected the keys of dtype to be regular expressions of names, got 0",
     ),
-    "dtypes": (_linear, {"dtype": {"weight": "float32"}}, r"expected dtype to be .*got \{'weight': 'float32'\}"),
+    "verify": (_linear, {"verify": "full"}, "expected verify to be a bool, got 'full'; pass verify=True to prove"),
+    "progress": (
+        _linear,
+        {"progress": "bar"},
+        "expected progress to be a bool, got 'bar'; pass progress=True to show it",
+    ),
     "bucket_bytes": (
         _linear,
         {"options": LoadOptions(bucket_bytes="500MB")},
@@ -192,7 +203,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "model": (_state, {}, r"expected model to be a torch\.nn\.Module, got a dict"),
     "class": (lambda: nn.Linear, {}, r"expected model to be a torch\.nn\.Module, got the class Linear"),
-    "hook": (_linear, {"init_missing": "zeros"}, "expected init_missing to be a function, got 'zeros'"),
+    "hook": (
+        _linear,
+        {"init_missing": "zeros"},
+        "expected init_missing to be a function, or 'reset_parameters', got 'zeros'",
+    ),
 }
 
 
@@ -235,7 +250,57 @@ def test_every_rank_hears_of_an_argument_of_another_type() -> None:
         assert re.search(ARGUMENTS[argument][2], text), text
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "bf61", "torch", {"weight": torch.int8}])
+def test_a_dtype_of_no_weights_names_the_argument(dtype: Any, tmp_path: Path) -> None:
+    save_file(_state(), tmp_path / "m.safetensors")
+    for call in (
+        lambda: epload.load(_linear(), _state(), dtype=dtype, progress=False),
+        lambda: epload.save(_linear(), tmp_path / "saved", dtype=dtype),
+        lambda: epload.convert(tmp_path / "m.safetensors", tmp_path / "converted", dtype=dtype),
+    ):
+        kind = (ValueError, TypeError) if isinstance(dtype, dict) else ValueError
+        with pytest.raises(
+            kind, match=r"expected dtype.* to be a floating-point dtype, such as torch\.bfloat16, or one of"
+        ):
+            call()
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_types_and_messages_have_the_same_choices() -> None:
+    for name, literals in (("readers", [Readers]), ("algorithm", [Literal["auto"], Algorithm])):
+        choices = [choice for literal in literals for choice in get_args(literal)]
+        with pytest.raises(ValueError, match=f"expected {name} to be one of {', '.join(choices)}, got 'none'"):
+            HierarchicalLoader(**{name: "none"})
+        for choice in choices:
+            HierarchicalLoader(**{name: choice}).close()
+    for name, literal in (("snapshot", Snapshots), ("delta", Deltas), ("transport", Transports)):
+        with pytest.raises(ValueError, match=f"expected {name} to be one of {', '.join(get_args(literal))}, got 'x'"):
+            epload.WeightSender(_linear(), "127.0.0.1:0", receivers=1, **{name: "x"})
+    with pytest.raises(ValueError, match=f"expected stage to be one of {', '.join(get_args(Stages))}, got 'x'"):
+        epload.WeightReceiver(_linear(), "127.0.0.1:1", stage="x")
+    for make in (epload.WeightSender, epload.WeightReceiver):
+        with pytest.raises(TypeError, match="expected progress to be a bool, got 1"):
+            make(_linear(), "127.0.0.1:1", progress=1, **({"receivers": 1} if make is epload.WeightSender else {}))
+    with pytest.raises(TypeError, match="expected progress to be a function of a number of bytes, got True"):
+        epload.convert("m", "n", progress=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"])
+def test_a_dtype_is_passed_by_itself_or_by_name(dtype: Any, tmp_path: Path) -> None:
+    save_file(_state(), tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        one, some = _linear(), _linear()
+    epload.load(one, _state(), dtype=dtype, progress=False)
+    epload.load(some, _state(), dtype={"weight": dtype}, progress=False)
+    epload.save(_linear(), tmp_path / "saved", dtype=dtype)
+    epload.convert(tmp_path / "m.safetensors", tmp_path / "converted", dtype=dtype)
+    assert torch.equal(one.weight, _state()["weight"].bfloat16())
+    assert (one.bias.dtype, some.weight.dtype, some.bias.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    for folder in ("saved", "converted"):
+        assert {*epload.Checkpoint.open(tmp_path / folder).manifest.dtypes} == {torch.bfloat16}
+
+
 def test_an_argument_of_another_type() -> None:
     for make, options, message in ARGUMENTS.values():
         with pytest.raises(TypeError, match=message):
-            epload.load(make(), _state(), progress=False, **options)
+            epload.load(make(), _state(), **{"progress": False, **options})

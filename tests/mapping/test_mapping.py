@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from epload import Mapping, ModelMismatch
+from epload import Mapping, ModelMismatch, load
 from epload.core.views import View
-from epload.mapping import Concatenate, Convert, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
+from epload.mapping import Concatenate, Convert, Quantize, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from support.mappings import Shapes, assemble, place, shapes_of
@@ -272,6 +272,7 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
         ),
         (lambda: Mapping(renames=Rename("a", "b")), r"renames of a Mapping to be a tuple of Rename, .* write \("),
         (lambda: Mapping(renames=("a", "b")), r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$"),
+        (lambda: Mapping(renames={"a": 3}), "expected renames from regular expressions to strings, got 'a': 3"),
         (lambda: Convert("a$", ("b",)), "sources of a Convert to be a tuple of str"),
         (lambda: Convert(("a$",), ("b",), Concatenate(0)), "operations of a Convert"),
     ],
@@ -279,6 +280,25 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
 def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         make()
+
+
+def test_lists_and_dicts_are_taken_for_tuples() -> None:
+    lists = Mapping(
+        renames={"^old": "new", r"(\d+)$": r"n\1"}, aliases=[Rename("x", "y")], ties=[["a", "b"]], only=[("a", "b")],
+        ignore_missing=["head"], quantize=Quantize(weights=["w"]),
+        converts=[Convert(["a$"], ["b", "c"], [Split(0, [1, 2]), Reshape([3, -1])], ["s."])],
+    )  # fmt: skip
+    tuples = Mapping(
+        renames=(Rename("^old", "new"), Rename(r"(\d+)$", r"n\1")), aliases=(Rename("x", "y"),), ties=(("a", "b"),),
+        only=(("a", "b"),), ignore_missing=("head",), quantize=Quantize(weights=("w",)),
+        converts=(Convert(("a$",), ("b", "c"), (Split(0, (1, 2)), Reshape((3, -1))), ("s.",)),),
+    )  # fmt: skip
+    assert lists == tuples
+    assert (hash(lists), repr(lists)) == (hash(tuples), repr(tuples))
+    state = {"old.weight": tensor(1, 3, 2), "old.bias": tensor(2, 3)}
+    model = nn.ModuleDict({"new": nn.Linear(2, 3, dtype=torch.float64)})
+    load(model, state, mapping=Mapping(renames={"^old": "new"}), progress=False)
+    assert torch.equal(model["new"].weight, state["old.weight"])
 
 
 # ---- rules ----

@@ -61,10 +61,17 @@ def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest
     assert epload.Checkpoint.open(tmp_path / "new").manifest.nbytes == report.nbytes
 
 
+def test_renames_as_a_dict(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    epload.convert(tmp_path / "m.safetensors", tmp_path / "new", renames={r"^model\.": "", "^a$": "first"})
+    expected = {name.removeprefix("model.").replace("a", "first"): each for name, each in STATE.items()}
+    assert same(read_folder(tmp_path / "new"), expected)
+
+
 def test_the_command(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "m.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    arguments = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "new"), "--dtype", "bfloat16", "--json"]
+    arguments = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "new"), "--dtype", "bf16", "--json"]
     arguments += ["--rename", r"^model\.=", "--rename", "^a$=first", "--file", str(tmp_path / "config.json")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.stderr
@@ -76,10 +83,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert same(read_folder(tmp_path / "new"), expected)
     assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
     for more, status, text in (
-        ([], 1, "exists and is not empty"),
+        ([], 1, "exists and is not empty; pass another path, or --overwrite, which replaces"),
         (["--overwrite", "--rename", r"model\..*=x"], 1, "several tensors the name x"),
         (["--overwrite", "--rename", "x"], 2, "expected PATTERN=TEXT"),
-        (["--overwrite", "--dtype", "int8"], 2, "is not one of 'float16'"),
+        (["--overwrite", "--dtype", "int8"], 2, "'int8' is not one of 'float64', 'float32'"),
     ):
         result = CliRunner().invoke(main, [*arguments[:3], *more])
         assert (result.exit_code, text in result.stderr) == (status, True), result.stderr

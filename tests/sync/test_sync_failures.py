@@ -224,6 +224,15 @@ def test_another_version_of_epload_is_refused() -> None:
         epload.WeightReceiver(build("plain", 1), sender.address, timeout=30)
 
 
+def test_a_version_that_is_not_greater_is_refused() -> None:
+    with epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+        sender._version = 3
+        for version in (2, 3):
+            message = f"expected version to be greater than 3, the last one sent, got {version}"
+            with pytest.raises(ValueError, match=message):
+                sender.send_weights(version)
+
+
 def test_no_sender_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -19,7 +19,7 @@ from epload.ranks.topology import Topology
 from epload.saving.convert import convert as rewrite
 
 _size = click.FloatRange(min=0, min_open=True)
-_dtype = click.Choice(["float16", "bfloat16", "float32", "float64"])
+_dtype = click.Choice(dtypes.FLOAT_NAMES)
 _file = click.Path(exists=True, dir_okay=False)
 
 
@@ -74,7 +74,7 @@ def convert(
         total = opened.manifest.nbytes // (1 if topology is None else len(topology.ranks))
         with Progress(total, first and not as_json) as bar:
             report = rewrite(
-                opened, folder, dtype=dtypes.from_name(dtype) if dtype else None, renames=rules, quantize=rule,
+                opened, folder, dtype=dtype, renames=rules, quantize=rule,
                 max_shard_bytes=int(max_shard_gb * 1e9), files=files, overwrite=overwrite, topology=topology,
                 progress=bar.update,
             )  # fmt: skip

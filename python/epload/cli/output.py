@@ -37,7 +37,7 @@ class Commands(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 1
         except (LoadError, OSError, ValueError, TypeError, ImportError) as error:
-            status = _fail(str(error), 1)
+            status = _fail(str(error).replace("overwrite=True", "--overwrite"), 1)
         sys.exit(status or 0)
 
 

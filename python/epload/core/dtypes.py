@@ -41,6 +41,11 @@ _TABLE = {
     torch.uint64: _Dtype(29, "U64", "integer"),
     torch.float8_e8m0fnu: _Dtype(44, "F8_E8M0"),
 }
+_SHORT = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16", *_SHORT)
+"""Names of the dtypes that weights are converted to."""
+DType = torch.dtype | str
+"""A dtype that a caller passes: itself, or its name, such as ``"bfloat16"`` or ``"bf16"``."""
 _BY_CODE = {row.code: dtype for dtype, row in _TABLE.items()}
 CODES = {str(dtype).removeprefix("torch."): row.code for dtype, row in _TABLE.items()}
 ITEMSIZES = [_BY_CODE[i].itemsize if i in _BY_CODE else 0 for i in range(max(_BY_CODE) + 1)]
@@ -65,6 +70,25 @@ def from_name(text: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a torch dtype, got {text!r}")
     return dtype
+
+
+def requested(argument: str, passed: object) -> torch.dtype:
+    """Returns the floating-point dtype that a caller has passed as an argument, itself or by name.
+
+    Raises:
+        TypeError: it is neither a dtype nor a string. ValueError: it is another dtype, or no name of one.
+    """
+    dtype = passed
+    if isinstance(passed, str):
+        text = passed.removeprefix("torch.")
+        dtype = _SHORT.get(text, getattr(torch, text, None))
+    if isinstance(dtype, torch.dtype) and dtype in _TABLE and dtype.is_floating_point:
+        return dtype
+    kind = ValueError if isinstance(passed, str | torch.dtype) else TypeError
+    raise kind(
+        f"expected {argument} to be a floating-point dtype, such as torch.bfloat16, or one of its names "
+        f"({', '.join(FLOAT_NAMES)}), got {passed!r}"
+    )
 
 
 def code(dtype: torch.dtype) -> int:

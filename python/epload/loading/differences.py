@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Set
-from itertools import zip_longest
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.log import logger
 from epload.errors import CallOrderError, ManifestMismatch
+from epload.loading.hints import list_first
 from epload.model.dtensor import describe_mesh
 from epload.model.targets import Targets
 from epload.ranks.control import Control
@@ -46,7 +46,8 @@ def check_same_options(options: dict[int, str]) -> None:
 def explain_difference(control: Control, manifest: Manifest, targets: Targets, options: str) -> None:
     """Raises ManifestMismatch on every rank, in rounds, if what the ranks want to load into what differs."""
     view = _describe(manifest, targets, options)
-    digest = hashlib.blake2b("\n".join(view).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+    text = "\n".join(f"{subject}: {value}" for subject, value in view.items())
+    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
     speakers = control.agree("planning", None, digest, _first_of_each)
     if len(speakers) > 1:
         control.agree("planning", None, view if control.rank in speakers else None, _raise_difference)
@@ -58,26 +59,34 @@ def _first_of_each(digests: dict[int, str]) -> list[int]:
     return sorted(first.values())[:_MAX_VIEWS]
 
 
-def _describe(manifest: Manifest, targets: Targets, options: str) -> list[str]:
-    """Returns a line for each entry of everything in the plan's fingerprint."""
-    lines = [f"options: {options}", *(f"model {line}" for line in targets.describe())]
+def _describe(manifest: Manifest, targets: Targets, options: str) -> dict[str, str]:
+    """Returns everything in the plan's fingerprint: a description of each tensor, by its name."""
+    view = {"options": options}
+    view |= {f"model {name}": text for name, text in targets.describe().items()}
     if manifest.quantization is not None:
-        lines.append(f"checkpoint's quantization: {manifest.quantization}")
+        view["checkpoint's quantization"] = str(manifest.quantization)
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
-        lines.append(f"checkpoint {name}: {dtypes.name(dtype)} {list(shape)}")
-    return lines
+        view[f"checkpoint {name}"] = f"{dtypes.name(dtype)} {list(shape)}"
+    return view
 
 
-def _raise_difference(views: dict[int, list[str] | None]) -> None:
+def _raise_difference(views: dict[int, dict[str, str] | None]) -> None:
     """``views``: of ranks whose descriptions differ; None of others."""
     (reference, first), *others = sorted((rank, view) for rank, view in views.items() if view is not None)
     lines: list[str] = []
     for rank, view in others:
-        for a, b in zip_longest(first, view):
-            if None in (a, b):
-                lines.append(f"only rank {rank if a is None else reference} has {a or b!r}")
-                break
-            if a != b:
+        for owner, other, own, remote in ((reference, rank, first, view), (rank, reference, view, first)):
+            if extra := [f"{name!r}" for name in own if name not in remote]:
+                lines.append(f"rank {owner} has {list_first(extra)}, which rank {other} lacks")
+        if first.keys() == view.keys() and list(first) != list(view):
+            a, b = next((a, b) for a, b in zip(first, view, strict=True) if a != b)
+            lines.append(
+                f"rank {reference} has the same names in another order than rank {rank}: {a!r} where it has {b!r}"
+            )
+    for rank, view in others:
+        for name in first:
+            if name in view and first[name] != view[name]:
+                a, b = f"{name}: {first[name]}", f"{name}: {view[name]}"
                 lines.append(f"rank {reference} has {a!r} where rank {rank} has {b!r}")
     listed = "\n  ".join(lines[:_MAX_LINES])
     raise ManifestMismatch(f"the ranks disagree, nothing was moved:\n  {listed}")

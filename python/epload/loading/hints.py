@@ -123,10 +123,15 @@ def _matches(pair: tuple[str, str], names: set[str], unexpected: Sequence[str]) 
     return sum(key.startswith(removed) and added + key[len(removed) :] in names for key in unexpected)
 
 
-def unfilled_error(names: Sequence[str]) -> ModelMismatch:
-    """The error for tensors of the model that neither the checkpoint nor the model fills."""
+def unfilled_error(names: Sequence[str], resets: bool) -> ModelMismatch:
+    """The error for tensors of the model that neither the checkpoint nor the model fills; if ``resets``, nor its modules."""
+    advice = "Pass init_missing='reset_parameters' if their modules have that method, "
+    if resets:
+        advice = (
+            "Their modules have no reset_parameters(), or hold outer shards, whose whole size it cannot know. Pass "
+        )
     return ModelMismatch(
         f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
-        f"{list_first(names)}. Pass init_missing=hook(module, path, names) to initialize them, or build the model with values "
+        f"{list_first(names)}. {advice}init_missing=hook(module, path, names) to initialize them, or build the model with values "
         "for them"
     )

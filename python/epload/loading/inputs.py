@@ -72,7 +72,7 @@ class InputReader:
             raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
         request.check()
         model, modules = request.model, None
-        unchanged = self.snapshot.read(model, (request.dtype, request.parts)) if self.snapshot is not None else None
+        unchanged = self.snapshot.read(model, (request.dtypes, request.parts)) if self.snapshot is not None else None
         if unchanged is not None:
             targets, devices = unchanged
         else:
@@ -134,7 +134,7 @@ class InputReader:
             targets = _collect(request, modules)
             if not targets.matches(inputs.targets):
                 return
-        options = request.dtype, request.parts
+        options = request.dtypes, request.parts
         self.snapshot = Snapshot(request.model, modules, targets, (inputs.device, inputs.materialize_on), options)
 
     def close(self) -> None:
@@ -145,5 +145,5 @@ class InputReader:
 
 def _collect(request: Request, modules: Modules) -> Targets:
     targets = collect(request.model, request.parts, modules)
-    set_dtypes(request.model, modules, targets, request.dtype, request.as_pretrained)
+    set_dtypes(request.model, modules, targets, request.dtypes, request.as_pretrained)
     return targets

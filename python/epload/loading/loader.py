@@ -11,7 +11,7 @@ from itertools import count as count_from
 from pathlib import Path
 from time import perf_counter, strftime
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,12 +26,14 @@ from epload.loading.request import Options, Request, describe_model
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.precision import DTypes
+from epload.mapping.precision import AnyDTypes
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
+from epload.observe.progress import check_progress
 from epload.observe.render import count, list_keys
-from epload.planning.schedule import WAVE_BYTES
+from epload.planning.algorithms import Algorithm
+from epload.planning.schedule import WAVE_BYTES, Readers
 from epload.ranks.membership import uninitialized_warning
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
@@ -60,8 +62,8 @@ class HierarchicalLoader:
         topology: Topology | None = None,
         *,
         src: int = 0,
-        readers: str = "auto",
-        algorithm: str = "auto",
+        readers: Readers = "auto",
+        algorithm: Algorithm | Literal["auto"] = "auto",
         bucket_bytes: int = WAVE_BYTES,
         verify: bool = False,
         timeout: timedelta | float | None = None,
@@ -104,6 +106,7 @@ class HierarchicalLoader:
             ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
+        check_progress(progress)
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
@@ -141,7 +144,7 @@ class HierarchicalLoader:
         mapping: AnyMapping = "auto",
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
-        dtype: DTypes = None,
+        dtype: AnyDTypes = None,
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
@@ -165,14 +168,17 @@ class HierarchicalLoader:
             ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
                 lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
                 whatever ``strict`` is.
-            dtype: the dtype of floating-point parameters that are on meta, or a dict from regular expressions to dtypes; by
-                default the model's. For a transformers model it means what ``from_pretrained(dtype=)`` makes of it, which keeps
-                some tensors in float32, also by default; the report lists them. What a dict names gets that dtype exactly.
-                fp8 weights and the scales of quantized weights keep the model's dtype.
+            dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``),
+                or a dict from regular expressions to dtypes; by default the model's. For a transformers model it means what
+                ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists
+                them. What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's
+                dtype.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
                 the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
                 as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
-                unfilled. What nobody fills is an error.
+                unfilled. What nobody fills is an error. ``"reset_parameters"`` has the modules themselves initialize these
+                tensors, with their method of this name, as whole tensors and equally on all ranks; it does not touch what the
+                checkpoint has filled. Not for outer shards and modules of Megatron-Core, whose whole size it cannot know.
             outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
             local_modules: modules that hold what other ranks need not have.
             prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.

@@ -79,9 +79,10 @@ def compute_missing(
 
     Tensors that hold values keep them, unless another rank has them on meta: then all ranks initialize them alike. So do those
     that a model on meta holds only because its class cannot make them on meta, and non-persistent buffers, which after
-    ``to_empty()`` hold nothing.
+    ``to_empty()`` hold nothing. With ``init_missing="reset_parameters"``, all that the checkpoint does not fill is initialized,
+    as a hook would be called for it.
 
-    Collective where a model is on meta: in rounds, out of which all ranks raise what any does.
+    Collective where a model is on meta, or with that option: in rounds, out of which all ranks raise what any does.
 
     Args:
         anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
@@ -102,7 +103,10 @@ def compute_missing(
         on_meta = set(names)
     tensors = {name: tensor for name, tensor in targets.unsaved_meta.items() if name not in holders}
     tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled if shared[name] in on_meta}
-    uninitialized, hooked = {*tensors}, request.init_missing is not None
+    uninitialized = {*tensors}
+    hooked, resets = callable(request.init_missing), uninitialized | unfilled if request.resets else set()
+    if resets:
+        tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled}
     unsaved = _unsaved_buffers(request, inputs)
     tensors |= unsaved
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -110,15 +114,15 @@ def compute_missing(
 
     def initialize() -> tuple[dict[str, Tensor], Attributes]:
         adapters = meta and not hooked
-        values, attributes = compute(model, tensors, dtypes, seed, request.parts, adapters, inputs.modules)
+        values, attributes = compute(model, tensors, dtypes, seed, request.parts, adapters, inputs.modules, resets)
         if (nobody := uninitialized - values.keys()) and not hooked:
-            raise unfilled_error(sorted(nobody))
+            raise unfilled_error(sorted(nobody), request.resets)
         return values, attributes
 
     initialized = Attempt(initialize)
-    if meta:
+    if meta or request.resets:
         control.agree("initializing what the checkpoint lacks", initialized.failure)
-    # Without meta, an initializer that fails leaves everything as it is.
+    # Otherwise an initializer that fails leaves everything as it is.
     computed, attributes = initialized.value if initialized.failure is None else ({}, [])
     filled = computed.keys()
     return Missing(
@@ -174,13 +178,13 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     for module, name, value in missing.attributes:
         setattr(module, name, value)
     report.initialized += sorted(computed)
-    if request.init_missing is None:
+    if (hook := request.init_missing) is None or isinstance(hook, str):
         return
     for tensor in local(missing.uninitialized).values():
         poison(tensor)
     for module, path, leaves in init_missing_calls(model, missing.unfilled):
         with callers_default_device():
-            request.init_missing(module, path, leaves)
+            hook(module, path, leaves)
         report.initialized += [f"{path}.{leaf}" if path else leaf for leaf in leaves]
     tensors |= {name: tensor_at(model, name) for name in targets.unsaved_meta}  # a hook may replace a tensor
     present = {*map(id, chain(model.parameters(), model.buffers()))}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from epload.mapping.mapping import AnyMapping
-from epload.mapping.precision import DTypes
+from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
-from epload.planning.algorithms import ALGORITHMS
+from epload.planning.algorithms import ALGORITHMS, Algorithm
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.schedule import READERS, WAVE_BYTES
 from epload.verify.digests import check_verify
@@ -30,7 +31,7 @@ class LoadOptions:
 
     src: int = 0
     """The global rank that reads if one does, and on whose rail the leaders are."""
-    algorithm: str = "auto"
+    algorithm: Algorithm | Literal["auto"] = "auto"
     """``"two_level"``, ``"striped"`` or ``"auto"``: how buckets move between nodes."""
     bucket_bytes: int = WAVE_BYTES
     """The size of a bucket; 64 MiB by default."""
@@ -84,7 +85,7 @@ class Request:
     mapping: AnyMapping
     strict: bool
     ignore_mismatched_shapes: bool
-    dtype: DTypes
+    dtype: AnyDTypes
     parts: Parts
     init_missing: InitMissing | None
     prefix: str = ""
@@ -94,8 +95,18 @@ class Request:
     """False to do no more for a transformers model than for others: no dtypes of ``from_pretrained``, no non-persistent buffers
     that have storage."""
 
+    @cached_property
+    def dtypes(self) -> DTypes:
+        """The dtypes that ``dtype`` asks for. Raises ValueError or TypeError if one is none."""
+        return requested_dtypes(self.dtype)
+
+    @property
+    def resets(self) -> bool:
+        """True if modules initialize with their ``reset_parameters()`` what neither the checkpoint nor the model fills."""
+        return isinstance(self.init_missing, str) and self.init_missing == "reset_parameters"
+
     def check(self) -> None:
-        """Raises TypeError for what could not even be looked at, and ValueError for a wrapper that is not supported."""
+        """Raises TypeError for what could not even be looked at, ValueError for a wrapper or a dtype that is not supported."""
         model = as_module(self.model)
         if isinstance(model, MegatronChunks) and len(self.parts) > 1:
             raise ValueError(
@@ -109,14 +120,14 @@ class Request:
             if not isinstance(value := getattr(self, option), of_type):
                 noun = "string" if of_type is str else "bool"
                 raise TypeError(f"expected {option} to be a {noun}, got {value!r}")
-        by_name = self.dtype if isinstance(self.dtype, dict) else {} if self.dtype is None else {"": self.dtype}
-        if not all(isinstance(name, str) and isinstance(dtype, torch.dtype) for name, dtype in by_name.items()):
-            raise TypeError(
-                "expected dtype to be a torch.dtype, such as torch.bfloat16, or a dict from regular expressions to dtypes, "
-                f"got {self.dtype!r}"
+        self.dtypes  # noqa: B018 raises if one is none
+        if self.resets and isinstance(model, MegatronChunks):
+            raise ValueError(
+                "expected init_missing to be a function for a Megatron-Core model, whose modules hold shards and do not know the "
+                "size of the whole tensors"
             )
-        if self.init_missing is not None and not callable(self.init_missing):
-            raise TypeError(f"expected init_missing to be a function, got {self.init_missing!r}")
+        if not (self.init_missing is None or self.resets or callable(self.init_missing)):
+            raise TypeError(f"expected init_missing to be a function, or 'reset_parameters', got {self.init_missing!r}")
 
 
 def describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:

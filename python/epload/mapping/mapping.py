@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections.abc
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from epload.core.views import View
 from epload.mapping.operations import Operation
@@ -47,6 +49,10 @@ class Rename:
         return name[: match.start()] + match.expand(target) + name[match.end() :]
 
 
+Renames = Sequence[Rename] | collections.abc.Mapping[str, str]
+"""Renames in order, or a dict from regular expressions to what replaces their first match."""
+
+
 @dataclass(frozen=True)
 class Convert:
     """Makes tensors of the model from checkpoint tensors by operations that move elements and compute no values.
@@ -82,6 +88,9 @@ class Convert:
 class Mapping:
     """Rules that are applied in order: all renames, then the first conversion that matches.
 
+    ``renames`` and ``aliases`` may be passed as dicts, from regular expressions to what replaces their first match, and any
+    tuple as a list.
+
     A key whose new name is not in the model, but whose own name is, keeps its own name. Mappings are plain values: equal if
     their rules are equal, and equal text on every rank.
     """
@@ -113,6 +122,8 @@ class Mapping:
     def __post_init__(self) -> None:
         """Raises ValueError if a pattern of keys to ignore is not a regular expression, and TypeError if a field is not a tuple
         of what it should hold."""
+        for field_name in ("renames", "aliases"):
+            object.__setattr__(self, field_name, renames_of(getattr(self, field_name)))
         check_tuples(self, renames=Rename, converts=Convert, ties=tuple, aliases=Rename, only=tuple)
         check_tuples(self, ignore_unexpected=str, ignore_missing=str)
         if not isinstance(self.quantize, Quantize | None):
@@ -157,6 +168,15 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
+def renames_of(passed: Renames) -> Any:
+    """Returns the renames that a dict of patterns and replacements describes; anything else as it is."""
+    if not isinstance(passed, collections.abc.Mapping):
+        return passed
+    if odd := [item for item in passed.items() if not all(isinstance(text, str) for text in item)]:
+        raise TypeError(f"expected renames from regular expressions to strings, got {odd[0][0]!r}: {odd[0][1]!r}")
+    return tuple(Rename(source, target) for source, target in passed.items())
+
+
 def apply_renames(renames: Iterable[Rename], names: Iterable[str]) -> list[str]:
     """Returns the names after all renames, in order."""
     renamed = list(names)
@@ -175,10 +195,14 @@ def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:
 
 
 def check_tuples(rule: object, **kinds: type) -> None:
-    """Raises TypeError if a field of a rule is not a tuple (or a list) of a type. A string would be taken for many."""
+    """Makes tuples of lists, so that rules that say the same are equal. Raises TypeError if a field of a rule is not a tuple or a
+    list of a type. A string would be taken for many."""
     for name, kind in kinds.items():
         value = getattr(rule, name)
-        if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
+        if isinstance(value, tuple | list):
+            value = tuple(tuple(item) if kind is tuple and isinstance(item, list) else item for item in value)
+            object.__setattr__(rule, name, value)
+        if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
             hint = f"; write ({value!r},)" if isinstance(value, kind) else ""
             raise TypeError(
                 f"expected {name} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"

@@ -6,7 +6,7 @@ expert's number).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -49,12 +49,12 @@ def Concatenate(dim: int = 0) -> Operation:
     return Operation("Concatenate", (dim,))
 
 
-def Split(dim: int = 0, sizes: str | tuple[int, ...] = "equal") -> Operation:
+def Split(dim: int = 0, sizes: str | Sequence[int] = "equal") -> Operation:
     """Splits one tensor along ``dim``, one piece for each target.
 
     ``sizes``: ``"targets"`` for the sizes of the targets in the model, ``"equal"`` for those of torch.chunk, or a tuple.
     """
-    return Operation("Split", (dim, sizes))
+    return Operation("Split", (dim, tuple(sizes) if isinstance(sizes, list) else sizes))
 
 
 def Unstack(dim: int = 0) -> Operation:
@@ -67,9 +67,9 @@ def Transpose(dim0: int = 0, dim1: int = 1, unless_fits: bool = False) -> Operat
     return Operation("Transpose", (dim0, dim1, unless_fits))
 
 
-def Reshape(shape: tuple[int, ...]) -> Operation:
+def Reshape(shape: Sequence[int]) -> Operation:
     """Reshapes every tensor, as torch.reshape does; one entry may be -1."""
-    return Operation("Reshape", (shape,))
+    return Operation("Reshape", (tuple(shape),))
 
 
 # ---- the functions ----

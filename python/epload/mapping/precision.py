@@ -29,8 +29,19 @@ from epload.model.targets import Targets
 from epload.observe.render import list_keys
 
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""Dtypes of parameters, as :data:`AnyDTypes`, without names of dtypes."""
+AnyDTypes = dtypes.DType | Mapping[str, dtypes.DType] | None
 """A dtype for all floating-point parameters, or dtypes by regular expression, searched for in the names; the first match counts.
 A dtype for a transformers model means what ``from_pretrained(dtype=)`` makes of it; what a dict names gets that dtype exactly."""
+
+
+def requested_dtypes(passed: AnyDTypes) -> DTypes:
+    """Returns the dtypes that a caller has passed as ``dtype``. Raises ValueError or TypeError if one is none."""
+    if not isinstance(passed, Mapping):
+        return None if passed is None else dtypes.requested("dtype", passed)
+    if odd := [pattern for pattern in passed if not isinstance(pattern, str)]:
+        raise TypeError(f"expected the keys of dtype to be regular expressions of names, got {odd[0]!r}")
+    return {pattern: dtypes.requested(f"dtype[{pattern!r}]", dtype) for pattern, dtype in passed.items()}
 
 
 def set_dtypes(

@@ -48,6 +48,7 @@ class Quantize:
         """Raises ValueError or TypeError for a configuration or a pattern that is none, CheckpointError if it cannot be read."""
         if isinstance(self.weights, str) or not all(isinstance(pattern, str) for pattern in self.weights):
             raise TypeError(f"expected weights to be a tuple of regular expressions, got {self.weights!r}")
+        object.__setattr__(self, "weights", tuple(self.weights))
         try:
             re.compile("|".join(self.weights))
         except re.error as error:

@@ -23,7 +23,8 @@ class FlatState(nn.Module):
         """
         super().__init__()
         if not isinstance(state, Mapping):
-            raise TypeError(f"expected an nn.Module or a dict of tensors, got {type(state).__name__}")
+            hint = ", a module: pass it to epload.load" if isinstance(state, nn.Module) else ""
+            raise TypeError(f"expected a dict of tensors, got {type(state).__name__}{hint}")
         flat, paths = flatten_state_dict(dict(state))
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}

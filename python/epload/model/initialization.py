@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,9 @@ _INITIALIZED = "_is_hf_initialized"
 _TENSOR_DICTS = ("_parameters", "_buffers")
 _ModuleState = tuple[nn.Module, type, dict[str, Any], dict[str, Any]]
 """A module, its class, its ``__dict__``, and the one that it has while its tensors are exchanged."""
-InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None]
-"""Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place."""
+InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None] | Literal["reset_parameters"]
+"""Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place. Or the
+method of these modules that does."""
 
 
 Attributes = list[tuple[nn.Module, str, Any]]
@@ -52,6 +53,7 @@ def compute_missing(
     expert_parallel: Parts = (),
     adapters: bool = True,
     modules: Modules | None = None,
+    resets: Collection[str] = (),
 ) -> tuple[dict[str, Tensor], Attributes]:
     """Runs the model's own initializers for some of its tensors. Leaves the model and all random-number generators as they were.
 
@@ -60,6 +62,7 @@ def compute_missing(
         seed: equal on all ranks.
         expert_parallel: sharding that the model does not describe; different shards get different random numbers.
         adapters: whether to initialize what adapters add, too.
+        resets: names in ``missing`` of tensors that a module's ``reset_parameters()`` initializes where nothing else does.
 
     Returns:
         The tensors that the model could compute, which may be none: the local ones, on the CPU, by name. And the other attributes
@@ -78,6 +81,7 @@ def compute_missing(
         poison(empty)
         full[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
     initializer = _Initializer({*map(id, full.values())}, list(missing), seed, expert_parallel, adapters)
+    initializer.resets = {id(full[id(missing[name])]) for name in resets}
     transformers: Any = sys.modules.get("transformers.initialization")
     # Under this guard, torch's own initializers leave alone what is marked as initialized.
     guard = transformers.guard_torch_init_functions() if transformers is not None else nullcontext()
@@ -186,12 +190,23 @@ class _Initializer:
     adapters: bool
     """True to initialize what adapters add, which only the adapted layer may do: it does not belong to the adapted model."""
 
-    def visit(self, path: str, module: nn.Module, owner: Any = None, configs: Mapping[str, Any] | None = None) -> bool:
+    resets: Collection[int] = ()
+    """Ids of those that ``reset_parameters()`` may initialize. Not where adapters add modules: LoRA's B starts as zeros."""
+
+    def visit(
+        self,
+        path: str,
+        module: nn.Module,
+        owner: Any = None,
+        configs: Mapping[str, Any] | None = None,
+        in_adapter: bool = False,
+    ) -> bool:
         """Initializes a module that owns missing tensors, or is above one that does; returns True if so.
 
         Args:
             owner: the model whose ``_init_weights`` applies.
             configs: PEFT's config of each adapter; empty for other libraries.
+            in_adapter: whether an adapter has added the module.
         """
         # A model of another library may have an initializer like that of transformers.
         method = getattr(type(module), "_init_weights", None) if not path else None
@@ -202,17 +217,34 @@ class _Initializer:
         for name, child in module._modules.items():
             if child is not None:
                 is_added = name != "base_layer" and is_adapter(module)
-                is_missing = self.visit(f"{path}.{name}" if path else name, child, None if is_added else owner, configs)
+                child_path, child_owner = f"{path}.{name}" if path else name, None if is_added else owner
+                is_missing = self.visit(child_path, child, child_owner, configs, in_adapter or is_added)
                 below |= is_missing and not is_added
                 added |= is_missing and is_added
         tensors = {**module._parameters, **module._buffers}
         own = [name for name, tensor in tensors.items() if id(tensor) in self.missing]
         if (own or below) and owner is not None:
             self._run(path, own, f"{type(owner).__name__}._init_weights", lambda: owner._init_weights(module))
+        if self.resets and not in_adapter:
+            self._reset(path, module, own)
         if added and self.adapters:
             name = f"{type(module).__name__}.reset_lora_parameters"
             self._run(path, [], name, lambda: _reset_adapters(module, configs))
         return below or added or bool(own)
+
+    def _reset(self, path: str, module: Any, own: list[str]) -> None:
+        """Calls ``reset_parameters()`` of a module with missing tensors that are not initialized yet; others keep their values.
+        Not of one that has a shard of a larger tensor, of which the method cannot know the size."""
+        tensors = {**module._parameters, **module._buffers}
+        unwritten = [name for name in own if id(tensors[name]) in self.resets and is_poisoned(tensors[name])]
+        names = [f"{path}.{name}" if path else name for name in own]
+        is_shard = any(outer_shard(self.expert_parallel, name) is not None for name in names)
+        if not unwritten or is_shard or not callable(getattr(type(module), "reset_parameters", None)):
+            return
+        others = {name: tensors[name].clone() for name in own if name not in unwritten}
+        self._run(path, own, f"{type(module).__name__}.reset_parameters", module.reset_parameters)
+        for name, value in others.items():
+            tensors[name].copy_(value)
 
     def _run(self, path: str, own: list[str], name: str, initialize: Callable[[], object]) -> None:
         """Raises ModelMismatch if the initializer fails."""

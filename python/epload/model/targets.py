@@ -122,19 +122,19 @@ class Targets:
             local_only=self.local_only | {*numbers},
         )
 
-    def describe(self) -> list[str]:
-        """Returns one line per target that all ranks share, equal on all ranks that want the same."""
+    def describe(self) -> dict[str, str]:
+        """Returns the dtype and the layout of each target that all ranks share, by name; equal on ranks that load the same."""
         placements = [", ".join(map(_describe_placement, layout.placements)) or "whole" for layout in self.layouts]
         layouts = [
             f"{list(layout.shape)} on mesh {list(layout.mesh_shape)} {text}"
             for layout, text in zip(self.layouts, placements, strict=True)
         ]
         dtype_names = {dtype: dtypes.name(dtype) for dtype in set(self.dtypes)}
-        return [
-            f"{name}: {dtype_names[dtype]} {layouts[layout]}"
+        return {
+            name: f"{dtype_names[dtype]} {layouts[layout]}"
             for i, (name, dtype, layout) in enumerate(zip(self.names, self.dtypes, self.layout, strict=True))
             if i not in self.local_only
-        ]
+        }
 
 
 def _describe_placement(placement: Placement) -> str:

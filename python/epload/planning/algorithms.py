@@ -8,11 +8,13 @@ gathered, over the node's own group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from epload.native.extension import _C
 
 Ranks = tuple[int, ...]
-ALGORITHMS = ("two_level", "striped")
+Algorithm = Literal["two_level", "striped"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 STRIPE_ALIGNMENT = 64
 """Bytes; every stripe but the last is a multiple."""
 

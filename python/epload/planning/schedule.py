@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from typing import Literal, get_args
 
 from epload.native.extension import _C
 from epload.planning.algorithms import STRIPE_ALIGNMENT
 
-READERS = ("one", "per_node", "partitioned", "every")
+Readers = Literal["auto", "one", "per_node", "partitioned", "every"]
+"""Choices of the ranks that read."""
+READERS = tuple(choice for choice in get_args(Readers) if choice != "auto")
 MIN_WAVES = 3
 MIN_WAVE_BYTES = 8 << 20
 """A load has at least so many waves, unless they would be smaller than this: the first is read before anything can be sent, and

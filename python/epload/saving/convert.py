@@ -19,8 +19,9 @@ from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
+from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
-from epload.mapping.mapping import Rename, apply_renames
+from epload.mapping.mapping import Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
@@ -39,8 +40,8 @@ def convert(
     source: Any,
     path: str | Path,
     *,
-    dtype: torch.dtype | None = None,
-    renames: Sequence[Rename] = (),
+    dtype: DType | None = None,
+    renames: Renames = (),
     quantize: Quantize | None = None,
     max_shard_bytes: int = 5 << 30,
     files: Sequence[str | Path] = (),
@@ -58,10 +59,10 @@ def convert(
     Args:
         source: as for :meth:`epload.Checkpoint.open`, as are ``prefix`` and ``variant``.
         path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files`` and ``overwrite``.
-        dtype: of floating-point tensors of at least 16 bits; by default as they are. Refused if weights are quantized. Where a
-            ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)`` keeps in float32 stays
-            as it is; a class that is not installed is an error.
-        renames: applied to the names, in order.
+        dtype: of floating-point tensors of at least 16 bits, itself or its name; by default as they are. Refused if weights are
+            quantized. Where a ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)``
+            keeps in float32 stays as it is; a class that is not installed is an error.
+        renames: applied to the names, in order; or a dict from regular expressions to what replaces their first match.
         quantize: weights to fp8, those of the modules that a ``config.json`` next to the source names, or of which the rule has
             patterns. Then a ``config.json`` that declares it is written. Takes more memory: blocks of rows, or, for one scale per
             weight, one matrix.
@@ -94,7 +95,7 @@ def convert(
             same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
-        copied = tuple(map(Path, files))
+        copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned = Attempt(plan)
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         activity = "convert different checkpoints, or pass different options"
@@ -109,8 +110,7 @@ def convert(
                     file, offset = int(layout.file[number]), int(layout.offset[number]) + begin
                     folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
                     report.written += len(data)
-                    if progress is not None:
-                        progress(nbytes)
+                    progress(nbytes)
                     wrote(nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
@@ -119,6 +119,13 @@ def convert(
         write_checkpoint(topology, Path(report.path), overwrite, laid_out, write, lambda _: config, copied, report)
     report.seconds = perf_counter() - began
     return report
+
+
+def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[int], object]:
+    """Returns the caller's function, or one that does nothing."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
+    return progress if progress is not None else lambda nbytes: None
 
 
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
@@ -131,14 +138,13 @@ def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files:
     return layout
 
 
-def _new_manifest(
-    checkpoint: Checkpoint, source: Any, dtype: torch.dtype | None, renames: Sequence[Rename]
-) -> Manifest:
+def _new_manifest(checkpoint: Checkpoint, source: Any, dtype: DType | None, renames: Renames) -> Manifest:
     """Returns the tensors that are written."""
     manifest = checkpoint.manifest
     if dtype is not None:
+        dtype = requested("dtype", dtype)
         manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, source, dtype))
-    names = apply_renames(tuple(renames), list(manifest.names))
+    names = apply_renames(renames_of(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]
         raise ValueError(f"the renames give several tensors the name {name}; change them so that names stay different")

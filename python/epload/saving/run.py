@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
+from epload.core.dtypes import DType, requested
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.model.megatron import Model, as_module
@@ -42,7 +43,7 @@ class PendingSave:
         path: str | Path,
         mapping: AnyMapping,
         names_from: Any,
-        dtype: torch.dtype | None,
+        dtype: DType | None,
         max_shard_bytes: int,
         files: Sequence[str | Path],
         base: Any,
@@ -67,7 +68,7 @@ class PendingSave:
         self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
-        self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: torch.dtype | None
+        self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None
     ) -> SavedModel:
         limit = self._max_shard_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -76,10 +77,11 @@ class PendingSave:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
         if quantize_rule(mapping) is not None:
             check_files(self._files)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"expected dtype to be a floating-point dtype, got {dtype!r}")
+        dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
-            model = FlatState(model)  # type: ignore[arg-type]
+            if not isinstance(model, Mapping):
+                raise TypeError(f"expected an nn.Module or a dict of tensors, got {type(model).__name__}")
+            model = FlatState(model)
             if model.others:
                 name, value = next(iter(model.others.items()))
                 raise ValueError(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from torch.distributed.distributed_c10d import Store
 
 from epload.core import log
+from epload.observe.progress import check_progress
 from epload.ranks.topology import as_timedelta
 from epload.sync.generation import Generation
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Start
 from epload.verify.digests import check_verify
+
+Snapshots = Literal["none", "host"]
+Deltas = Literal["off", "auto", "always"]
+Transports = Literal["auto", "host"]
+Stages = Literal["host", "device", "none"]
 
 
 class Endpoint:
@@ -29,6 +34,7 @@ class Endpoint:
     def __init__(self, timeout: timedelta | float | None, verify: bool, progress: bool) -> None:
         log.configure()
         check_verify(verify)
+        check_progress(progress)
         self._timeout = as_timedelta(timeout)
         self._verify = verify
         self._progress = progress
@@ -68,7 +74,7 @@ class Endpoint:
         self.close()
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises ValueError unless an option is one of some."""
-    if value not in choices:
+def check_choice(name: str, value: object, literal: Any) -> None:
+    """Raises ValueError unless an option is one of those of a ``Literal``."""
+    if value not in (choices := get_args(literal)):
         raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")

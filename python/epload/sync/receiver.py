@@ -23,7 +23,7 @@ from epload.planning.holdings import Holdings, full_holdings
 from epload.ranks.topology import Topology
 from epload.sync.arrival import Arrival
 from epload.sync.devices import DeviceAccess, accelerator_of
-from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.endpoint import Endpoint, Stages, check_choice
 from epload.sync.generation import Generation
 from epload.sync.handing_on import TIMEOUT, Holder, Joining
 from epload.sync.joining import JoinMessage
@@ -62,7 +62,7 @@ class WeightReceiver(Endpoint):
         engine: EngineRank | None = None,
         node: str = "",
         timeout: timedelta | float | None = None,
-        stage: str = "host",
+        stage: Stages = "host",
         verify: bool = False,
         progress: bool = False,
         token: str | None = None,
@@ -95,7 +95,7 @@ class WeightReceiver(Endpoint):
             LoadError: no sender answers, it is that of another version of epload, or it has another token.
         """
         super().__init__(timeout, verify, progress)
-        check_choice("stage", stage, ("host", "device", "none"))
+        check_choice("stage", stage, Stages)
         if target is None and stage != "host":
             raise ValueError(
                 "expected stage='host' without a target: full tensors are made out of the memory for a version"

@@ -26,7 +26,7 @@ from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
-from epload.sync.endpoint import Endpoint, check_choice
+from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice
 from epload.sync.generation import Generation
 from epload.sync.handing_on import Offer, Offers
 from epload.sync.joining import JoinMessage
@@ -65,9 +65,9 @@ class WeightSender(Endpoint):
         names_from: Any = None,
         topology: Topology | None = None,
         timeout: timedelta | float | None = None,
-        snapshot: str = "none",
-        delta: str = "off",
-        transport: str = "auto",
+        snapshot: Snapshots = "none",
+        delta: Deltas = "off",
+        transport: Transports = "auto",
         verify: bool = False,
         progress: bool = False,
         only: Selection = None,
@@ -112,9 +112,9 @@ class WeightSender(Endpoint):
         """
         super().__init__(timeout, verify, progress)
         host, port = parse_address(address)
-        check_choice("snapshot", snapshot, ("none", "host"))
-        check_choice("delta", delta, ("off", "auto", "always"))
-        check_choice("transport", transport, ("auto", "host"))
+        check_choice("snapshot", snapshot, Snapshots)
+        check_choice("delta", delta, Deltas)
+        check_choice("transport", transport, Transports)
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
@@ -192,7 +192,7 @@ class WeightSender(Endpoint):
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
             raise TypeError(f"expected version to be an int of at least 0, got {version!r}")
         if self._version is not None and version <= self._version:
-            raise ValueError(f"expected a version after {self._version}, got {version}: versions grow")
+            raise ValueError(f"expected version to be greater than {self._version}, the last one sent, got {version}")
         if not wait and self._snapshot != "host":
             raise ValueError("expected snapshot='host' for wait=False: else the model changes while it is sent")
         self._check_open()

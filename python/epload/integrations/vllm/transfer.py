@@ -41,6 +41,7 @@ from vllm.platforms import current_platform
 from epload.integrations.engine.model import EngineModel
 from epload.integrations.engine.recording import Recording
 from epload.mapping.mapping import AnyMapping
+from epload.sync.endpoint import Deltas, Stages
 from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
 
@@ -57,7 +58,7 @@ class EploadInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     address: str
     timeout: float = _TIMEOUT
     verify: bool = False
-    stage: str = "host"
+    stage: Stages = "host"
     strict: bool = True
     draft: bool = False
 
@@ -137,10 +138,10 @@ class EploadTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Workers of all engines."""
     mapping: AnyMapping = "auto"
     """A :class:`epload.mapping.Quantize` sends the fp8 weights and scales of an engine whose ``Fp8Config`` has blocks."""
-    delta: str = "off"
+    delta: Deltas = "off"
     timeout: float = _TIMEOUT
     verify: bool = False
-    stage: str = "host"
+    stage: Stages = "host"
     strict: bool = True
     draft: bool = False
     """True if engines have a draft model whose weights the trainer's model has too. The client then needs a

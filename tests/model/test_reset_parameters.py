@@ -1,0 +1,203 @@
+"""Modules initialize with ``reset_parameters()`` what the checkpoint lacks, equally on all ranks, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import epload
+from support import ranks
+from support.checks import all_fine
+from support.models import on_meta
+
+FILLED = ("0.weight", "4.bias")
+
+
+class OddModule(nn.Module):
+    """Its method would overwrite everything: the loaded weight, and a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5))
+        self.scale = nn.Parameter(torch.empty(5))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        for tensor in (self.weight, self.scale, self.table):
+            tensor.fill_(7.0)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.LayerNorm(5), nn.Embedding(7, 6, padding_idx=2), nn.Linear(7, 9), nn.Linear(301, 4)
+    )
+
+
+def state() -> dict[str, Tensor]:
+    full = net().state_dict()
+    return {name: torch.arange(full[name].numel()).reshape(full[name].shape) + 0.5 for name in FILLED}
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def problems_of(model: nn.Module, report: epload.LoadReport) -> list[str]:
+    values = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    problems = [name for name, value in state().items() if not torch.equal(values[name], value)]
+    if sorted(report.initialized) != sorted(values.keys() - {*FILLED}):
+        problems.append(f"initialized: {report.initialized}")
+    if not bool((values["1.weight"] == 1).all()) or values["1.bias"].any() or values["2.weight"][2].any():
+        problems.append("the norm, or the row for padding")
+    bounds = {"0.bias": 6, "3.weight": 7, "3.bias": 7, "4.weight": 301}
+    for name, fan_in in bounds.items():  # torch's: uniform in +-1 / sqrt(fan_in) of the whole weight
+        bound = 1 / math.sqrt(fan_in)
+        if (
+            not bound / 3 < values[name].abs().max() <= bound
+            or values[name].unique().numel() < values[name].numel() - 3
+        ):
+            problems.append(f"{name}: {values[name]}")
+    return problems
+
+
+def _tensor_parallel(model: Any) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel(), "4": RowwiseParallel()})
+    fully_shard(model, mesh=grid["dp"])
+
+
+def load_layouts(rank: int) -> list[Any]:
+    problems, values, source = [], [], state()
+    for parallelize in (fully_shard, _tensor_parallel, lambda model: None):
+        for has_storage in (False, True):
+            model = on_meta(net)
+            parallelize(model)
+            if has_storage:
+                model.to_empty(device="cpu")
+            torch.manual_seed(3)
+            before = torch.get_rng_state()
+            with CommDebugMode() as collectives:
+                report = epload.load(model, source, strict=False, init_missing="reset_parameters", progress=False)
+            if collectives.get_total_counts() or not torch.equal(before, torch.get_rng_state()):
+                problems.append("collectives, or random numbers of the caller")
+            problems += problems_of(model, report)
+            values.append([whole(parameter).flatten().tolist() for parameter in model.parameters()])
+    if any(each != values[0] for each in values):
+        problems.append("layouts differ")
+    return [problems, values[0]]
+
+
+def test_missing_tensors_are_those_of_torch_in_every_layout() -> None:
+    results = ranks.run(4, load_layouts, limit=120)
+    assert [problems for problems, _ in results] == [[]] * 4
+    assert all(values == results[0][1] for _, values in results)
+
+
+def test_what_is_filled_or_not_missing_is_kept() -> None:
+    model = OddModule()
+    epload.load(model, {"weight": torch.arange(5.0)}, strict=False, init_missing="reset_parameters", progress=False)
+    assert torch.equal(model.weight, torch.arange(5.0))
+    assert torch.equal(model.scale, torch.full((5,), 7.0))
+    assert torch.equal(model.table, torch.arange(5.0)), "no checkpoint has it, and it is not missing"
+
+
+def test_a_loader_initializes_what_each_checkpoint_lacks() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)))
+    source = {"0.weight": state()["0.weight"]}
+    with epload.HierarchicalLoader(progress=False) as loader:
+        for _ in range(2):
+            report = loader.load(model, source, strict=False, init_missing="reset_parameters")
+            assert sorted(report.initialized) == ["0.bias", "1.bias", "1.weight"]
+            assert torch.equal(model[0].weight, source["0.weight"])
+            assert 0 < model[0].bias.abs().max() <= 6**-0.5
+            assert torch.equal(model[1].weight, torch.ones(5))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(9.0)
+
+
+class Plain(nn.Module):
+    """Has no method of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class FailingModule(Plain):
+    def reset_parameters(self) -> None:
+        raise RuntimeError("cannot")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Plain,
+            r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para",
+        ),
+        (FailingModule, r"FailingModule\.reset_parameters failed to initialize 1 \(RuntimeError: cannot\)"),
+    ],
+)
+def test_what_no_method_fills_is_refused(kind: type[nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), kind())
+    state = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}
+    with pytest.raises(epload.ModelMismatch, match=message):
+        epload.load(model, state, strict=False, init_missing="reset_parameters", progress=False)
+    assert model[0].weight.is_meta, "nothing has moved"
+
+
+def refuse_other_cases(rank: int) -> list[str]:
+    """An outer shard; and an option that only one rank passes."""
+    mesh = init_device_mesh("cpu", (2,))
+    problems = []
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3)))
+    shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", mesh)])
+    state = {"0.bias": torch.arange(6.0)}
+    for options, kind, text in (
+        ({"init_missing": "reset_parameters", "options": shards}, epload.ModelMismatch, "0.weight. Their modules"),
+        (
+            {"options": shards},
+            epload.ModelMismatch,
+            "Pass init_missing='reset_parameters' if their modules have that method",
+        ),
+        (
+            {"init_missing": "reset_parameters" if rank else None},
+            epload.ManifestMismatch,
+            "init_missing=reset_parameters",
+        ),
+    ):
+        try:
+            epload.load(model, state, strict=False, progress=False, timeout=20, **options)
+            problems.append("a load that had to fail")
+        except kind as error:
+            problems += [] if text in str(error) else [str(error)]
+    return problems
+
+
+def test_shards_of_unknown_size_and_different_options_are_refused() -> None:
+    all_fine(ranks.run(2, refuse_other_cases))
+
+
+def test_an_adapter_starts_as_peft_has_it() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model: Any = get_peft_model(nn.Sequential(nn.Linear(4, 3)), LoraConfig(target_modules=["0"], r=2))
+    state = {"0.weight": torch.ones(3, 4)}
+    epload.load(model, state, strict=False, init_missing="reset_parameters", progress=False)
+    weights = {name: parameter for name, parameter in model.named_parameters() if "lora" in name}
+    assert {name.split(".")[-3]: bool(weight.any()) for name, weight in weights.items()} == {
+        "lora_A": True,
+        "lora_B": False,
+    }
+    assert model.base_model.model[0].base_layer.bias.any()
