@@ -6,7 +6,7 @@ import base64
 import io
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from epload.mapping.precision import AnyDTypes
 from epload.model.flat_state import FlatState, assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
-from epload.planning.algorithms import Algorithm
-from epload.planning.schedule import WAVE_BYTES, Readers
+from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
@@ -122,7 +121,7 @@ def load_state(
     topology: Topology | None = None,
     src: int = 0,
     readers: Readers = "auto",
-    algorithm: Algorithm | Literal["auto"] = "auto",
+    algorithm: Algorithms = "auto",
     bucket_bytes: int = WAVE_BYTES,
     verify: bool = False,
     timeout: timedelta | float | None = None,

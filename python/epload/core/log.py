@@ -38,3 +38,11 @@ def configure() -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s epload %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level.upper())
+
+
+def check_progress(progress: object) -> None:
+    """Raises TypeError unless the option is a bool."""
+    if not isinstance(progress, bool):
+        raise TypeError(
+            f"expected progress to be a bool, got {progress!r}; pass progress=True to show it, False not to"
+        )

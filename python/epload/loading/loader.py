@@ -11,7 +11,7 @@ from itertools import count as count_from
 from pathlib import Path
 from time import perf_counter, strftime
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,8 @@ from epload.mapping.precision import AnyDTypes
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
-from epload.observe.progress import check_progress
 from epload.observe.render import count, list_keys
-from epload.planning.algorithms import Algorithm
-from epload.planning.schedule import WAVE_BYTES, Readers
+from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
@@ -63,7 +61,7 @@ class HierarchicalLoader:
         *,
         src: int = 0,
         readers: Readers = "auto",
-        algorithm: Algorithm | Literal["auto"] = "auto",
+        algorithm: Algorithms = "auto",
         bucket_bytes: int = WAVE_BYTES,
         verify: bool = False,
         timeout: timedelta | float | None = None,
@@ -106,7 +104,7 @@ class HierarchicalLoader:
             ValueError, TypeError: an argument is out of range, or of another type.
         """
         log.configure()
-        check_progress(progress)
+        log.check_progress(progress)
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)

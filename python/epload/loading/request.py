@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
-from epload.planning.algorithms import ALGORITHMS, Algorithm
+from epload.planning.algorithms import ALGORITHMS
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.schedule import READERS, WAVE_BYTES
+from epload.planning.schedule import READERS, WAVE_BYTES, Algorithms
 from epload.verify.digests import check_verify
 
 
@@ -31,7 +31,7 @@ class LoadOptions:
 
     src: int = 0
     """The global rank that reads if one does, and on whose rail the leaders are."""
-    algorithm: Algorithm | Literal["auto"] = "auto"
+    algorithm: Algorithms = "auto"
     """``"two_level"``, ``"striped"`` or ``"auto"``: how buckets move between nodes."""
     bucket_bytes: int = WAVE_BYTES
     """The size of a bucket; 64 MiB by default."""

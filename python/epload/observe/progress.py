@@ -44,11 +44,3 @@ class Progress(tqdm):  # type: ignore[type-arg]
                 "%.0f%% of %.1f MB, %.2f GB/s",
                 100 * self._done / max(self._nbytes, 1), self._nbytes / 1e6, self._done / (now - self._began) / 1e9,
             )  # fmt: skip
-
-
-def check_progress(progress: object) -> None:
-    """Raises TypeError unless the option is a bool."""
-    if not isinstance(progress, bool):
-        raise TypeError(
-            f"expected progress to be a bool, got {progress!r}; pass progress=True to show it, False not to"
-        )

@@ -14,9 +14,10 @@ from itertools import zip_longest
 from typing import Literal, get_args
 
 from epload.native.extension import _C
-from epload.planning.algorithms import STRIPE_ALIGNMENT
+from epload.planning.algorithms import STRIPE_ALIGNMENT, Algorithm
 
 Readers = Literal["auto", "one", "per_node", "partitioned", "every"]
+Algorithms = Algorithm | Literal["auto"]
 """Choices of the ranks that read."""
 READERS = tuple(choice for choice in get_args(Readers) if choice != "auto")
 MIN_WAVES = 3

@@ -8,7 +8,6 @@ from typing import Any, Literal, Self, get_args
 from torch.distributed.distributed_c10d import Store
 
 from epload.core import log
-from epload.observe.progress import check_progress
 from epload.ranks.topology import as_timedelta
 from epload.sync.generation import Generation
 from epload.sync.node_version import NodeVersion
@@ -34,7 +33,7 @@ class Endpoint:
     def __init__(self, timeout: timedelta | float | None, verify: bool, progress: bool) -> None:
         log.configure()
         check_verify(verify)
-        check_progress(progress)
+        log.check_progress(progress)
         self._timeout = as_timedelta(timeout)
         self._verify = verify
         self._progress = progress
