@@ -186,7 +186,13 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 and not call(lambda: epload.WeightReceiver(model, address, timeout=TIMEOUT, token="other"))[0]
             ):
                 wrong.append("a rogue engine was let in")
-        receiver = epload.WeightReceiver(model, address, timeout=TIMEOUT, token=fault.token, **options)
+        try:
+            receiver = epload.WeightReceiver(model, address, timeout=TIMEOUT, token=fault.token, **options)
+        except epload.LoadError as error:
+            if name != "joiner":
+                raise
+            # The trainer has ended before.
+            return {"calls": [(None, str(error), 0.0)], "wrong": wrong, "left": left_over()}
         if mine and fault.kind == "late":
             meeting.say("late")
         for number in range(1, 2 * VERSIONS + 1):
