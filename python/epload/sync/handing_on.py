@@ -52,7 +52,8 @@ TIMEOUT = timedelta(seconds=30)
 """Time without progress after which a version that is handed on has failed; then other ranks send it."""
 _GATHER_SECONDS = 0.1
 """Seconds that the first engine which is ready waits for others, which then get the version together with it."""
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _IDLE_SECONDS = 0.02, 0.1
+"""Seconds between two looks, and where nothing may happen for long."""
 _FOREVER, _CLOSING = timedelta(days=365), timedelta(seconds=2)
 _HOLDERS, _ANSWERS = f"{OFFERS}/holders", f"{OFFERS}/answers"
 """Keys of the ranks that have received what was offered and can hand it on, and of those that answer a call."""
@@ -110,13 +111,14 @@ class Offers:
         """
         with self._changed:
             self._offered = None
+            busy = {rank.engine for rank in self._joining}
         number = store.add(f"{OFFERS}/announcements", 0)
         lines = read_if_set(store, WAITING) or b""
         store.delete_key(WAITING)
         if number and not store.check([f"{OFFERS}/start/{number}"]):
             lines += read_if_set(store, f"{OFFERS}/ready/{number}") or b""
-        engines, busy = read_engines(lines), {rank.engine for rank in self._joining}
-        return {name: ranks for name, ranks in engines.items() if len(ranks) == ranks[0].size and name not in busy}
+        engines = read_engines(lines).items()
+        return {name: ranks for name, ranks in engines if len(ranks) == ranks[0].size and name not in busy}
 
     def close(self, store: Store) -> None:
         """Ends the threads, here and in the engines. ``store``: a connection of the caller."""
@@ -157,12 +159,13 @@ class Offers:
         number = rendezvous.announce(offer)
         joining = self._gather(rendezvous, offer, holders)
         answering = self._call(store, number, offer, rendezvous.alive(holders)) if joining else ()
-        if not answering:
+        with self._changed:  # a version that is announced from now on does not wait for these
+            self._joining = joining if answering and self._is_offered(offer) else ()
+        if not self._joining:
             rendezvous.start(Start())
             self._replace(offer, rendezvous.alive(holders))
             return
         participants = Participants(len(answering), joining, offer.manifest, answering)
-        self._joining = joining
         try:
             rendezvous.start(Start(-number, participants.publish(store)))
             everyone = (*joining, *answering)
@@ -190,7 +193,7 @@ class Offers:
                     return in_order(complete)
             if not rendezvous.alive(holders):
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS if complete else _IDLE_SECONDS)
         return ()
 
     def _call(
