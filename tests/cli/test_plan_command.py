@@ -113,6 +113,14 @@ def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
         (["--mesh", "ep=2"], 1, "expected mesh axes among replicate, fsdp, tp, got ep"),
         (["--mesh", "tp=2"], 1, "declares no plan for tensor parallelism"),
         (["--model", "json:nothing"], 1, "json has no 'nothing'"),
+        (["--model", "string:digits"], 1, "string:digits is a str, which cannot be called"),
+        (["--model", "./nowhere"], 1, "there is no folder ./nowhere"),
+        (
+            ["--mapping", "json:loads"],
+            1,
+            "expected --mapping to be package.module:name of an epload.Mapping, got json:loads",
+        ),
+        (["--mapping", "renames"], 1, "expected --mapping to be package.module:name of an epload.Mapping, got renames"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], status: int, message: str, plain: Path) -> None:
@@ -131,3 +139,32 @@ def test_links_carry_the_bytes_of_other_nodes(plain: Path) -> None:
     assert modes["per_node"]["read"] == 2 * found["nbytes"]
     for readers in ("per_node", "every"):
         assert modes[readers]["received"] == modes[readers]["sent"] == [0, 0]
+
+
+class Positions(nn.Module):
+    """Has a buffer that is in no checkpoint, and that nothing computes from its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("positions", torch.arange(4) * 1.0, persistent=False)
+
+
+def test_a_buffer_that_nothing_computes_fails_as_the_load_does(tmp_path: Path) -> None:
+    save_file({f"linear.{k}": v for k, v in nn.Linear(3, 2).state_dict().items()}, tmp_path / "m.safetensors")
+    fit = plan(tmp_path / "m.safetensors", "--model", f"{__name__}:Positions", status=1)["fit"]
+    with torch.device("meta"):
+        model = Positions()
+    with pytest.raises(epload.ModelMismatch) as caught:
+        epload.load(model, tmp_path / "m.safetensors")
+    assert str(caught.value) == f"{fit['error']} [rank 0]"
+
+
+RENAMES = epload.Mapping(renames={"^layers": ""})
+
+
+def test_a_mapping_of_ones_own(tmp_path: Path) -> None:
+    save_file({f"layers{k}": v for k, v in make_plain().state_dict().items()}, tmp_path / "m.safetensors")
+    arguments = [tmp_path / "m.safetensors", "--model", PLAIN]
+    assert plan(*arguments, status=1)["fit"]["error"]
+    assert plan(*arguments, "--mapping", f"{__name__}:RENAMES")["fit"]["matched"] == 4

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from epload.mapping.mapping import Mapping
 from epload.model.targets import Targets
 
 AXES = ("replicate", "fsdp", "tp")
@@ -70,6 +71,28 @@ def as_seen_by(targets: Targets, sizes: Sizes, rank: int) -> Targets:
     return replace(targets, coordinates=coordinates)
 
 
+def _find(name: str, option: str) -> Any:
+    """Returns what ``package.module:name`` names, for an option. Raises ImportError."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except AttributeError:
+        raise ImportError(f"{module} has no {attribute!r}, which {option} {name} names") from None
+    finally:
+        sys.path.pop(0)
+
+
+def find_mapping(name: str | None) -> Mapping | str:
+    """Returns the mapping that ``package.module:name`` names; ``"auto"`` without a name. Raises ImportError, ValueError."""
+    if name is None:
+        return "auto"
+    mapping = _find(name, "--mapping") if ":" in name else None
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"expected --mapping to be package.module:name of an epload.Mapping, got {name}")
+    return mapping
+
+
 def find_factory(model: str) -> Factory:
     """Returns a function that makes the model on the meta device, for the mesh of a rank.
 
@@ -80,21 +103,16 @@ def find_factory(model: str) -> Factory:
 
     Raises ImportError or ValueError if there is no such function or configuration.
     """
+    expected = "expected --model to be a folder with a config.json, a Hub id or package.module:function"
     if ":" not in model or "//" in model:
         if Path(model).exists() and not (Path(model) / "config.json").is_file():
-            raise ValueError(
-                f"expected --model to be a folder with a config.json, a Hub id or package.module:function, but {model} has no "
-                "config.json"
-            )
+            raise ValueError(f"{expected}, but {model} has no config.json")
+        if not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+            raise ValueError(f"{expected}, but there is no folder {model}")
         return lambda mesh: _parallelize(_from_config(model), mesh)
-    module, _, name = model.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise ImportError(f"{module} has no {name!r}, which --model {model} names") from None
-    finally:
-        sys.path.pop(0)
+    make = _find(model, "--model")
+    if not callable(make):
+        raise ValueError(f"{expected}, but {model} is a {type(make).__name__}, which cannot be called")
 
     def factory(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):

@@ -7,16 +7,18 @@ from math import prod
 from typing import Any
 
 import click
+from torch import nn
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.cli.hypothetical import Factory, Sizes, as_seen_by, find_factory, first_rank, parse_mesh
+from epload.cli.hypothetical import Factory, Sizes, as_seen_by, find_factory, find_mapping, first_rank, parse_mesh
 from epload.cli.output import facts, json_option, print_json, show, table, variant_option
 from epload.errors import ModelMismatch
-from epload.loading.hints import check_match
-from epload.mapping.mapping import Mapping, ignored_keys
+from epload.loading.hints import check_match, unfilled_error
+from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
-from epload.model.targets import collect
+from epload.model.initialization import compute_missing
+from epload.model.targets import Targets, collect
 from epload.observe.render import count, list_keys, show_bytes
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
@@ -35,9 +37,12 @@ _MAX_RANKS = 8
     "--mesh", default="fsdp=1", show_default=True, help="Axes and sizes: replicate, fsdp, tp; or your function's."
 )
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes, with equally many ranks.")
+@click.option("--mapping", help="package.module:name of an epload.Mapping. Default: what the model declares.")
 @variant_option
 @json_option
-def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, variant: str, as_json: bool) -> int:
+def plan(
+    checkpoint: str, model: str | None, mesh: str, nodes: int, mapping: str | None, variant: str, as_json: bool
+) -> int:
     """Show what a load would do: no ranks or accelerators needed.
 
     Key fit, bytes per rank, for each choice of readers buckets, staging memory, and bytes read and over links; and what "auto"
@@ -45,14 +50,14 @@ def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, variant: str
     over each layer (axes replicate and fsdp) and by the tensor-parallel plan that a transformers model declares (tp). A function
     that takes an argument gets the mesh, and returns the model already parallelized. Exits with 1 if the load would fail.
     """
-    sizes = parse_mesh(mesh)
+    sizes, rules = parse_mesh(mesh), find_mapping(mapping)
     world = prod(sizes.values())
     if world % nodes:
         raise click.UsageError(f"expected as many ranks on each of {nodes} nodes, got a mesh of {world}")
     opened = Checkpoint.open(checkpoint, variant=variant)
     opened.close()
     on_nodes = [range(first, first + world // nodes) for first in range(0, world, world // nodes)]
-    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes)
+    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, rules)
     if as_json:
         print_json({"world": world, "nodes": nodes, **job})
     else:
@@ -63,11 +68,14 @@ def plan(checkpoint: str, model: str | None, mesh: str, nodes: int, variant: str
 # ---- planning ----
 
 
-def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence[range]) -> dict[str, Any]:
+def plan_job(
+    manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence[range], rules: AnyMapping = "auto"
+) -> dict[str, Any]:
     """Plans a load by all ranks of a job into the model that a factory makes. Returns what is printed as JSON.
 
     Args:
         nodes: the ranks of each.
+        rules: the mapping.
 
     Raises:
         ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
@@ -77,8 +85,9 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
     with first_rank(sizes) as mesh:
         model = factory(mesh)
         targets = collect(model)
-        mapping = resolve_mapping("auto", model, targets.index, manifest.names)
+        mapping = resolve_mapping(rules, model, targets.index, manifest.names)
         manifest = with_quantization_of(model, manifest)
+        unfilled = _unfilled(model, targets)
         targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
@@ -104,8 +113,9 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
         )
     all_read = manifest.locations is not None or last == 0
     choice, reason = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
+    fit = _fit(manifest, plans[0], mapping)
     return {
-        "fit": _fit(manifest, plans[0], mapping) | {"initialized": sorted(targets.unsaved_meta)},
+        "fit": fit | {"initialized": sorted(targets.unsaved_meta), "error": fit["error"] or unfilled},
         "nbytes": payload,
         "tensors": plans[0].tensor_count,
         "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
@@ -113,6 +123,18 @@ def plan_job(manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence
         "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
         "reason": reason,
     }
+
+
+def _unfilled(model: nn.Module, targets: Targets) -> str:
+    """Returns the error that a load would raise for tensors on meta that are in no checkpoint and that the model cannot compute;
+    empty if there are none."""
+    dtypes = {name: tensor.dtype for name, tensor in targets.unsaved_meta.items()}
+    try:
+        computed, _ = compute_missing(model, targets.unsaved_meta, dtypes, 0)
+    except ModelMismatch as mismatch:
+        return str(mismatch)
+    unfilled = sorted(targets.unsaved_meta.keys() - computed.keys())
+    return str(unfilled_error(unfilled, False)) if unfilled else ""
 
 
 def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> dict[str, Any]:
