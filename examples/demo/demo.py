@@ -59,16 +59,12 @@ def sharded_model() -> nn.Module:
     return fully_shard(model)
 
 
-def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time.
-
-    No rank makes tensors of its own for a broadcast: gloo's threads may release these as late as when the interpreter exits,
-    which ends a process with SIGABRT (torch 2.13).
-    """
+def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            dist.broadcast(whole[name], 0)
+            dist.broadcast(whole[name], 0, group)
             shard = distribute_tensor(whole[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(shard)
 
@@ -94,12 +90,17 @@ def run(folder: Path) -> None:
         whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     else:
         whole = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
-    broadcast_each_parameter(model, whole)
+    # A group of its own, whose threads end with it, while the tensors that they may still hold are alive. With torch 2.13, one
+    # that releases a tensor as late as when the interpreter exits ends the process with SIGABRT.
+    group = dist.new_group()
+    broadcast_each_parameter(model, whole, group)
     dist.barrier()
     start = time.perf_counter()
-    broadcast_each_parameter(model, whole)
+    broadcast_each_parameter(model, whole, group)
     dist.barrier()
     broadcast_seconds = time.perf_counter() - start
+    dist.destroy_process_group(group)
+    del group
 
     if rank == 0:
         parameters = sum(1 for _ in model.parameters())
