@@ -109,7 +109,7 @@ def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
 def on_machine(name: str) -> Iterator[None]:
     """This process takes itself to be on another machine than those with other names."""
     with ExitStack() as stack:
-        for module in ("devices", "sender", "receiver") if name else ():
+        for module in ("devices", "sender", "participants") if name else ():
             stack.enter_context(mock.patch(f"epload.sync.{module}.local_network", return_value=name))
         yield
 
