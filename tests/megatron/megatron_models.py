@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
+
+import epload
+from support.jobs import Meeting
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 VOCABULARY, PADDED = 323, 336
@@ -305,3 +309,17 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     parts = [torch.empty_like(own) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
     dist.all_gather(parts, own, group=parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1)[..., :VOCABULARY]
+
+
+def send(
+    rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path, versions: Sequence[int], receivers: int
+) -> None:
+    """Loads the checkpoints of versions, each in a folder of its number, and sends them."""
+    chunks = build(family, layout)
+    options = {"receivers": receivers, "names_from": folder / "1", "timeout": 100}
+    with epload.WeightSender(chunks, ("127.0.0.1", 0), **options) as sender:
+        if rank == 0:
+            meeting.say("address", sender.address)
+        for version in versions:
+            epload.load(chunks, folder / str(version), timeout=60, progress=False)
+            sender.send_weights(version)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 import epload
 from support import ranks
+from support.memory import bytes_read
 from support.recordings import copy_regions, manifest_of, tensors_of
 
 CASES = {
@@ -32,12 +33,6 @@ FP8_CONFIG = LlamaConfig(
     head_dim=64, tie_word_embeddings=False,
 )  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def bytes_read() -> int:
-    """By read calls, from files and the page cache."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 def load(rank: int, folder: Path, tensor_parallel: int, expert_parallel: int) -> dict[str, Any]:

@@ -19,18 +19,6 @@ import megatron_models as models
 VERSIONS, WORKERS, CPU = (1, 2), 2, torch.device("cpu")
 
 
-def send(rank: int, meeting: Meeting, family: str, layout: models.Layout, folder: Path) -> None:
-    chunks = models.build(family, layout)
-    with epload.WeightSender(
-        chunks, ("127.0.0.1", 0), receivers=WORKERS, names_from=folder / "1", timeout=100
-    ) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
-        for version in VERSIONS:
-            epload.load(chunks, folder / str(version), timeout=60, progress=False)
-            sender.send_weights(version)
-
-
 def serve(rank: int, meeting: Meeting, folder: Path, expert_parallel: int) -> list[list[str]]:
     """Returns the tensors that differ from what SGLang's own loader makes, for each version."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -64,5 +52,8 @@ def test_megatron_fills_sglangs_models(
         content["architectures"] = [{"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[family]]
         config.write_text(json.dumps(content))
     layout = models.Layout(*parallel)
-    jobs = [Job(4, send, (family, layout, tmp_path)), Job(WORKERS, serve, (tmp_path, expert_parallel))]
+    jobs = [
+        Job(4, models.send, (family, layout, tmp_path, VERSIONS, WORKERS)),
+        Job(WORKERS, serve, (tmp_path, expert_parallel)),
+    ]
     assert run(jobs, limit=200)[1] == [[[], []]] * WORKERS

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Scheduler:
-    """What the updates use of SGLang's scheduler."""
+    """Has what the updates use of SGLang's scheduler."""
 
     def __init__(self, models: list[Any]) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode

@@ -247,7 +247,7 @@ def test_an_engine_that_has_failed_once_hands_on_the_next_version() -> None:
 
 
 def test_an_engine_waits_for_the_sender_if_others_have_rounded_the_weights() -> None:
-    """What they have in bfloat16 is not what the sender has in float32."""
+    """Others have in bfloat16 not what the sender has in float32."""
     _, _, joined = jobs.run(
         [Job(1, keep_sending), Job(1, keep_receiving, (BF16, False)), Job(1, keep_receiving, (FP32, True))]
     )

@@ -45,7 +45,7 @@ def receive(rank: int, meeting: Meeting) -> None:
 
 
 def attack(rank: int, meeting: Meeting) -> tuple[list[str], bytes]:
-    """What those get that do not know the token: other engines, and a raw socket that repeats what it has seen."""
+    """Returns what those get that do not know the token: other engines, and a raw socket that repeats what it has seen."""
     model, address = build("plain", 1), meeting.hear("address")
     host, port = address.split(":")
     errors = [

@@ -12,13 +12,8 @@ import torch.distributed as dist
 from engine import CONFIGS, make_checkpoint, make_engine
 
 from support import ranks
+from support.memory import bytes_read
 from support.recordings import same_bits, tensors_of
-
-
-def bytes_read() -> int:
-    """By read calls, from files and the page cache."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:

@@ -21,18 +21,6 @@ VERSIONS = (1, 2)
 WORKERS = 2
 
 
-def send(rank: int, meeting: Meeting, family: str, layout: models.Layout, folder: Path) -> None:
-    chunks = models.build(family, layout)
-    with epload.WeightSender(
-        chunks, ("127.0.0.1", 0), receivers=WORKERS, names_from=folder / "1", timeout=100
-    ) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
-        for version in VERSIONS:
-            epload.load(chunks, folder / str(version), timeout=60, progress=False)
-            sender.send_weights(version)
-
-
 def serve(rank: int, meeting: Meeting, folder: Path) -> list[list[str]]:
     """Returns the tensors that differ from what vLLM's own loader makes, for each version."""
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -63,5 +51,8 @@ def poison(model: torch.nn.Module) -> None:
 def test_megatron_fills_vllms_models(family: str, parallel: tuple[int, int, int], tmp_path: Path) -> None:
     for version in VERSIONS:
         models.write_checkpoint(family, tmp_path / str(version), seed=version)
-    jobs = [Job(4, send, (family, models.Layout(*parallel), tmp_path)), Job(WORKERS, serve, (tmp_path,))]
+    jobs = [
+        Job(4, models.send, (family, models.Layout(*parallel), tmp_path, VERSIONS, WORKERS)),
+        Job(WORKERS, serve, (tmp_path,)),
+    ]
     assert run(jobs, limit=200)[1] == [[[], []]] * WORKERS

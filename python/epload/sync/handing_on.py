@@ -326,6 +326,8 @@ class Holder:
         self._changed = threading.Condition()
         self._version: tuple[int, NodeVersion] | None = None
         self._thread: threading.Thread | None = None
+        self._generation: Generation | None = None
+        """The generation in which a version is handed on."""
         self._closed = False
 
     def hold(self, version: int, node_version: NodeVersion) -> None:
@@ -345,6 +347,8 @@ class Holder:
         """Ends the thread. ``store``: a connection of the caller."""
         self.release()
         self._closed = True
+        if (generation := self._generation) is not None:
+            generation.control.abort(LoadError("a rank that hands on a version has left"))
         if self._thread is not None:
             with suppress(RuntimeError):  # the sender's store has ended, and with it the wait
                 answered(lambda: store.set(self._key, ""), _CLOSING)
@@ -387,7 +391,7 @@ class Holder:
                 raise LoadError(f"a rank that hands on version {call.version} receives the next one")
 
         holdings = contents.result[0] if contents.result is not None else full_holdings((), ())
-        generation = Generation(
+        self._generation = generation = Generation(
             store, TIMEOUT, start.generation, participants, numbers.index(self._participant.number), message, manifest,
             holdings, contents.failure, node_version=None,
         )  # fmt: skip
@@ -396,6 +400,7 @@ class Holder:
             generation.sync(start, contents.value[1], report, check=check)
             logger.info("handed on: %s", report.summary)
         finally:
+            self._generation = None
             generation.close()
 
     def _wait_for(self, version: int) -> tuple[int, NodeVersion]:

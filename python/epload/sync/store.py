@@ -19,7 +19,16 @@ from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
-from epload.sync.token import ENVIRONMENT, LOOPBACK, Front, asks_for_token, authenticate, resolve_token, tunnel
+from epload.sync.token import (
+    ENVIRONMENT,
+    LOOPBACK,
+    Relay,
+    asks_for_token,
+    authenticate,
+    resolve_token,
+    serve_front,
+    tunnel,
+)
 
 T = TypeVar("T")
 PROTOCOL = 10
@@ -73,7 +82,7 @@ class ServedStore(NamedTuple):
 
     store: TCPStore
     port: int
-    front: Front | None
+    front: Relay | None
     """Takes the connections at the address, if there is a token."""
 
     def close(self) -> None:
@@ -111,7 +120,7 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
                 LOOPBACK, hidden, None, True, min(timeout, _MAX_CALL), wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-            front = Front(port, hidden, token)
+            front = serve_front(port, hidden, token)
             port = front.port
         else:
             store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)

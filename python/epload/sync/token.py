@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,9 +31,10 @@ _BACKLOG, _MAX_UNAUTHENTICATED = 1024, 256
 """Connections that wait to be accepted, and those that are accepted and not authenticated yet."""
 _CHUNK_BYTES = 1 << 16
 LOOPBACK = "127.0.0.1"
-_tunnels: dict[tuple[str, int, str, str], _Tunnel] = {}
+_tunnels: dict[tuple[str, int, str, str], Relay] = {}
 _lock = threading.Lock()
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Pipe]]
 
 
 def resolve_token(token: str | None) -> str:
@@ -94,11 +96,19 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 class Relay:
-    """Listens on an address, and connects each connection that is authenticated with another one. Runs in a thread."""
+    """Listens, and connects each connection that is accepted with another one. Runs in a thread."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, connect: Connect, ends_with_last: bool = False) -> None:
+        """
+        Args:
+            connect: returns the connection that goes with one. Raises LoadError to refuse it.
+            ends_with_last: whether to end when all connections have ended.
+        """
         self._listener = listener
+        self._connect = connect
+        self._ends_with_last = ends_with_last
         self.port: int = self._listener.getsockname()[1]
+        self.ended = False
         self._loop = asyncio.new_event_loop()
         self._connections = self._unauthenticated = 0
         # Ends with the process, which need not wait for it.
@@ -128,12 +138,11 @@ class Relay:
                 other = await asyncio.wait_for(self._connect(reader, writer), _HANDSHAKE_SECONDS)
             finally:
                 self._unauthenticated -= 1
-            if other is not None:
-                directions = [_pump(reader, other[1]), _pump(other[0], writer)]
-                tasks = [asyncio.ensure_future(direction) for direction in directions]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    task.cancel()
+            directions = [_pump(reader, other[1]), _pump(other[0], writer)]
+            tasks = [asyncio.ensure_future(direction) for direction in directions]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
         except asyncio.CancelledError:
             return  # the end, which a stream of Python 3.11 would report
         except (OSError, LoadError, TimeoutError, asyncio.IncompleteReadError) as error:
@@ -143,14 +152,9 @@ class Relay:
                 if stream:
                     stream.close()
             self._connections -= 1
-            self._ended_one()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
-        """Returns the connection that goes with one; None if that is refused."""
-        raise NotImplementedError
-
-    def _ended_one(self) -> None:
-        """Called when a connection has ended."""
+            if self._ends_with_last and not self._connections:
+                self.ended = True
+                self._loop.stop()
 
     def close(self) -> None:
         """Ends it, with all of its connections."""
@@ -165,55 +169,43 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-class Front(Relay):
-    """The sender's: passes on to a store on the loopback interface what comes from those that know the token. Listens on all
-    interfaces, as a TCPStore does."""
+def serve_front(port: int, store_port: int, token: str) -> Relay:
+    """Returns the sender's front: it passes on to a store on the loopback interface what comes from those that know the token.
+    It listens on all interfaces, as a TCPStore does. Raises OSError: the port cannot be bound."""
 
-    def __init__(self, port: int, store_port: int, token: str) -> None:
-        """Raises OSError: the port cannot be bound."""
-        self._store_port = store_port
-        self._token = token
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        super().__init__(socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both))
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe:
         challenge = secrets.token_bytes(_NONCE_BYTES)
         writer.write(_BANNER + challenge)
         answer = await reader.readexactly(_NONCE_BYTES + _DIGEST_BYTES)
         nonce, digest = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-        if not hmac.compare_digest(digest, _digest(self._token, b"client", challenge, nonce)):
+        if not hmac.compare_digest(digest, _digest(token, b"client", challenge, nonce)):
             writer.write(bytes(_DIGEST_BYTES))  # which is no proof
             raise LoadError("it does not know the token")
-        writer.write(_digest(self._token, b"server", nonce, challenge))
-        return await asyncio.open_connection(LOOPBACK, self._store_port)
+        writer.write(_digest(token, b"server", nonce, challenge))
+        return await asyncio.open_connection(LOOPBACK, store_port)
+
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return Relay(socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both), connect)
 
 
-class _Tunnel(Relay):
-    """A client's: takes connections of this user's processes on the loopback interface, and authenticates each to a front. Ends
-    with the last of them."""
+def _make_tunnel(host: str, port: int, where: str, token: str) -> Relay:
+    """Returns a client's tunnel: it takes connections of this user's processes on the loopback interface, and authenticates each
+    to a front."""
 
-    def __init__(self, host: str, port: int, where: str, token: str) -> None:
-        self._target, self._where, self._token = (host, port), where, token
-        self.ended = False
-        super().__init__(socket.create_server((LOOPBACK, 0), backlog=_BACKLOG))
+    def authenticated() -> socket.socket:
+        connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
+        authenticate(connection, token, where)
+        return connection
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe | None:
-        if _owner(writer.get_extra_info("peername")[1], self.port) != os.getuid():
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe:
+        own = writer.get_extra_info("sockname")[1]
+        if _owner(writer.get_extra_info("peername")[1], own) != os.getuid():
             raise LoadError("it is of another user")
-
-        def connect() -> socket.socket:
-            connection = socket.create_connection(self._target, _HANDSHAKE_SECONDS)
-            authenticate(connection, self._token, self._where)
-            return connection
-
-        connection = await asyncio.get_running_loop().run_in_executor(None, connect)
+        connection = await asyncio.get_running_loop().run_in_executor(None, authenticated)
         return await asyncio.open_connection(sock=connection)
 
-    def _ended_one(self) -> None:
-        if not self._connections:
-            self.ended = True
-            self._loop.stop()
+    return Relay(socket.create_server((LOOPBACK, 0), backlog=_BACKLOG), connect, ends_with_last=True)
 
 
 def _owner(port: int, other: int) -> int | None:
@@ -232,5 +224,5 @@ def tunnel(host: str, port: int, where: str, token: str) -> int:
     with _lock:
         key = host, port, where, token
         if key not in _tunnels or _tunnels[key].ended:
-            _tunnels[key] = _Tunnel(*key)
+            _tunnels[key] = _make_tunnel(*key)
         return _tunnels[key].port

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import torch
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
@@ -15,9 +11,9 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.utils import get_bool_env_var
 from torch import nn
 
+from epload.checkpoint import hub
 from epload.checkpoint.base import Checkpoint
-from epload.core.log import logger
-from epload.integrations.engine import load_engine
+from epload.integrations.engine.model_loader import LoaderOptions, source_of, unsupported_weights
 from epload.integrations.sglang.model import SglangModel, copies_weights
 
 
@@ -30,16 +26,7 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
-        extra = load_config.model_loader_extra_config or {}
-        options: dict[str, Any] = json.loads(extra) if isinstance(extra, str) else dict(extra)
-        self._verify = options.pop("verify", False)
-        self._strict = options.pop("strict", None)
-        if options:
-            raise ValueError(
-                f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}"
-            )
-        if load_config.download_dir:
-            raise ValueError("--load-format private has no --download-dir with epload: set HF_HUB_CACHE instead")
+        self._options = LoaderOptions.read(load_config, "private")
         load_config.load_format, load_config.model_loader_extra_config = LoadFormat.AUTO, {}
         super().__init__(load_config)
 
@@ -66,18 +53,13 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
         model = engine.model
         if reason := _unsupported(model, model_config):
             raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
-        # As in SGLang's own loader, a quantized model may have parameters that its checkpoint lacks.
-        strict = self._strict if self._strict is not None else model_config.quantization is None
-        report = load_engine(engine, _source(model_config), strict=strict, verify=self._verify)
-        logger.info("%s", report)
+        self._options.load(engine, _source(model_config), model_config.quantization is not None)
 
 
 def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
     """Returns what keeps epload from loading the model; empty if nothing does."""
-    if getattr(model, "secondary_weights", ()):
-        return "has weights in a second checkpoint, which epload does not read"
-    if getattr(model, "allow_patterns_overrides", None):
-        return "selects files of the checkpoint, which epload does not"
+    if reason := unsupported_weights(model):
+        return reason
     if copies_weights():
         return "runs with --enable-amd-monokernel, whose copies of weights epload does not make"
     if model_config.quantization is None:
@@ -93,9 +75,7 @@ def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
 
 
 def _source(model_config: ModelConfig) -> str:
-    place = str(model_config.model_path)
-    if "://" in place or Path(place).exists():
-        return place
-    if get_bool_env_var("SGLANG_USE_MODELSCOPE"):
+    source = source_of(str(model_config.model_path), model_config.revision)
+    if source.startswith(hub.SCHEME) and get_bool_env_var("SGLANG_USE_MODELSCOPE"):
         raise ValueError("epload does not read from ModelScope (SGLANG_USE_MODELSCOPE); pass a local folder")
-    return f"hf://{place}@{model_config.revision}" if model_config.revision else f"hf://{place}"
+    return source
