@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from epload.core.columns import column
-from epload.core.placement import Box
+from epload.core.placement import Box, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.holdings import NO_PART, Holdings, Share
 
@@ -50,8 +50,16 @@ class BucketLayout:
 
     def tensors(self, buckets: Sequence[Tensor]) -> list[Tensor]:
         """Returns the local tensors of these holdings: views of buckets (uint8)."""
+        boxes = [(size, row_major_strides(size), dtype) for (_, size), dtype in self.slots]
+        elements = cache(lambda number, dtype: _whole_elements(buckets[number], dtype))
         local = []
         for slot, bucket, offset in torch.stack([self.slot, self.bucket, self.offset], 1).tolist():
-            (_, size), dtype = self.slots[slot]
-            local.append(buckets[bucket][offset : offset + prod(size) * dtype.itemsize].view(dtype).view(size))
+            size, strides, dtype = boxes[slot]
+            whole = elements(bucket, dtype)
+            local.append(whole.as_strided(size, strides, whole.storage_offset() + offset // dtype.itemsize))
         return local
+
+
+def _whole_elements(bucket: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the elements of a dtype that a bucket has from its first byte on. Slots begin at multiples of their size."""
+    return bucket[: bucket.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
