@@ -13,7 +13,7 @@ unpacking; "streams" of a load in a profiler trace; "sanitizer", memcheck. Rates
 
 Each part is a process with its own limit, all of them together take eight minutes at most, and rows are kept as they come; parts
 after one that fails run all the same. Downloads nothing. Needs torch with CUDA,
-nvcc, cmake, ninja, pybind11, pytest, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
+nvcc, cmake, ninja, pybind11, pytest, pytest-xdist, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
 a part did not run.
 """
 
@@ -41,13 +41,13 @@ ROOT = Path(__file__).parents[1]
 TOTAL = 480.0
 """Seconds for all parts."""
 LIMITS = {
-    "build": 60, "load": 45, "real_size": 150, "page_cache": 45, "save": 25, "sync": 45, "ranks": 40, "tests": 70, "peers": 25,
+    "build": 60, "load": 45, "real_size": 150, "page_cache": 45, "save": 35, "sync": 60, "ranks": 60, "tests": 90, "peers": 40,
     "op": 30, "streams": 30, "bandwidth": 30, "sanitizer": 60,
 }  # fmt: skip
 """Seconds for each part at most, in the order in which they run: what is worth most comes first, the last have what is left."""
 REHEARSAL = 4.0
 """Times as long each part may take without a GPU, where the machine may be busy with something else."""
-NEEDED = ("torch", "cmake", "ninja", "pybind11", "pytest", "hypothesis", "safetensors")
+NEEDED = ("torch", "cmake", "ninja", "pybind11", "pytest", "xdist", "hypothesis", "safetensors")
 Row = dict[str, Any]
 DEADLINE = time.monotonic() + TOTAL
 
@@ -78,6 +78,7 @@ def finish(words: list[str], limit: float, gpus: bool = True, **environment: str
     if limit < 5:
         raise NotRun(f"no time is left of {TOTAL:.0f} s")
     folders = [str(ROOT / folder) for folder in ("python", "tests", "benchmarks")]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "EPLOAD_CUDA": "1", **environment}
     if not gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -144,46 +145,22 @@ def build(options: argparse.Namespace) -> list[Row]:
 
 
 def tests(options: argparse.Namespace) -> list[Row]:
-    """All that are marked ``cuda``. Where one ends the process, it is named, and those after it run in the next."""
-    words = [
-        sys.executable,
-        "-u",
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "cuda",
-        "--tb=short",
-    ]
+    """All that are marked ``cuda``, by four workers. One that ends its process is named, and costs no other."""
+    words = [sys.executable, "-u", "-m", "pytest", "-p", "no:cacheprovider", "-m", "cuda", "--tb=short"]
     modules = ["tests/native/test_cuda.py", "tests/end_to_end/test_cuda_loader.py"]
-    listed = command([*words, "-q", "--collect-only", *modules], 60).splitlines()
-    left = [line for line in listed if "::" in line]
-    found: dict[str, str] = {}
-    rows: list[Row] = []
-    until = time.monotonic() + LIMITS["tests"]
-    while left and time.monotonic() < until:
-        seconds = until - time.monotonic()
-        status, output, errors = finish([*words, "-v", *left], seconds, EPLOAD_FAIL_WITHOUT_CUDA="1")
-        begun = [name for name in left if f"{name} " in output]
-        for name in begun:
-            verdicts = re.findall(re.escape(name) + r" +(PASSED|FAILED|ERROR|SKIPPED|XFAIL)", output)
-            # A test that has passed may fail as it is torn down.
-            worst = max(verdicts, key=["SKIPPED", "XFAIL", "PASSED", "FAILED", "ERROR"].index, default="")
-            found[name] = worst or f"ended the process ({status})"
-        bad = [name for name in begun if found[name] not in ("PASSED", "SKIPPED")]
-        rows += [{"what": name, "is": found[name], "not_run": (output + errors)[-1500:]} for name in bad]
-        if status and begun and not bad:
-            rows.append({"what": "after the tests", "not_run": f"{status}: {(output + errors)[-1500:]}"})
-        if not begun:
-            rows.append({"what": "tests", "not_run": f"{status}: {(output + errors)[-1500:]}"})
-            break
-        left = [name for name in left if name not in found]
+    listed = command([*words, "-q", "-p", "no:xdist", "--collect-only", *modules], 60).splitlines()
+    names = [line for line in listed if "::" in line]
+    status, output, errors = finish([*words, "-v", "-n", "4", *modules], LIMITS["tests"], EPLOAD_FAIL_WITHOUT_CUDA="1")
+    verdicts = re.findall(r"\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S+::.+?) *$", output, re.MULTILINE)
+    # A test that has passed may fail as it is torn down.
+    found = {name: verdict for verdict, name in sorted(verdicts, key=lambda pair: pair[0] in ("FAILED", "ERROR"))}
     counts = {verdict: list(found.values()).count(verdict) for verdict in sorted({*found.values()})}
-    rows.append({"what": "tests", **counts} | ({"not_run": f"no time for {len(left)}"} if left else {}))
-    return rows
+    row: Row = {"what": "tests", **counts}
+    if missing := [name for name in names if name not in found]:
+        row["not_run"] = f"{len(missing)}, among them {missing[0]}"
+    if status:
+        row["not_run"] = f"{row.get('not_run', 'not all right')}: {status}: {(output + errors)[-3000:]}"
+    return [row]
 
 
 def sanitizer(options: argparse.Namespace) -> list[Row]:

@@ -75,6 +75,7 @@ def pipe_rate(file: Path, pipe: ops.Pipe, expected: Tensor) -> float:
 def pinning(device: torch.device) -> list[Row]:
     """Milliseconds to make the pinned memory of a pipe, which a process does once: in huge pages that are registered, and by
     torch."""
+    torch.empty(1, device=device)  # the device itself takes longer to get ready
     rows = []
     for what, make in (
         ("the pinned memory of a pipe", lambda: DevicePipe(device, 8)),

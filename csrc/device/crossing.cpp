@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <tuple>
 #include <utility>
@@ -19,7 +20,8 @@
 namespace epload {
 namespace {
 
-constexpr int64_t kStraightBytes = 256 << 10; // a shorter run costs less as a part of a piece than as a copy of its own
+constexpr int64_t kSplitShare = 8;            // of a piece: a run is divided for as much room
+constexpr int64_t kShortBytes = 256 << 10;    // shorter runs into tensors on CPU are read together
 constexpr int64_t kRowBytes = 512;            // shorter rows are not picked out of the file one by one
 constexpr int64_t kRegionAlignment = 16;      // in a piece: of the widest access of a device
 constexpr int64_t kRequestBytes = 4 << 20;    // of rows that are read together, with what lies between them
@@ -119,7 +121,7 @@ void Crossing::add(int64_t file, const at::Tensor& tensor, const RegionCopy& cop
   if (copy.dtype == tensor.scalar_type()) {
     const auto strided = collapse(tensor, copy);
     if (strided.size.empty()) {
-      runs_.push_back({file, copy.bucket_offset, strided.run * item, copy.tensor, strided.tensor, copy});
+      runs_.push_back({file, copy.bucket_offset, strided.run * item, copy.tensor, strided.tensor});
       return;
     }
   }
@@ -164,7 +166,6 @@ void Crossing::join_runs() {
       if (run.file == last.file && run.tensor == last.tensor && run.offset == last.offset + last.nbytes &&
           run.at == last.at + last.nbytes) {
         last.nbytes += run.nbytes;
-        last.joined = true;
         continue;
       }
     }
@@ -173,7 +174,12 @@ void Crossing::join_runs() {
   runs_ = std::move(joined);
 }
 
-// Long runs are cut. Short ones are gathered, or stay together, so that their requests can be joined.
+void Crossing::gather(const Run& part) {
+  const RegionCopy copy{part.tensor, 0, at::kByte, {part.at}, {part.nbytes}, {1}};
+  gathered_.push_back({copy, part.file, part.offset, part.nbytes, {}, {}, true});
+}
+
+// Long runs are cut. What is short is gathered, or stays together, so that requests can be joined.
 void Crossing::make_loads() {
   std::vector<Run> parts;
   parts.reserve(runs_.size());
@@ -188,49 +194,78 @@ void Crossing::make_loads() {
     parts.push_back(part);
   };
   bool joins = false;
-  for (auto& run : runs_) {
-    const bool is_short = run.nbytes < std::min(kStraightBytes, piece_bytes_);
-    if (is_short && !gathers_runs_) {
+  for (const auto& run : runs_) {
+    if (!gathers_runs_ && run.nbytes < std::min(kShortBytes, piece_bytes_)) {
       add_load(run, std::exchange(joins, true));
-    } else if (is_short) {
-      Gathered region{run.copy, run.file, run.offset, run.nbytes, {}, {}};
-      if (run.joined) {
-        region.copy = {run.tensor, 0, at::kByte, {run.at}, {run.nbytes}, {1}};
-        region.as_bytes = true;
+      continue;
+    }
+    joins = false;
+    // A part lies as far into a page of the piece as in the file (lead), and ends where a page ends: so that what is
+    // read past the page cache comes straight into the piece.
+    int64_t room = run_bytes_ - run.offset % kPieceAlignment;
+    for (int64_t begin = 0; begin < run.nbytes; begin += std::exchange(room, run_bytes_)) {
+      const Run part{run.file, run.offset + begin, std::min(room, run.nbytes - begin), run.tensor, run.at + begin};
+      if (gathers_runs_ && part.nbytes < room) {
+        gather(part);
+      } else {
+        add_load(part, false);
       }
-      gathered_.push_back(std::move(region));
-    } else {
-      // A run lies as far into a page of the piece as in the file (lead), and is cut where pages begin: so that what is
-      // read past the page cache comes straight into the piece.
-      int64_t room = run_bytes_ - run.offset % kPieceAlignment;
-      for (int64_t begin = 0; begin < run.nbytes; begin += std::exchange(room, run_bytes_)) {
-        add_load(
-            {run.file, run.offset + begin, std::min(room, run.nbytes - begin), run.tensor, run.at + begin, {}}, false);
-      }
-      joins = false;
     }
   }
   runs_ = std::move(parts);
   std::stable_sort(gathered_.begin(), gathered_.end(), [](const Gathered& a, const Gathered& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   });
-  int64_t nbytes = 0;
-  for (size_t i = 0; i < gathered_.size(); ++i) {
-    auto& region = gathered_[i];
+  fill_pieces();
+  arrange();
+}
+
+// Makes loads of what is gathered. A run is divided where a piece is full.
+void Crossing::fill_pieces() {
+  auto regions = std::exchange(gathered_, {});
+  int64_t nbytes = piece_bytes_;
+  const auto add = [&](Gathered& region) {
     const int64_t rows = region.row * region.rows();
-    const bool follows = i > 0 && aligned(nbytes) + rows <= piece_bytes_;
-    if (!follows) {
-      loads_.push_back({true, static_cast<int64_t>(i), static_cast<int64_t>(i), 0});
+    if (aligned(nbytes) + rows > piece_bytes_) {
+      const auto begin = static_cast<int64_t>(gathered_.size());
+      loads_.push_back({true, begin, begin, 0});
       nbytes = 0;
     }
     region.copy.bucket_offset = aligned(nbytes);
     nbytes = region.copy.bucket_offset + rows;
     TORCH_INTERNAL_ASSERT(nbytes <= piece_bytes_);
-    loads_.back().end = static_cast<int64_t>(i) + 1;
+    gathered_.push_back(std::move(region));
+    loads_.back().end++;
     loads_.back().nbytes = nbytes;
+  };
+  for (auto& region : regions) {
+    if (const int64_t room = piece_bytes_ - aligned(nbytes);
+        region.is_run && room >= piece_bytes_ / kSplitShare && region.row > room) {
+      auto first = region;
+      first.row = first.copy.size[0] = room;
+      add(first);
+      region.offset += room;
+      region.copy.start[0] += room;
+      region.row = region.copy.size[0] -= room;
+    }
+    add(region);
   }
-  // In the order of the files, which the kernel reads ahead.
+}
+
+// In the order of the files, which the kernel reads ahead. What is written goes to all files in turn, as one thread
+// alone can write to a file.
+void Crossing::arrange() {
   std::stable_sort(loads_.begin(), loads_.end(), [&](const Load& a, const Load& b) { return place(a) < place(b); });
+  if (direction_ == Direction::kUnpack) {
+    return;
+  }
+  std::map<int64_t, int64_t> seen;
+  std::vector<std::pair<int64_t, Load>> turns;
+  for (const auto& load : loads_) {
+    turns.emplace_back(seen[place(load).first]++, load);
+  }
+  std::stable_sort(turns.begin(), turns.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::transform(turns.begin(), turns.end(), loads_.begin(), [](const auto& turn) { return turn.second; });
 }
 
 std::pair<int64_t, int64_t> Crossing::place(const Load& load) const {
@@ -286,7 +321,7 @@ class Crossing::Worker {
       const auto& tensor = tensors_[region.copy.tensor];
       copies.push_back(region.copy);
       copies.back().tensor = i - load.begin;
-      if (region.as_bytes) {
+      if (region.is_run) {
         tensors.push_back(bytes_of(tensor, region.copy.start[0], region.copy.size[0]));
         copies.back().start[0] = 0;
       } else {
@@ -389,10 +424,11 @@ bool Crossing::share(int64_t threads, const std::function<bool(const Next& next)
   return valid;
 }
 
-bool Crossing::run(DevicePipe& pipe, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const {
+bool Crossing::run(
+    DevicePipe& pipe, int64_t threads, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const {
   DevicePipe::Use use(pipe);
   std::atomic<size_t> next_lane{0};
-  const bool valid = share(pipe.threads(), [&](const Next& next) {
+  const bool valid = share(std::min(threads, pipe.threads()), [&](const Next& next) {
     auto& lane = use.lane(next_lane++);
     const c10::StreamGuard on_stream(lane.stream);
     Worker worker(*this, tensors, make_end(), gap);

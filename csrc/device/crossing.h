@@ -22,9 +22,10 @@ constexpr int64_t kGapBytes = 4096; // a gap that is cheaper to read than to ski
 
 // What crosses, worked out from where the regions lie.
 //
-// A run that is contiguous on both sides and long crosses straight to its tensor. Everything else is gathered in a
-// piece, row by row, and the regions are copied out of that, or out of a piece on the device that it goes to: so little
-// more than what is needed crosses, in few copies. Only of short rows what lies between them comes along.
+// Of a run that is contiguous on both sides, as much as fills pieces crosses straight to its tensor. Everything else is
+// gathered in a piece, row by row, and the regions are copied out of that, or out of a piece on the device that it goes
+// to: so little more than what is needed crosses, in few copies, each of about a piece: a device begins every copy with
+// a pause of some microseconds. Only of short rows what lies between them comes along.
 class Crossing {
  public:
   // Region i lies in file `files[i]`, with its bucket_offset counted from the start of the file. Only the layouts of
@@ -41,11 +42,11 @@ class Crossing {
 
   using MakeEnd = std::function<Move()>;
 
-  // Moves everything between the host and a device. Each thread has a host's end of its own, from `make_end`, whose
-  // reads may be joined over gaps of up to `gap` bytes. Returns when all that is the host's has been read or written;
-  // what crosses to the device may still be on its way, before whatever the current stream gets next. False if an end
-  // has failed.
-  bool run(DevicePipe& pipe, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const;
+  // Moves everything between the host and a device, by up to `threads` of the pipe's threads. Each has a host's end of
+  // its own, from `make_end`, whose reads may be joined over gaps of up to `gap` bytes. Returns when all that is the
+  // host's has been read or written; what crosses to the device may still be on its way, before whatever the current
+  // stream gets next. False if an end has failed.
+  bool run(DevicePipe& pipe, int64_t threads, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const;
 
   // The same into tensors on CPU.
   bool run(int64_t threads, at::TensorList tensors, const MakeEnd& make_end, int64_t gap) const;
@@ -58,16 +59,14 @@ class Crossing {
   struct Run {
     int64_t file, offset, nbytes;
     int64_t tensor, at; // of its first byte, in the tensor's data
-    RegionCopy copy;    // where it comes from, unless it was joined
-    bool joined = false;
   };
 
   // A region that is gathered: where it lies in the piece, and as rows of `row` bytes in the file and in the piece.
   struct Gathered {
     RegionCopy copy;
     int64_t file, offset, row;
-    Dims size, stride;     // of what repeats the row, outermost first; strides in the file, in bytes
-    bool as_bytes = false; // the copy is of the tensor's data as bytes
+    Dims size, stride;   // of what repeats the row, outermost first; strides in the file, in bytes
+    bool is_run = false; // one row; the copy is of the tensor's data as bytes
 
     int64_t rows() const;
   };
@@ -84,7 +83,10 @@ class Crossing {
 
   void add(int64_t file, const at::Tensor& tensor, const RegionCopy& copy);
   void join_runs();
+  void gather(const Run& part);
   void make_loads();
+  void fill_pieces();
+  void arrange();
   std::pair<int64_t, int64_t> place(const Load& load) const; // the file and byte at which it begins
   bool share(int64_t threads, const std::function<bool(const Next& next)>& work) const;
 

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace epload {
@@ -25,6 +26,7 @@ using Pipe = c10::intrusive_ptr<DevicePipe>;
 
 constexpr int64_t kPieceBytes = 1 << 20; // of a thread that reads for tensors on CPU
 constexpr int64_t kRunBytes = 4 << 20;
+constexpr int64_t kWriters = 2; // threads to a file: the kernel has one write at a time, while the other's next arrives
 
 // How it is found out that a store takes long for a request whatever its size, as a network file system does.
 constexpr size_t kProbes = 8;             // short reads, whose median is what one takes
@@ -118,7 +120,8 @@ Outcome read_regions(
   OpenFiles probed("read_regions", descriptors), open("read_regions", descriptors, direct);
   const auto gap = measure_gap(crossing, probed.reader());
   const auto make_end = [&] { return open.reader(); };
-  pipe.has_value() ? crossing.run(**pipe, targets, make_end, gap) : crossing.run(threads, targets, make_end, gap);
+  pipe.has_value() ? crossing.run(**pipe, (*pipe)->threads(), targets, make_end, gap)
+                   : crossing.run(threads, targets, make_end, gap);
   mark_written(targets);
   return open.outcome();
 }
@@ -136,7 +139,8 @@ Outcome write_from_device(
   const Rows rows("write_from_device", files, offsets, origins, sources, copies, descriptors.size(), pipe->device());
   const Crossing crossing(rows.files, sources, rows.copies, Direction::kPack, bytes, bytes);
   OpenFiles open("write_from_device", descriptors);
-  crossing.run(*pipe, sources, [&] { return open.writer(); }, 0);
+  const auto file_count = static_cast<int64_t>(std::set<int64_t>(rows.files.begin(), rows.files.end()).size());
+  crossing.run(*pipe, kWriters * file_count, sources, [&] { return open.writer(); }, 0);
   return open.outcome();
 }
 
@@ -195,7 +199,7 @@ void transfer(
     return true;
   };
   const Crossing crossing(rows.files, devices, rows.copies, direction, pipe.piece_bytes(), pipe.piece_bytes());
-  crossing.run(pipe, devices, [&] { return Move(move); }, 0);
+  crossing.run(pipe, pipe.threads(), devices, [&] { return Move(move); }, 0);
   mark_written(reads ? devices : hosts);
 }
 

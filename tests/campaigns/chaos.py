@@ -163,7 +163,7 @@ class Loads:
 
 
 def load_with(rank: int, fault: Fault, folder: str) -> tuple[list[Outcome], list[Outcome], list[Outcome]]:
-    direct_read.READ_BYTES = 1  # so that each wave of the small model is a call, which may fail
+    direct_read.READ_BYTES, direct_read.GROWTH = 1, 1  # so that each wave of the small model is a call, which may fail
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return Loads(fault, folder).run(rank)
 

@@ -41,7 +41,7 @@ SOURCES = ("file", "folder", "torch", "dict", "object")
 def small_waves() -> None:
     """Makes a bucket of a few hundred bytes a wave that several readers share, and that is read on its own, on this rank."""
     schedule.MIN_PART_BYTES = 100
-    direct_read.READ_BYTES = 100
+    direct_read.READ_BYTES, direct_read.GROWTH = 100, 1
 
 
 def save(folder: Path, number: int) -> None:

@@ -9,13 +9,13 @@ from epload.loading.agreed import AgreedLoad
 from epload.loading.resources import Resources
 from epload.model.devices import CPU
 from epload.planning.schedule import Flow
-from epload.planning.waves import group_buckets, make_waves
+from epload.planning.waves import make_waves
 from epload.ranks.topology import Route
 from epload.report import LoadReport
-from epload.transfer import direct_read
 from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
+from epload.transfer.direct_read import DirectRead
 from epload.transfer.engine import Engine, Transfer, through_memory
 from epload.transfer.filling import filler
 from epload.transfer.local import Local
@@ -53,8 +53,7 @@ def make_engine(
         return Receiving(checkpoint, plan, local, topology, report)
     if flow.readers == "every":
         assert checkpoint is not None
-        limit = direct_read.READ_BYTES if device == CPU else direct_read.DEVICE_READ_BYTES
-        return direct_read.DirectRead(context, checkpoint, group_buckets(plan.owned_by_bucket, limit), local)
+        return DirectRead(context, checkpoint, plan.owned_by_bucket, local)
     if device == CPU or flow.shared:
         assert resources.memory is not None
         waves, chunk = make_waves(plan.sizes, load.per_wave), flow.chunk_bytes(plan.nbytes, plan.largest, load.per_wave)

@@ -49,19 +49,24 @@ def wave_bytes(sizes: Sequence[int], per_wave: int) -> int:
 
 
 def group_buckets(sizes: Sequence[int], limit: int) -> list[range]:
-    """Divides consecutive buckets into groups of at most ``limit`` bytes, unless one bucket has more.
+    """Divides consecutive buckets into groups. See :func:`next_group`."""
+    groups: list[range] = []
+    while not groups or groups[-1].stop < len(sizes):
+        groups.append(next_group(sizes, groups[-1].stop if groups else 0, limit))
+    return groups if sizes else []
+
+
+def next_group(sizes: Sequence[int], first: int, limit: int) -> range:
+    """Returns bucket ``first`` and those after it that have at most ``limit`` bytes together with it.
 
     Args:
         sizes: bytes of each bucket that count, which may be fewer than the bucket has.
     """
-    groups: list[range] = []
-    first = total = 0
-    for number, nbytes in enumerate(sizes):
-        if number > first and total + nbytes > limit:
-            groups.append(range(first, number))
-            first, total = number, 0
-        total += nbytes
-    return [*groups, range(first, len(sizes))] if sizes else []
+    end = first
+    while end < len(sizes) and (end == first or limit >= sizes[end]):
+        limit -= sizes[end]
+        end += 1
+    return range(first, end)
 
 
 def _aligned(nbytes: int) -> int:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.observe.progress import Progress
+from epload.planning.waves import next_group
 from epload.transfer.context import TransferContext
 from epload.transfer.framing import list_numbers
 from epload.transfer.local import Local
 
 READ_BYTES = 64 << 20
-"""Approximate number of bytes that a rank reads in one call. With less, threads that read spend more of their time waiting for
-one another at the end of a call."""
-DEVICE_READ_BYTES = 512 << 20
-"""The same for tensors on a device: at 50 GB/s, 10 ms."""
+"""Approximate number of bytes that a rank reads in its first call."""
+READ_SECONDS = 0.05
+"""As long as calls take less, each reads ``GROWTH`` times as much as the one before: between two calls threads are started and
+come to an end, which on an H200 took 2 ms, as long as 100 MB take to cross."""
+GROWTH = 4
 
 
 class DirectRead:
     """Reads some of a plan's buckets. Single use; has the interface of an Engine."""
 
-    def __init__(self, context: TransferContext, checkpoint: Checkpoint, groups: Sequence[range], local: Local) -> None:
-        """``groups``: numbers of buckets that are read together."""
+    def __init__(self, context: TransferContext, checkpoint: Checkpoint, sizes: Sequence[int], local: Local) -> None:
+        """``sizes``: bytes of each bucket that this rank keeps."""
         self._context = context
         self._checkpoint = checkpoint
-        self._groups = groups
+        self._sizes = sizes
         self._local = local
         self._buffer: Tensor | None = None
         """Host memory for one bucket, for a checkpoint that gives whole buckets only."""
@@ -39,14 +42,17 @@ class DirectRead:
             LoadError: another rank failed, or this rank could not read.
         """
         buckets, control = self._context.plan.buckets, self._context.control
+        numbers, limit = range(0), READ_BYTES
         with self._local.entered():
-            for numbers in self._groups:
+            while numbers.stop < len(self._sizes):
                 self._check()
+                numbers, began = next_group(self._sizes, numbers.stop, limit), perf_counter()
                 with control.activity(f"reads {list_numbers('bucket', numbers)}"):
                     nbytes = self._read_regions(numbers)
                 if nbytes is None:
                     self._read_buckets(numbers, bar)
                     continue
+                limit *= GROWTH if perf_counter() - began < READ_SECONDS else 1
                 control.progress += nbytes
                 bar.update(sum(buckets[number].nbytes for number in numbers))
 
