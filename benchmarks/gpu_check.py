@@ -13,8 +13,8 @@ unpacking; "streams" of a load in a profiler trace; "sanitizer", memcheck. Rates
 
 Each part is a process with its own limit, all of them together take eight minutes at most, and rows are kept as they come; parts
 after one that fails run all the same. Downloads nothing. Needs torch with CUDA,
-nvcc, cmake, ninja, pybind11, pytest, pytest-xdist, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
-a part did not run.
+nvcc, cmake, ninja, pybind11, pytest, pytest-xdist, hypothesis and safetensors; which of these are there is said first. The exit
+status is 1 if a part did not run.
 """
 
 from __future__ import annotations
