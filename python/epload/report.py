@@ -20,7 +20,7 @@ from epload.observe.trace import Events, save_trace
 Facts = Sequence[tuple[str, str]]
 """Titles and texts."""
 _UNRATED = "unpack"
-"""The bytes of this phase are those of whole buckets, of which a rank may keep little, so that their rate says nothing."""
+"""This phase counts the bytes of whole buckets. A rank may keep only few of them, so their rate has no meaning."""
 _MIN_SECONDS = 0.0005
 """Phases that took less, and handled no bytes, are not shown."""
 SAVE_PHASES = ("plan", "pack", "write", "sync")
