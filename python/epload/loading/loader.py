@@ -76,9 +76,9 @@ class HierarchicalLoader:
             src: global rank that reads (``readers="one"``); the leaders of the nodes are on its rail.
             readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
                 ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
-                ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if with ``"every"`` the ranks
-                would together read its bytes too often, which is more than 1.25 times from object storage and more than 4 times
-                from files; else ``"every"``.
+                ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if, each reading what it
+                keeps, a rank would read more than 64 MiB and all ranks together would read the checkpoint more than 1.25 times
+                from object storage, or 4 times from files; else ``"every"``.
             algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
                 as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else
                 ``"two_level"``. It also sends buckets that do not cross nodes through memory that a node's ranks share; each rank
