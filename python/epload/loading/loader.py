@@ -69,7 +69,7 @@ class HierarchicalLoader:
         direct_io: bool = True,
         progress: bool = True,
     ) -> None:
-        """Collective over the topology's ranks; arguments equal on all of them.
+        """Creates a loader. Collective over the topology's ranks; all pass equal arguments.
 
         Args:
             topology: the ranks that load and their nodes; discovered over the whole job if None.
@@ -81,8 +81,8 @@ class HierarchicalLoader:
                 from object storage, or 4 times from files; else ``"every"``.
             algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
                 as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else
-                ``"two_level"``. It also sends buckets that do not cross nodes through memory that a node's ranks share; each rank
-                copies what it keeps out of it.
+                ``"two_level"``. With ``"auto"``, buckets that do not cross nodes go through memory that a node's ranks share;
+                each rank copies what it keeps out of it.
             bucket_bytes: size of a bucket. Each rank has two, except for a model on a device with ``"every"``, where there are
                 none. A rank that copies bytes from the host to a device has up to 64 MiB of pinned memory for them. If a node's
                 ranks share staging buffers, this is the size of the buckets that move together, and the node has twice that (each

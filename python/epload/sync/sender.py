@@ -78,9 +78,9 @@ class WeightSender(Endpoint):
         Args:
             model: any mix of DTensors and plain tensors with storage. Or this rank's modules of Megatron-Core: one, or a list of
                 pipeline stages.
-            address: where the first rank serves the store of both jobs: ``"host:port"``, ``"[v6 address]:port"`` or ``(host,
-                port)``. With port 0, the system chooses a port; see :attr:`address`. Without a token, anyone who can connect to
-                the address can join.
+            address: ``"host:port"``, ``"[v6 address]:port"`` or ``(host, port)``, where the first rank serves the store of both
+                jobs. With port 0, the system chooses a port; see :attr:`address`. Without a token, anyone who can connect to the
+                address can join.
             receivers: number of receiving ranks, over all engines, that have to join before the first version is sent.
             mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under the checkpoint names.
                 ``"auto"`` is what a transformers model declares; for other models, names as they are. ``Quantize`` sends fp8
