@@ -19,6 +19,7 @@ import epload
 from epload import CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint import checksums
 from epload.checkpoint.checksums import Checksums
+from epload.loading import checked_files
 from epload.model.flat_state import FlatState
 from support import ranks
 from support.checks import all_fine
@@ -292,3 +293,56 @@ def test_other_folders(write: Callable[..., epload.SaveReport] | None, tmp_path:
     raw = (tmp_path / "b" / checksums.FILE).read_bytes()
     assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {checksums.FILE}
+
+
+def convert_on(rank: int, source: str, path: str) -> str:
+    checksums.CHUNK_BYTES = CHUNK
+    return epload.convert(source, path, max_shard_bytes=400, checksums=True, topology=Topology.discover()).checksums
+
+
+def test_ranks_share_what_is_hashed_in_a_conversion(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    (digest,) = {*ranks.run(3, convert_on, str(tmp_path / "a"), str(tmp_path / "b"))}
+    raw = (tmp_path / "b" / checksums.FILE).read_bytes()
+    assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    assert len(json.loads(raw)["files"]) > 4, "files enough for all ranks, and an index"
+    load(tmp_path / "b", sha256sum(tmp_path / "b"))
+    load(tmp_path / "b", digest)
+
+
+# ---- files that change ----
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    flip(other, other.stat().st_size - 1)
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    "change", [replaced, lambda path: flip(path, path.stat().st_size - 1)], ids=["new", "in_place"]
+)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_changes_once_it_was_hashed(
+    verify: bool, change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "a")
+    compare = checked_files.hash_all
+
+    def then_change(*arguments: Any) -> None:
+        compare(*arguments)
+        change(tmp_path / "a" / "model.safetensors")
+
+    monkeypatch.setattr(checked_files, "hash_all", then_change)
+    with pytest.raises(CheckpointError, match=r"model.safetensors was (replaced|modified)"):
+        epload.load(FlatState(zeros()), tmp_path / "a", checksums=True, verify=verify, progress=False)
+
+
+def test_lists_of_other_systems(tmp_path: Path) -> None:
+    """Line ends of Windows, digests in capitals, the mark of a binary file, and paths from somewhere else."""
+    saved(tmp_path / "a")
+    digest = hashlib.sha256((tmp_path / "a" / "model.safetensors").read_bytes()).hexdigest()
+    listed = tmp_path / "list"
+    listed.write_bytes(f"# made elsewhere\r\n\r\n{digest.upper()} *./some/folder/model.safetensors\r\n".encode())
+    load(tmp_path / "a", listed)
