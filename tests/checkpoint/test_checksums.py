@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, Topology
@@ -92,13 +93,13 @@ def test_what_save_writes_is_what_hashlib_says(files: int, tmp_path: Path) -> No
 def test_a_load_compares_all_files_first(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     digest = saved(folder, 3).checksums
-    by_name = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    by_name = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("model*")}
     given: Any = {
         "true": True, "digest": digest, "path": folder / checksums.FILE, "sha256sum": sha256sum(folder), "dict": by_name,
     }[kind]  # fmt: skip
     report = load(folder, given)
-    assert report.hashed == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert report.checksums.startswith(f"{len(by_name)} files compared with ")
+    assert report.hashed == sum(path.stat().st_size for path in folder.glob("model*")), "the index, too"
+    assert report.checksums.startswith(f"{len(by_name) - 1} files compared with ")
     assert report.checksums in str(report)
     last = sorted(folder.glob("*.safetensors"))[-1]
     flip(last, last.stat().st_size - 1)
@@ -112,8 +113,13 @@ def test_a_load_compares_all_files_first(kind: str, tmp_path: Path) -> None:
     epload.load(FlatState(state), folder, progress=False)  # without a list nobody knows
 
 
-def test_the_index_counts_where_it_is_listed(tmp_path: Path) -> None:
+def test_the_index_counts(tmp_path: Path) -> None:
     saved(tmp_path / "a", 3)
+    listed = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "a").glob("*.safetensors")
+    }
+    with pytest.raises(CheckpointError, match=r"has no digest of model\.safetensors\.index\.json"):
+        load(tmp_path / "a", listed)
     flip(tmp_path / "a" / "model.safetensors.index.json", 1)  # a space of the indentation, or a line break
     with pytest.raises(CheckpointError):
         load(tmp_path / "a", True)
@@ -165,7 +171,11 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
         ({"model.safetensors": "0" * 63}, CheckpointError, "expected sha256 digests"),
         (twice, CheckpointError, "names several files"),
         (tmp_path / "none", CheckpointError, "cannot read the checksums in .*none: No such file"),
-        ("sha256:00", CheckpointError, "is not the one that was asked for: expected sha256:00"),
+        ("sha256:" + "0" * 64, CheckpointError, "is not the one that was asked for: expected sha256:00"),
+        ("sha256:00", ValueError, "expected checksums='sha256:' and 64 hexadecimal digits"),
+        ("sha256:", ValueError, "expected checksums='sha256:' and 64 hexadecimal digits"),
+        ({"model.safetensors": "0" * 40}, CheckpointError, "expected sha256 digests"),
+        ({"../model.safetensors": "0" * 64}, CheckpointError, "expected names of files in the folder"),
         (None, TypeError, "expected checksums to be True, a path"),
         (1, TypeError, "expected checksums to be True, a path"),
     ):
@@ -179,7 +189,9 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_what_has_no_files_of_its_own(tmp_path: Path) -> None:
     saved(tmp_path / "a", base=None)
-    saved(tmp_path / "b", base=tmp_path / "a")
+    saved(tmp_path / "b", base=tmp_path / "a", checksums=False)
+    with pytest.raises(ValueError, match="files= and checksums= are for whole checkpoints"):
+        saved(tmp_path / "c", base=tmp_path / "a")
     for source in (state_for(), tmp_path / "b"):
         with pytest.raises(ValueError, match="checksums= compares the files of a checkpoint"):
             load(source, {"model.safetensors": "0" * 64})
@@ -219,7 +231,7 @@ def load_on(rank: int, world: int, path: str, given: Any, readers: str) -> tuple
 @pytest.mark.parametrize("readers", ["every", "one", "partitioned"])
 def test_ranks_share_the_files(readers: str, tmp_path: Path) -> None:
     saved(tmp_path / "a", 3)
-    total = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in (tmp_path / "a").glob("model*"))
     outcomes = ranks.run(3, load_on, 3, str(tmp_path / "a"), True, readers)
     assert {text for text, _ in outcomes} == {""}
     hashed = [nbytes for _, nbytes in outcomes]
@@ -233,8 +245,9 @@ def test_copies_are_each_compared(tmp_path: Path) -> None:
     for rank in (1, 2):
         shutil.copytree(tmp_path / "0", tmp_path / str(rank))
     total = sum(path.stat().st_size for path in (tmp_path / "0").glob("*.safetensors"))
+    index = (tmp_path / "0" / "model.safetensors.index.json").stat().st_size  # which ranks that join do not open
     outcomes = ranks.run(3, load_on, 3, str(tmp_path / "RANK"), True, "every")
-    assert outcomes == [("", total)] * 3
+    assert outcomes == [("", total + index), ("", total), ("", total)]
     last = max((tmp_path / "2").glob("*.safetensors"))
     flip(last, last.stat().st_size - 1)
     texts = {text for text, _ in ranks.run(3, load_on, 3, str(tmp_path / "RANK"), True, "every")}
@@ -283,16 +296,40 @@ def test_ranks_share_what_is_hashed_in_a_save(tmp_path: Path) -> None:
     assert entry["chunks"] == [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
 
 
-@pytest.mark.parametrize("write", [epload.convert, None], ids=["convert", "base"])
-def test_other_folders(write: Callable[..., epload.SaveReport] | None, tmp_path: Path) -> None:
+def test_convert_writes_the_list(tmp_path: Path) -> None:
     saved(tmp_path / "a")
-    if write is None:
-        report = saved(tmp_path / "b", base=tmp_path / "a")
-    else:
-        report = write(tmp_path / "a", tmp_path / "b", checksums=True)
+    report = epload.convert(tmp_path / "a", tmp_path / "b", checksums=True)
     raw = (tmp_path / "b" / checksums.FILE).read_bytes()
     assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {checksums.FILE}
+    with pytest.raises(ValueError, match=r"expected files= without checksums\.json"):
+        epload.convert(tmp_path / "a", tmp_path / "c", checksums=True, files=[tmp_path / "b" / checksums.FILE])
+
+
+def test_a_configuration_that_a_load_follows_counts(tmp_path: Path) -> None:
+    """The blocks of fp8 weights are said in config.json alone."""
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = {"w.weight": torch.ones(256, 256).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    epload.save(state, tmp_path / "a", files=[tmp_path / "config.json"], checksums=True)
+    model = nn.ModuleDict({"w": nn.Linear(256, 256, bias=False)})
+    epload.load(model, tmp_path / "a", checksums=True, progress=False)
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config).replace("128", "129"))
+    with pytest.raises(CheckpointError, match=r"config\.json is not the file"):
+        epload.load(model, tmp_path / "a", checksums=True, progress=False)
+
+
+PROGRAM = """
+import sys, torch, epload
+if __name__ == "__main__":
+    epload.save_async({"a": torch.arange(100)}, sys.argv[1], checksums=True)
+"""
+
+
+def test_a_save_that_the_end_of_the_process_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    subprocess.run([sys.executable, tmp_path / "program.py", tmp_path / "a"], check=True, timeout=120)
+    assert (tmp_path / "a" / checksums.FILE).exists()
 
 
 def convert_on(rank: int, source: str, path: str) -> str:
@@ -328,13 +365,13 @@ def test_a_file_that_changes_once_it_was_hashed(
     verify: bool, change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path / "a")
-    compare = checked_files.hash_all
+    compare = checked_files.check_parts
 
     def then_change(*arguments: Any) -> None:
         compare(*arguments)
         change(tmp_path / "a" / "model.safetensors")
 
-    monkeypatch.setattr(checked_files, "hash_all", then_change)
+    monkeypatch.setattr(checked_files, "check_parts", then_change)
     with pytest.raises(CheckpointError, match=r"model.safetensors was (replaced|modified)"):
         epload.load(FlatState(zeros()), tmp_path / "a", checksums=True, verify=verify, progress=False)
 

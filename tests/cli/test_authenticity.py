@@ -107,8 +107,7 @@ def test_signatures(change: Callable[[Path], None] | None, folder: Path, tmp_pat
     status, output, errors = run(*words, str(public))
     if change is None:
         assert status == 0
-        digest = output.partition("checksums='")[2].partition("'")[0]
-        epload.load(torch.nn.ParameterDict(), folder, checksums=digest, strict=False, progress=False)
+        assert f"is a signature by the key {public} of {folder}" in output
     else:
         assert (status, "is no signature of" in errors) == (1, True)
     status, _, errors = run(*words, str(other))

@@ -46,7 +46,7 @@ class StoredFile(ABC):
 
     @property
     def version(self) -> str:
-        """Equal for two ranks that have opened one and the same file in the same state; empty if that cannot be told."""
+        """Equal for two processes of one machine that have opened one file in the same state; empty if that cannot be told."""
         return self.identity
 
     mapping_path: Path | None = None
@@ -116,6 +116,8 @@ class ByteStore(ABC):
         """The files with tensors, to which ranges refer by index."""
         self.descriptions: list[StoredFile] = []
         """Other files whose content the checkpoint depends on, such as an index."""
+        self.peeked: list[str] = []
+        """Names of files that were read and are not kept open, such as a configuration."""
 
     # ---- the folder ----
 
@@ -152,6 +154,7 @@ class ByteStore(ABC):
     def peek(self, name: str) -> bytes:
         """Returns the content of a file, up to PEEK_BYTES, and closes it. Raises as :meth:`open_files`."""
         (file,) = self.open_files([name])
+        self.peeked.append(name)
         with closing(file):
             return file.read(0, PEEK_BYTES)
 

@@ -9,14 +9,18 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.local_store import LocalFile
 from epload.errors import CheckpointError, redact
 from epload.files import read_regular
-from epload.observe.render import list_first
 
 FILE = "checksums.json"
 CHUNK_BYTES = 64 << 20
@@ -49,6 +53,8 @@ class HashedPart(NamedTuple):
     """A part of a file that is hashed at once."""
 
     file: StoredFile
+    read: Callable[[int, int], Any]
+    """Returns bytes of the file, by their offset and number."""
     offset: int
     nbytes: int
     digest: str
@@ -57,13 +63,13 @@ class HashedPart(NamedTuple):
     def check(self, source: str, done: Done) -> None:
         """Reads the part, and compares its digest. Raises CheckpointError, naming the file and the chunk, if it is another."""
         is_git = len(self.digest) == 40
-        found = hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False) if is_git else hashlib.sha256()
-        _hash(self.file, self.offset, self.nbytes, found, done)
-        if found.hexdigest() != self.digest:
+        digest = hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False) if is_git else hashlib.sha256()
+        _hash(self.read, self.offset, self.nbytes, digest, done)
+        if digest.hexdigest() != self.digest:
             whole = self.nbytes == self.file.nbytes
             what = "it has" if whole else f"its bytes {self.offset} to {self.offset + self.nbytes} have"
             raise CheckpointError(
-                f"{self.file} is not the file that {source} describes: {what} the digest {found.hexdigest()} in place of "
+                f"{self.file} is not the file that {source} describes: {what} the digest {digest.hexdigest()} in place of "
                 f"{self.digest}; download or copy it again"
             )
 
@@ -81,6 +87,13 @@ class Checksums:
     def identity(self) -> str:
         """A digest of the whole list, for ranks to compare."""
         return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()
+
+    @cached_property
+    def _by_name(self) -> dict[str, set[FileDigests]]:
+        by_name: dict[str, set[FileDigests]] = {}
+        for path, digests in self.files.items():
+            by_name.setdefault(PurePosixPath(path).name, set()).add(digests)
+        return by_name
 
     @classmethod
     def read(cls, given: AnyChecksums, checkpoint: Checkpoint) -> Checksums:
@@ -104,8 +117,12 @@ class Checksums:
                 name: FileDigests((str(digest).lower().removeprefix(_PREFIX),)) for name, digest in given.items()
             }
             return cls("checksums=", _checked(digests, "checksums="))
-        if given is True or (isinstance(given, str) and given.startswith(_PREFIX)):
-            return cls._next_to(checkpoint, "" if given is True else str(given).removeprefix(_PREFIX).lower())
+        if given is True:
+            return cls._next_to(checkpoint, "")
+        if isinstance(given, str) and given.startswith(_PREFIX):
+            if not _SHA256.fullmatch(digest := given.removeprefix(_PREFIX).lower()):
+                raise ValueError(f"expected checksums='sha256:' and 64 hexadecimal digits, got {given!r}")
+            return cls._next_to(checkpoint, digest)
         if not isinstance(given, str | os.PathLike):
             raise TypeError(f"expected checksums to be True, a path, 'sha256:HEX' or a dict of digests, got {given!r}")
         try:
@@ -122,19 +139,21 @@ class Checksums:
         try:
             raw = store.peek(FILE)
         except FileNotFoundError:
-            published = {file.name: FileDigests((store.published(file),)) for file in checkpoint.files}
-            published = {name: known for name, known in published.items() if _is_digest(known)}
+            files = [*checkpoint.files, *checkpoint.descriptions]
+            published = {
+                file.name: FileDigests((known,)) for file in files if _is_digest(known := store.published(file))
+            }
             if digest or not published:
                 raise CheckpointError(
                     f"no checksums are published next to {store}: it has no {FILE}; pass the path of a list, in the format of "
                     "sha256sum"
                 ) from None
-            return cls("the Hugging Face Hub", _checked(published, str(store)))
+            return cls("the Hugging Face Hub", published)
         except OSError as error:
             raise CheckpointError(f"cannot read the checksums in {path}: {error.strerror or error}") from error
-        if digest and (found := hashlib.sha256(raw).hexdigest()) != digest:
+        if digest and (actual := hashlib.sha256(raw).hexdigest()) != digest:
             raise CheckpointError(
-                f"{path} is not the one that was asked for: expected {_PREFIX}{digest}, got {_PREFIX}{found}"
+                f"{path} is not the one that was asked for: expected {_PREFIX}{digest}, got {_PREFIX}{actual}"
             )
         return cls.parse(raw, path)
 
@@ -153,56 +172,77 @@ class Checksums:
                     f"{line[:120]!r}"
                 )
             digests = FileDigests((match[1].lower(),))
-            if files.setdefault(match[2], digests) != digests:
+            if files.setdefault(normpath(match[2]), digests) != digests:
                 raise CheckpointError(f"{source} has two digests of {match[2]}; remove one of them")
         return cls(source, _checked(files, source))
 
-    def of(self, file: StoredFile) -> FileDigests | None:
-        """Returns the digests of a file; None if the list does not name it. Raises CheckpointError if it names several."""
-        found = {digests for name, digests in self.files.items() if PurePosixPath(name).name == file.name}
-        if len(found) > 1:
+    def parts(self, checkpoint: Checkpoint) -> list[HashedPart]:
+        """Returns the parts of the files with tensors that are to be hashed. Raises as :meth:`parts_of`."""
+        store, parts = checkpoint._store, []
+        assert store is not None
+        for number, file in enumerate(checkpoint.files):
+            if isinstance(file, LocalFile):
+                parts += self.parts_of(file, file.read)
+                file.fd  # noqa: B018 opens it before threads read it, if it was closed
+            else:
+                parts += self.parts_of(file, partial(_read, store, number))
+        return parts
+
+    def other_parts(self, checkpoint: Checkpoint) -> list[HashedPart]:
+        """Returns the same for the other files that a load follows: an index, which has to be listed, and configurations, which
+        are compared if they are. Raises as :meth:`parts_of`."""
+        store, parts = checkpoint._store, []
+        assert store is not None
+        for file in checkpoint.descriptions:
+            parts += self.parts_of(file, file.read)
+        for name in sorted({*store.peeked} & {*self._by_name}):
+            (file,) = store.open_files([name])
+            parts += self.parts_of(file, file.read)
+        return parts
+
+    def parts_of(self, file: StoredFile, read: Callable[[int, int], Any]) -> list[HashedPart]:
+        """Returns the parts of a file.
+
+        Raises:
+            CheckpointError: the list does not name the file, or names several, or describes one of another size.
+        """
+        named = self._by_name.get(file.name, set())
+        if len(named) > 1:
             raise CheckpointError(
                 f"{self.source} names several files {file.name}, in other folders; pass a list of one folder"
             )
-        return next(iter(found), None)
-
-    def parts(self, files: Sequence[StoredFile], required: bool = True) -> list[HashedPart]:
-        """Returns the parts of files that are to be hashed.
-
-        Args:
-            required: whether a file that the list does not name is an error, and not left out.
-
-        Raises:
-            CheckpointError: the list does not name a file, or describes one of another size.
-        """
-        parts: list[HashedPart] = []
-        if required and (missing := [file.name for file in files if self.of(file) is None]):
+        if not named:
             raise CheckpointError(
-                f"{self.source} has no digest of {list_first(missing)}, so that nothing proves what is in them; pass a list of "
-                "all files"
+                f"{self.source} has no digest of {file.name}, so that nothing proves what is in it; pass a list of all files"
             )
-        for file in files:
-            if (known := self.of(file)) is None:
-                continue
-            chunk_bytes = known.chunk_bytes or max(file.nbytes, 1)
-            count = max(1, -(-file.nbytes // chunk_bytes))
-            if count != len(known.digests) or known.nbytes not in (None, file.nbytes):
-                raise CheckpointError(
-                    f"{file} is not the file that {self.source} describes: it has {file.nbytes} bytes"
-                    f"{'' if known.nbytes is None else f' in place of {known.nbytes}'}; download or copy it again"
-                )
-            for number, digest in enumerate(known.digests):
-                begin = number * chunk_bytes
-                parts.append(HashedPart(file, begin, min(chunk_bytes, file.nbytes - begin), digest))
-        return parts
+        (known,) = named
+        chunk_bytes = known.chunk_bytes or max(file.nbytes, 1)
+        if chunk_count(file.nbytes, chunk_bytes) != len(known.digests) or known.nbytes not in (None, file.nbytes):
+            expected = "" if known.nbytes is None else f" in place of {known.nbytes}"
+            raise CheckpointError(
+                f"{file} is not the file that {self.source} describes: it has {file.nbytes} bytes{expected}; download or copy it "
+                "again"
+            )
+        begins = range(0, max(file.nbytes, 1), chunk_bytes)
+        return [
+            HashedPart(file, read, begin, min(chunk_bytes, file.nbytes - begin), digest)
+            for begin, digest in zip(begins, known.digests, strict=True)
+        ]
 
 
-def _hash(file: StoredFile, offset: int, nbytes: int, digest: Any, done: Done) -> None:
+def _read(store: ByteStore, number: int, offset: int, nbytes: int) -> memoryview:
+    """Returns bytes of one of the files with tensors of a store that is not local."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    store.read(torch.tensor([[number, offset, 0, nbytes]]), buffer)
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+
+
+def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Done) -> None:
     end = offset + nbytes
     while offset < end:
-        data = file.read(offset, min(_READ_BYTES, end - offset))
+        data = read(offset, min(_READ_BYTES, end - offset))
         if not data:
-            raise CheckpointError(f"{file} ends at byte {offset}, and had {file.nbytes} bytes when it was opened")
+            raise CheckpointError(f"a file ends at byte {offset}, and had more bytes when it was opened; load again")
         digest.update(data)
         offset += len(data)
         done(len(data))
@@ -211,51 +251,68 @@ def _hash(file: StoredFile, offset: int, nbytes: int, digest: Any, done: Done) -
 def _parse_chunks(raw: bytes, source: str) -> dict[str, FileDigests]:
     """Returns the content of a ``checksums.json``. Raises CheckpointError."""
     try:
-        content = json.loads(raw)
-        assert content["algorithm"] == "sha256"
-        chunk_bytes = int(content["chunk_bytes"])
-        assert chunk_bytes > 0
-        return {
-            str(name): FileDigests(tuple(map(str, entry["chunks"])), chunk_bytes, int(entry["bytes"]))
-            for name, entry in content["files"].items()
-        }
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        content = json.loads(raw, object_pairs_hook=_without_duplicates)
+        chunk_bytes, files = content["chunk_bytes"], {}
+        if content["algorithm"] != "sha256" or type(chunk_bytes) is not int or chunk_bytes < 1:
+            raise ValueError(f"algorithm {content['algorithm']!r}, chunk_bytes {chunk_bytes!r}")
+        for name, entry in content["files"].items():
+            if type(entry["bytes"]) is not int or not isinstance(entry["chunks"], list):
+                raise ValueError(f"an entry {name!r}")
+            chunks = tuple(str(digest).lower() for digest in entry["chunks"])
+            files[normpath(name)] = FileDigests(chunks, chunk_bytes, entry["bytes"])
+        return files
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f'{source} is no list of checksums: expected "algorithm": "sha256", "chunk_bytes" and "files" with "bytes" and '
             f'"chunks" each ({type(error).__name__}: {error})'
         ) from error
 
 
-def _is_digest(known: FileDigests) -> bool:
-    of_git = not known.chunk_bytes and all(map(_GIT_SHA1.fullmatch, known.digests))
-    return bool(known.digests) and (of_git or all(map(_SHA256.fullmatch, known.digests)))
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(content := dict(pairs)) < len(pairs):
+        raise ValueError("a key that comes twice")
+    return content
+
+
+def _is_digest(digest: str) -> bool:
+    """Returns True for sha256, and for what git has for a file."""
+    return bool(_SHA256.fullmatch(digest) or _GIT_SHA1.fullmatch(digest))
 
 
 def _checked(files: dict[str, FileDigests], source: str) -> dict[str, FileDigests]:
-    """Returns them. Raises CheckpointError if there are none, or one is no digest."""
+    """Returns them. Raises CheckpointError if there are none, one is no digest, or a file is not in the folder."""
     if not files:
         raise CheckpointError(f"{source} has no digest of any file")
     for name, known in files.items():
-        if not _is_digest(known):
+        if not known.digests or not all(map(_SHA256.fullmatch, known.digests)):
             raise CheckpointError(
                 f"{source}: expected sha256 digests of {name}, of 64 hexadecimal digits, got {known.digests[:1]}"
             )
+        if name.startswith("../") or "\0" in name:
+            raise CheckpointError(f"{source}: expected names of files in the folder, got {name!r}")
     return files
 
 
 # ---- publishing them ----
 
 
-def hash_chunk(file: StoredFile, number: int, done: Done = lambda nbytes: None) -> str:
+def hash_chunk(path: Path, number: int, done: Done = lambda nbytes: None) -> str:
     """Returns the sha256 digest of a chunk of a file, by its number."""
-    begin, digest = number * CHUNK_BYTES, hashlib.sha256()
-    _hash(file, begin, min(CHUNK_BYTES, file.nbytes - begin), digest, done)
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        begin, end = number * CHUNK_BYTES, stream.seek(0, os.SEEK_END)
+
+        def read(offset: int, nbytes: int) -> bytes:
+            stream.seek(offset)
+            return stream.read(nbytes)
+
+        _hash(read, begin, min(CHUNK_BYTES, end - begin), digest, done)
     return digest.hexdigest()
 
 
-def chunk_count(nbytes: int) -> int:
+def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Returns the number of chunks of a file; an empty one has one."""
-    return max(1, -(-nbytes // CHUNK_BYTES))
+    return max(1, -(-nbytes // chunk_bytes))
 
 
 def render(sizes: Mapping[str, int], digests: Mapping[str, Sequence[str]]) -> bytes:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import click
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.checksums import FILE, Checksums, digest_of
+from epload.checkpoint.checksums import Checksums
 from epload.checkpoint.local_store import LocalStore
 from epload.errors import CheckpointError
-from epload.files import read_regular
-from epload.loading.checked_files import hash_all
+from epload.loading.checked_files import check_parts
 from epload.observe.render import count, show_bytes
 
 
@@ -20,19 +19,19 @@ def compare_files(checkpoint: Checkpoint, given: str) -> str:
     """Compares the files of a checkpoint, and the others in its folder that are listed, with their digests. Returns what was
     compared. Raises CheckpointError if a file is another one, is not listed, or is listed and not there."""
     checksums = Checksums.read(True if given == "published" else given, checkpoint)
-    store, files = checkpoint._store, [*checkpoint.files, *checkpoint.descriptions]
-    parts = checksums.parts(checkpoint.files) + checksums.parts(checkpoint.descriptions, required=False)
+    store, parts = checkpoint._store, checksums.parts(checkpoint) + checksums.other_parts(checkpoint)
     if isinstance(store, LocalStore):
-        others = sorted({*checksums.files} - {file.name for file in files})
+        compared = {part.file.name for part in parts}
         try:
-            opened = list(store.open_files(others))
+            for name in sorted(name for name in checksums.files if PurePosixPath(name).name not in compared):
+                (file,) = store.open_files([name])
+                parts += checksums.parts_of(file, file.read)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read {error.filename}, which {checksums.source} describes: {error.strerror}"
             ) from error
-        files += opened
-        parts += checksums.parts(opened)
-    hash_all(parts, checksums.source, 1, lambda nbytes: None)
+    check_parts(parts, checksums.source, 1, lambda nbytes: None)
+    files = {part.file.name for part in parts}
     nbytes = show_bytes(sum(part.nbytes for part in parts))
     return f"{count(len(files), 'file')}, {nbytes}: all as {checksums.source} describes them"
 
@@ -67,6 +66,4 @@ def verify_signature(
         config.verify(path, Path(bundle))
     except Exception as error:  # the library's own, and those of the libraries that it uses
         raise CheckpointError(f"{bundle} is no signature of {folder} by {signer}: {error}") from error
-    listed = path / FILE
-    digest = f"; load it with checksums={digest_of(read_regular(listed))!r}" if listed.is_file() else ""
-    return f"signed by {signer}, all files of {folder}{digest}"
+    return f"{bundle} is a signature by {signer} of {folder}, without what it leaves out itself"

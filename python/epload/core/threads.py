@@ -6,7 +6,8 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from epload.errors import LoadError
 
@@ -32,6 +33,37 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
         ) from error
     _started.add(thread)
     return thread
+
+
+def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
+    """Runs steps on up to ``count`` threads, this one among them. Once one has failed, no other is begun.
+
+    Raises:
+        Exception: what the first of the steps that failed has raised.
+    """
+    failures: dict[int, Exception] = {}
+    lock, numbered = threading.Lock(), iter(enumerate(steps))
+
+    def work() -> None:
+        while not failures:
+            with lock:
+                number, step = next(numbered, (-1, None))
+            if step is None:
+                return
+            try:
+                step()
+            except Exception as error:
+                failures[number] = error
+
+    helpers = []
+    with suppress(LoadError):  # those that could be started do the work
+        for _ in range(min(count, len(steps)) - 1):
+            helpers.append(start(name, work))
+    work()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[min(failures)]
 
 
 @atexit.register

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from epload.checkpoint.checksums import AnyChecksums, Checksums, HashedPart
+from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.loading.agreed import AgreedLoad
 from epload.observe.render import count
@@ -18,53 +20,42 @@ from epload.transfer.affinity import read_threads
 def check_files(given: AnyChecksums, load: AgreedLoad, topology: Topology, report: LoadReport) -> None:
     """Compares all files with the list that the caller gives, if it does. Collective.
 
-    Ranks that have opened the same files, in one file system, share them. Others, such as those of a node that has a copy on its
-    own disk, compare theirs.
+    Ranks of a node that have opened the same files share them: what another node has may be another copy.
 
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; CheckpointError if a file is another one, or is not in the list.
     """
     if given is False:
         return
-    control, checkpoint = topology.control, load.inputs.checkpoint
-    own: Attempt[tuple[Checksums, list[HashedPart]] | None] = Attempt(lambda: None)
-    if checkpoint is not None:
-
-        def read() -> tuple[Checksums, list[HashedPart]]:
-            checksums = Checksums.read(given, checkpoint)
-            return checksums, checksums.parts(checkpoint.files)
-
-        own = Attempt(read)
+    control, checkpoint, failure = topology.control, load.inputs.checkpoint, None
+    listed = Attempt(lambda: None if checkpoint is None else Checksums.read(given, checkpoint))
     view = None
-    if own.result is not None and checkpoint is not None:
-        view = [own.result[0].identity, [file.version for file in checkpoint.files]]
-    shares = control.agree("reading the checksums", own.failure, view, _share)
-    failure = None
-    if own.value is not None and checkpoint is not None:
-        checksums, parts = own.value
-        first, step = shares[str(topology.rank)]
-        with report.timed("verify"), control.working("compares the files with their checksums") as done:
-            index = [part for part in checksums.parts(checkpoint.descriptions, required=False) if not first]
-            failure = Attempt(
-                lambda: hash_all([*index, *parts[first::step]], checksums.source, len(topology.node), done)
-            ).failure
-        report.hashed = sum(part.nbytes for part in parts[first::step])
+    if listed.result is not None and checkpoint is not None:
+        versions = [file.version for file in checkpoint.files]
+        place = [topology.nodes.index(topology.node), *versions] if all(versions) else [f"rank {topology.rank}"]
+        view = [listed.result.identity, hashlib.sha256(repr(place).encode()).hexdigest()]
+    shares = control.agree("reading the checksums", listed.failure, view, _share)
+    if listed.value is not None and checkpoint is not None:
+        checksums, (first, step) = listed.value, shares[str(topology.rank)]
+
+        def compare() -> None:
+            own = [*checksums.other_parts(checkpoint), *checksums.parts(checkpoint)[first::step]]
+            with report.timed("verify"), control.working("compares the files with their checksums") as done:
+                check_parts(own, checksums.source, len(topology.node), done)
+            report.hashed = sum(part.nbytes for part in own)
+
+        failure = Attempt(compare).failure
         report.checksums = f"{count(len(checkpoint.files), 'file')} compared with {checksums.source}"
     control.agree("comparing the files with their checksums", failure, patience=2)
 
 
-def hash_all(parts: Sequence[HashedPart], source: str, ranks: int, done: Callable[[int], None]) -> None:
+def check_parts(parts: Sequence[HashedPart], source: str, ranks: int, done: Callable[[int], None]) -> None:
     """Compares parts of files with their digests, by some threads. Raises CheckpointError for the first of those that differ.
 
     Args:
         ranks: number of ranks of this node.
     """
-    if not parts:
-        return
-    with ThreadPoolExecutor(read_threads(ranks)) as pool:
-        attempts = list(pool.map(lambda part: Attempt(lambda: part.check(source, done)), parts))
-    if failure := next(filter(None, (attempt.failure for attempt in attempts)), None):
-        raise failure
+    threads.run_all("epload-hash", [partial(part.check, source, done) for part in parts], read_threads(ranks))
 
 
 def _share(views: dict[int, Any]) -> dict[int, tuple[int, int]]:
@@ -76,6 +67,5 @@ def _share(views: dict[int, Any]) -> dict[int, tuple[int, int]]:
             raise ValueError(f"ranks {first} and {rank} pass different checksums; pass the same list on every rank")
     alike: dict[str, list[int]] = {}
     for rank in sorted(lists):
-        versions = views[rank][1]
-        alike.setdefault(repr(versions) if all(versions) else f"rank {rank}", []).append(rank)
+        alike.setdefault(views[rank][1], []).append(rank)
     return {rank: (members.index(rank), len(members)) for members in alike.values() for rank in members}

@@ -55,8 +55,8 @@ def materialize(
     parameters: dict[int, Any] = {}
     """DTensors, which FSDP and optimizers refer to: they keep their identity."""
     plain: dict[int, Tensor] = {}
-    owners: list[tuple[dict[str, Any], str]] = []
-    """The dicts of modules, and the names in them, that hold the plain ones."""
+    owners: list[tuple[dict[str, Any], str, int]] = []
+    """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
     for module in modules.unique:
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for owned in tensor_dicts:
@@ -67,10 +67,10 @@ def materialize(
                     parameters[id(tensor)] = tensor
                 else:
                     plain[id(tensor)] = tensor
-                    owners.append((owned, name))
+                    owners.append((owned, name, id(tensor)))
     replaced = _empty_like(plain.values(), destination)
-    for owned, name in owners:
-        owned[name] = replaced[id(owned[name])]
+    for owned, name, number in owners:
+        owned[name] = replaced[number]
     if private is None:
         private = all(
             type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 from epload.checkpoint import checksums
-from epload.checkpoint.local_store import LocalFile
+from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.ranks.control import Control
 from epload.saving.folder import NewFolder
@@ -22,43 +22,42 @@ Digests = Mapping[str, Sequence[str]]
 def hash_files(folder: NewFolder, control: Control) -> Digests:
     """Reads the files that all ranks have written, and returns their digests, on the first rank. Collective: each rank hashes
     some of the chunks. Raises LoadError, the same on every rank."""
-    ranks, names = control.ranks, folder.layout.names
+    ranks, paths = control.ranks, [folder.path_of(number) for number in range(len(folder.layout.names))]
     index = ranks.index(control.rank)
 
     def hash_own() -> list[str]:
-        with (
-            control.working("hashes its part of the checkpoint") as done,
-            ThreadPoolExecutor(read_threads(len(ranks))) as pool,
-        ):
-            files = [LocalFile(folder.path_of(number)) for number in range(len(names))]
-            chunks = [(file, number) for file in files for number in range(checksums.chunk_count(file.nbytes))]
-            hash_chunk = partial(checksums.hash_chunk, done=done)
-            return list(pool.map(lambda chunk: hash_chunk(*chunk), chunks[index :: len(ranks)]))
+        chunks = [(path, number) for path in paths for number in _chunks(path)][index :: len(ranks)]
+        digests = [""] * len(chunks)
+        with control.working("hashes its part of the checkpoint") as done:
+
+            def hash_one(i: int) -> None:
+                digests[i] = checksums.hash_chunk(*chunks[i], done)
+
+            threads.run_all("epload-hash", [partial(hash_one, i) for i in range(len(chunks))], read_threads(len(ranks)))
+        return digests
 
     own = Attempt(hash_own)
     control.agree("hashing the files", own.failure, patience=2)
     received = control.exchange("the digests of files", {ranks[0]: json.dumps(own.value).encode()})
     if index > 0:
         return {}
-    shares = [iter(json.loads(received[rank])) for rank in ranks]
-    digests: dict[str, list[str]] = {name: [] for name in names}
-    turn = 0
-    for number, name in enumerate(names):
-        for _ in range(checksums.chunk_count(folder.path_of(number).stat().st_size)):
-            digests[name].append(next(shares[turn % len(ranks)]))
-            turn += 1
-    return digests
+    shares = cycle([iter(json.loads(received[rank])) for rank in ranks])
+    return {path.name: [next(next(shares)) for _ in _chunks(path)] for path in paths}
 
 
 def publish(folder: Path, digests: Digests) -> str:
     """Writes the list of all files of a folder, those that are not hashed yet included. Returns its digest. Raises OSError."""
-    files = [LocalFile(path) for path in sorted(folder.iterdir())]
+    paths = sorted(folder.iterdir())
+    sizes = {path.name: path.stat().st_size for path in paths}
     known = {
-        file.name: digests.get(file.name)
-        or [checksums.hash_chunk(file, number) for number in range(checksums.chunk_count(file.nbytes))]
-        for file in files
+        path.name: digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks(path)]
+        for path in paths
     }
-    content = checksums.render({file.name: file.nbytes for file in files}, known)
+    content = checksums.render(sizes, known)
     with open(folder / checksums.FILE, "xb") as stream:
         stream.write(content)
     return checksums.digest_of(content)
+
+
+def _chunks(path: Path) -> range:
+    return range(checksums.chunk_count(path.stat().st_size, checksums.CHUNK_BYTES))

@@ -32,7 +32,7 @@ from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
-from epload.saving.writer import Wrote, check_equal, write_checkpoint
+from epload.saving.writer import Wrote, check_equal, check_names, write_checkpoint
 
 
 @on_cpu
@@ -89,6 +89,7 @@ def convert(
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
         def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
+            check_names(copied, checksums)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)

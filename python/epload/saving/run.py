@@ -31,7 +31,7 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.quantized import check_files
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import Wrote, check_equal, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, check_names, write_checkpoint, write_regions
 
 
 class PendingSave:
@@ -77,6 +77,7 @@ class PendingSave:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
         if missing := [file for file in self._files if not file.is_file()]:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
+        check_names(self._files, self._checksums)
         if quantize_rule(mapping) is not None:
             check_files(self._files)
         dtype = None if dtype is None else requested("dtype", dtype)
@@ -98,8 +99,10 @@ class PendingSave:
     def _open_base(self, source: Any) -> BaseCheckpoint | None:
         if source is None:
             return None
-        if self._files:
-            raise ValueError("files= are for whole checkpoints; leave them out, and pass them to epload.convert()")
+        if self._files or self._checksums:
+            raise ValueError(
+                "files= and checksums= are for whole checkpoints; leave them out, and pass them to epload.convert()"
+            )
         return BaseCheckpoint(source, self._path, self._model.value)
 
     def _start(self) -> None:

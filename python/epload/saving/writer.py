@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from epload.checkpoint.checksums import FILE as CHECKSUMS
 from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.columns import batches
@@ -37,6 +38,12 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
     for rank, digest in digests.items():
         if digest != digests[first]:
             raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
+
+
+def check_names(files: Sequence[Path], writes: bool) -> None:
+    """Raises ValueError if one of the files to be copied has the name of the list that is written."""
+    if writes and any(file.name == CHECKSUMS for file in files):
+        raise ValueError(f"expected files= without {CHECKSUMS}, which checksums=True writes")
 
 
 def write_checkpoint(

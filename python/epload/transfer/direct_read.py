@@ -21,6 +21,8 @@ READ_SECONDS = 0.05
 """A call that takes less is followed by one that reads ``GROWTH`` times as much: between two, threads end and are started, which
 on an H200 took 2 ms, as long as 100 MB take to cross."""
 GROWTH = 4
+MAX_READ_BYTES = 1 << 30
+"""Maximum of a call that follows others: between calls this rank finds out that another one has failed."""
 
 
 class DirectRead:
@@ -52,7 +54,8 @@ class DirectRead:
                 if nbytes is None:
                     self._read_buckets(numbers, bar)
                     continue
-                limit *= GROWTH if perf_counter() - began < READ_SECONDS else 1
+                if perf_counter() - began < READ_SECONDS and not self._local.quantizes:
+                    limit = min(limit * GROWTH, max(MAX_READ_BYTES, READ_BYTES))
                 control.progress += nbytes
                 bar.update(sum(buckets[number].nbytes for number in numbers))
 

@@ -50,6 +50,11 @@ class Local(Sink):
         self._left = Counter(target.weight for targets in self._quantized_in for target in targets)
         """Buckets yet to come, by weight."""
 
+    @property
+    def quantizes(self) -> bool:
+        """True if weights take memory in full from their first bucket to their last."""
+        return bool(self._quantized_in)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         if self._staging is None:
