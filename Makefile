@@ -202,7 +202,7 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 	EPLOAD_CUDA=$(EPLOAD_CUDA) $(BENCH)/pip install --quiet -e .
 	touch $@
 
-bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes benchmarks/results.md, data/ and README.md
+bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes benchmarks/results.md and data/
 	$(BENCH)/python benchmarks/bench_load.py --docs
 	$(BENCH)/python benchmarks/bench_few.py --docs
 
