@@ -1,4 +1,4 @@
-"""Needs an accelerator: accelerate with FSDP2, where rank 0's weights are distributed through epload.
+"""Needs an accelerator: accelerate with FSDP2, whose weights epload distributes from rank 0.
 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_fsdp2.py tiny/moe
 """
@@ -15,7 +15,8 @@ import epload
 def main(checkpoint: str) -> None:
     if not torch.accelerator.is_available():
         sys.exit(
-            "accelerate_fsdp2.py needs an accelerator, and torch finds none: accelerate shards on accelerators only."
+            "accelerate_fsdp2.py needs an accelerator, and torch finds none: accelerate shards "
+            "models on accelerators only."
         )
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True

@@ -1,4 +1,4 @@
-"""Needs an accelerator: the Trainer of transformers with FSDP2, where accelerate distributes rank 0's weights through epload.
+"""Needs an accelerator: the Trainer with FSDP2, whose weights epload distributes from rank 0.
 
 torchrun --standalone --nproc-per-node 2 examples/trainer.py tiny/moe
 """
@@ -14,7 +14,8 @@ import epload
 def main(checkpoint: str) -> None:
     if not torch.accelerator.is_available():
         sys.exit(
-            "trainer.py needs an accelerator, and torch finds none: accelerate shards models on accelerators only."
+            "trainer.py needs an accelerator, and torch finds none: accelerate shards models on "
+            "accelerators only."
         )
     arguments = TrainingArguments(
         fsdp=True,

@@ -40,10 +40,10 @@ def load(
     progress: bool = True,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
+    """Loads a checkpoint into a sharded model, in place: its parameters and persistent buffers.
 
-    :class:`HierarchicalLoader` loads again and again without making its buffers anew, and explains its arguments, which have the
-    same names, at more length.
+    Collective over the topology's ranks. For a model on a device, returns when the work is queued; what the caller queues next
+    on its current stream comes after it. To load again and again, keep a :class:`HierarchicalLoader`, which reuses its buffers.
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
@@ -51,26 +51,48 @@ def load(
         checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
             ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
             have in host memory, which they send.
-        mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
-        strict: whether missing and unexpected keys are an error.
-        ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
-        dtype: the dtype of floating-point parameters on meta, itself or its name, such as ``"bf16"``; or a dict from regular
-            expressions to dtypes.
-        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills; or
-            ``"reset_parameters"``, which calls that method of the modules.
-        variant: which set of weights of a folder to load, e.g. ``"fp16"``.
-        readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
-        verify: whether ranks verify their shards against the checkpoint afterwards.
-        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
-        topology: discovered over the whole job if None.
-        progress: whether rank ``src`` shows a bar, or logs the progress.
-        options: what is rarely needed.
+        mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: :func:`epload.mapping.from_model`, what a
+            transformers model declares, else names as they are.
+        strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report lists
+            them, and missing parameters keep their values or are initialized.
+        ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report lists
+            them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error, whatever
+            ``strict`` is.
+        dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``), or a dict
+            from regular expressions to dtypes; by default the model's. For a transformers model it means what
+            ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists them.
+            What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's dtype.
+        init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
+            checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta as
+            ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. What nobody
+            fills is an error. ``"reset_parameters"`` has the modules themselves initialize these tensors, with their method of
+            this name, as whole tensors and equally on all ranks; it does not touch what the checkpoint has filled. Not for outer
+            shards and modules of Megatron-Core, whose whole size it cannot know.
+        variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
+            ``model.fp16.safetensors``; by default the one without a variant.
+        readers: ``"one"`` rank reads (``src`` of the options); ``"per_node"`` each node's leader reads, and nothing crosses
+            nodes; ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+            ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often: from
+            object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not every rank can
+            read it, it is ``"one"``.
+        verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have it together read it
+            once more.
+        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. A step that moves
+            bytes has what they take at 10 MB/s on top.
+        topology: the ranks of each node; discovered over the whole job if None.
+        progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one every
+            5 s.
+        options: what is rarely needed: the source rank, the algorithm, the size of buckets, the stream, expert-parallel tensors
+            that are no DTensors, a part of a DCP folder, traces.
 
     Returns:
-        What happened, on every rank.
+        What happened, on every rank; keys are the same on all.
 
     Raises:
-        LoadError, ValueError, TypeError: as :meth:`HierarchicalLoader.load`.
+        LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a header:
+            nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified during the load:
+            tensors may be materialized and partly written.
+        ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
 
     Example::
 
@@ -128,9 +150,8 @@ def load_state(
             a nested dict like ``state`` with full tensors, on the ranks that read.
         strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
             False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
-        variant: as for :func:`epload.load`.
-
-    The other arguments are those of :class:`epload.HierarchicalLoader`.
+        variant, readers, verify, timeout, topology, progress: as for :func:`epload.load`.
+        src, algorithm, bucket_bytes: as in :class:`epload.LoadOptions`.
 
     Returns:
         What happened, on every rank.
@@ -145,7 +166,9 @@ def load_state(
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         epload.load_state(state, "/checkpoints/step-1000")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     """
     topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
     topology.check_source(src)

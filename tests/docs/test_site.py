@@ -100,16 +100,56 @@ def documented(page: str) -> list[str]:
     return re.findall(r"^::: ([\w.]+)$", (DOCS / "api" / page).read_text(), re.MULTILINE)
 
 
+def last_parts(names: list[str]) -> list[str]:
+    return [name.rsplit(".", 1)[-1] for name in names]
+
+
 def test_every_public_name_is_documented() -> None:
-    names = [name.rsplit(".", 1)[-1] for name in documented("epload.md")]
-    assert sorted([*names, "__version__"]) == sorted(epload.__all__)
+    assert sorted([*last_parts(documented("epload.md")), "Mapping", "__version__"]) == sorted(epload.__all__)
+    assert sorted(last_parts(documented("mapping.md"))) == sorted(["mapping", *epload.mapping.__all__])
 
 
 def test_every_replacement_is_documented() -> None:
     """Modules of ``epload.integrations`` that a user imports; the others have what these share."""
     text = (DOCS / "models.md").read_text() + (DOCS / "sync.md").read_text()
     public = set(re.findall(r"epload\.integrations\.(?:verl\.(?=checkpoint))?(\w+)", text))
-    assert public == {name.rsplit(".", 1)[-1] for name in documented("integrations.md")} - {"patch"}
+    assert public == {module.rpartition(".")[0].rsplit(".", 1)[-1] for module in documented("integrations.md")}
+
+
+CHECKS = runpy.run_path(str(DOCS / "checks.py"))
+"""The checks of ``make docs``, on pages and an index with and without what they look for."""
+CODE = "<pre><code><span>{}</span>b</code></pre>"
+ENTRY = '<h3 id="{}" class="doc doc-heading"></h3>'
+
+
+def entries_of_all_names() -> str:
+    return "".join(ENTRY.format(f"epload.{name}") for name in CHECKS["_public_names"]())
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        ("", ""),
+        (CODE.format("a" * (CHECKS["WIDTH"] - 1)), ""),
+        (CODE.format("a" * CHECKS["WIDTH"]), "has 100 characters of code in a line"),
+        ("Topology.number_loader", "shows number_loader, which is internal"),
+        (ENTRY.format("epload.mapping.Mapping"), "Mapping has 2 entries, expected one"),
+        (ENTRY.format("epload.HierarchicalLoader.load"), ""),
+    ],
+)
+def test_the_checks_of_pages_find_it(added: str, problem: str) -> None:
+    problems = CHECKS["_problems_of_pages"]({"page.html": entries_of_all_names() + added})
+    assert len(problems) == bool(problem)
+    assert problem in "".join(problems)
+
+
+@pytest.mark.parametrize(("separator", "found"), [("[\\s.]+", False), ("[\\s._]+", True)])
+def test_the_check_of_the_search_finds_words_inside_of_identifiers(separator: str, found: bool) -> None:
+    text = "attn.qkv_proj.weight gate_proj LOCAL_RANK"
+    sections = [{"location": page, "title": "", "text": text} for page in CHECKS["WORDS"].values()]
+    sections += [{"location": "troubleshooting.html#x", "title": message, "text": ""} for message in MESSAGES]
+    problems = CHECKS["_problems_of_search"]({"config": {"separator": separator}, "docs": sections})
+    assert problems == ([] if found else ["a search for qkv finds [], expected mapping.html, too"])
 
 
 def test_the_navigation_has_every_page() -> None:

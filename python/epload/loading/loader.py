@@ -72,33 +72,8 @@ class HierarchicalLoader:
         """Collective over the topology's ranks; arguments equal on all of them.
 
         Args:
-            topology: discovered over the whole job if None.
-            src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
-            readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
-                ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
-                ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
-                from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
-                every rank can read it, it is ``"one"``.
-            algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
-                as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device, unless node sizes differ, else
-                ``"two_level"``; and buckets that do not cross nodes go through memory that a node's ranks share, out of which
-                each copies what it keeps.
-            bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
-                A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
-                ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
-                (each rank, if they cannot share memory).
-            verify: after the load, ranks verify their shards against the checkpoint, which is read once more, by all ranks that
-                have it together.
-            timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
-                moves bytes has what they take at 10 MB/s on top.
-            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
-                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
-            direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
-                takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
-                as far as there is memory, where the next load finds them. Not where bytes are read again: with
-                ``verify=True``, and with ``"every"`` if ranks of a node keep the same ones.
-            progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
-                every 5 s.
+            topology, readers, verify, timeout, progress: as for :func:`epload.load`.
+            src, algorithm, bucket_bytes, stream, direct_io: as in :class:`LoadOptions`.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -152,50 +127,16 @@ class HierarchicalLoader:
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
-        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
-        after it.
-
         Args:
-            model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
-                Megatron-Core, which have storage: one, or a list of pipeline stages.
-            checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
-            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
-                :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
-            strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
-                lists them, and missing parameters keep their values or are initialized.
-            ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
-                lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
-                whatever ``strict`` is.
-            dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``),
-                or a dict from regular expressions to dtypes; by default the model's. For a transformers model it means what
-                ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists
-                them. What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's
-                dtype.
-            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
-                the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
-                as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
-                unfilled. What nobody fills is an error. ``"reset_parameters"`` has the modules themselves initialize these
-                tensors, with their method of this name, as whole tensors and equally on all ranks; it does not touch what the
-                checkpoint has filled. Not for outer shards and modules of Megatron-Core, whose whole size it cannot know.
-            outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
-            local_modules: modules that hold what other ranks need not have.
-            prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
-                ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
-            variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
-                ``model.fp16.safetensors``; by default the one without a variant.
-            trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
-                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
-                the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
-                and the first rank writes the trace to a file in the folder that it names.
+            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, init_missing, variant: as for
+                :func:`epload.load`.
+            outer_shards, local_modules, prefix, trace: as in :class:`LoadOptions`.
 
         Returns:
             What happened, on every rank; keys are the same on all.
 
         Raises:
-            LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
-                header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
-                during the load: tensors may be materialized and partly written.
-            ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
+            LoadError, ValueError, TypeError: as :func:`epload.load`.
         """
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             try:
