@@ -16,6 +16,8 @@ PAGES = {
     "examples/one_process.ipynb": "notebook.md",
 }
 """Files outside docs/ that are pages of the site, by their paths within the repository."""
+BOOST = {"troubleshooting.md": 3, "api/epload.md": 2}
+"""Pages that come first among those that a search finds, for an error's text or the name of an argument."""
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _SCRIPT = re.compile(rf"^{_LINK.pattern}$", re.MULTILINE)
@@ -32,6 +34,8 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
+    if uri in BOOST:
+        page.meta["search"] = {"boost": BOOST[uri]}
     source = {page: path for path, page in PAGES.items()}.get(uri, f"docs/{uri}")
 
     def script(link: re.Match[str]) -> str:
