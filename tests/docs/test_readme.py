@@ -22,7 +22,8 @@ def section(page: str, heading: str) -> str:
 
 
 def test_it_is_short() -> None:
-    assert len(README.split()) <= 600
+    words = [word for word in README.split() if re.search(r"\w", word)]  # no rules of tables
+    assert len(words) <= 600
 
 
 @pytest.mark.parametrize("heading", ["Status", "Quickstart", "Results", "Limits", "Documentation"])

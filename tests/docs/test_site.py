@@ -164,8 +164,9 @@ def test_the_navigation_has_every_page() -> None:
 
 def test_the_first_page_works_as_it_says(tmp_path: Path) -> None:
     """Runs the script with the lines that trace it; tests/examples run ``tiny.py`` and what else the page prints."""
-    blocks = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', (DOCS / "index.md").read_text(), re.M | re.S))
-    script, replaced = re.subn(r"^report = .*\n", lambda _: blocks["traced"], blocks["load.py"], flags=re.MULTILINE)
+    pattern = r'^```python(?: title="load.py")?\n(.*?)^```$'
+    script, traced = re.findall(pattern, (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    script, replaced = re.subn(r"^report = .*\n", lambda _: traced, script, flags=re.MULTILINE)
     assert replaced == 1
     (tmp_path / "load.py").write_text(script)
     tiny = [sys.executable, str(ROOT / "examples" / "tiny.py"), "tiny"]

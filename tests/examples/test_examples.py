@@ -205,6 +205,11 @@ def test_recipes_for_accelerators_say_so_and_stop(name: str, checkpoints: Path) 
     assert recipe.name not in done.stderr.partition("Traceback")[2].partition("ChildFailedError")[0]
 
 
+def test_recipes_are_short() -> None:
+    assert "shorter than 70 lines" in PAGE
+    assert [recipe.name for recipe in EXAMPLES.glob("*.py") if len(recipe.read_text().splitlines()) >= 70] == []
+
+
 def test_only_these_recipes_need_an_accelerator() -> None:
     named = {recipe.stem for recipe in RECIPES if "Needs an accelerator" in recipe.read_text()}
     assert named == set(ON_ACCELERATORS)
