@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri in BOOST:
         page.meta["search"] = {"boost": BOOST[uri]}
-    source = {page: path for path, page in PAGES.items()}.get(uri, f"docs/{uri}")
+    source = next((path for path, generated in PAGES.items() if generated == uri), f"docs/{uri}")
 
     def script(link: re.Match[str]) -> str:
         path = _target(source, link[2])

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,52 @@ def test_every_replacement_is_documented() -> None:
     assert public == {module.rpartition(".")[0].rsplit(".", 1)[-1] for module in documented("integrations.md")}
 
 
+HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
+
+
+def on_the_site(markdown: str, uri: str) -> str:
+    """Returns the text of a page of the site as the hook makes it of what is in the repository."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+    made = HOOKS["on_page_markdown"](markdown, page)
+    assert isinstance(made, str)
+    return made
+
+
+def test_recipes_show_their_code() -> None:
+    page = on_the_site((DOCS / "recipes.md").read_text(), "recipes.md")
+    scripts = [path for path in (ROOT / "examples").glob("*.py") if path.stem != "tiny"]
+    assert len(scripts) > 10
+    for script in scripts:
+        assert page.count(f'```python title="examples/{script.name}"\n{script.read_text()}```') == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "link", "on_site"),
+    [
+        ("sync.md", "[a](cli.md#plan)", "[a](cli.md#plan)"),
+        ("sync.md", "see [the script](../examples/save.py).", "see the script (`examples/save.py`)."),
+        ("sync.md", "[save.py](../examples/save.py) saves", "`examples/save.py` saves"),
+        ("sync.md", "[a](../examples/one_process.ipynb)", "[a](notebook.md)"),
+        ("api/epload.md", "[a](../cli.md)", "[a](../cli.md)"),
+        ("contributing.md", "[a](docs/sync.md#memory) [b](LICENSE) [c](https://x.y)", "[a](sync.md#memory) b (`LICENSE`) [c](https://x.y)"),
+        ("sync.md", "```python\nx[0](../none.md)\n```", "```python\nx[0](../none.md)\n```"),
+    ],
+)  # fmt: skip
+def test_links_out_of_a_page_lead_somewhere_on_the_site(uri: str, link: str, on_site: str) -> None:
+    assert on_the_site(link, uri) == on_site
+
+
+def test_a_link_to_nothing_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match=r"docs/sync\.md links to \.\./none\.md, which does not exist"):
+        on_the_site("[a](../none.md)", "sync.md")
+
+
+def test_a_notebook_is_text_and_code() -> None:
+    text = HOOKS["_cells"]((ROOT / "examples" / "one_process.ipynb").read_text())
+    assert text.startswith("# A load in one process\n")
+    assert "```python\nreport.scalars()\n```\n" in text
+
+
 CHECKS = runpy.run_path(str(DOCS / "checks.py"))
 """The checks of ``make docs``, on pages and an index with and without what they look for."""
 CODE = "<pre><code><span>{}</span>b</code></pre>"
@@ -154,12 +201,11 @@ def test_the_check_of_the_search_finds_words_inside_of_identifiers(separator: st
 
 def test_the_navigation_has_every_page() -> None:
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    outside = runpy.run_path(str(DOCS / "hooks.py"))["PAGES"]
     navigation = re.search(r"^nav:\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert navigation is not None
     assert re.findall(r"^  - (\w+):$", navigation[1], re.MULTILINE) == ["Start", "Guides", "Reference", "Internals"]
     listed = re.findall(r"^ +- [^#\n]*?: ([\w/]+\.md)$", navigation[1], re.MULTILINE)
-    assert sorted(listed) == sorted({*pages, *outside.values()})
+    assert sorted(listed) == sorted({*pages, *HOOKS["PAGES"].values()})
 
 
 def test_the_first_page_works_as_it_says(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class LoadOptions:
     by default under a top-level key "model" or "state_dict", or under the only key."""
     trace: bool = False
     """True to record what each rank does when, for :meth:`~epload.LoadReport.trace` and :meth:`~epload.LoadReport.plot` of the
-    report. All ranks record if any asks. Their events go to the first rank at the end of the load, in two more rounds. With the
+    report. All ranks record if any asks. Their events go to the first rank at the end of the load, in one more round. With the
     environment variable ``EPLOAD_TRACE`` every load is traced, and the first rank writes the trace to a file in the folder that
     it names."""
 
