@@ -1,7 +1,7 @@
-"""Makes a site of docs/, whose pages read as well in the repository.
+"""Makes a site of docs/, whose pages are also read in the repository.
 
-A link out of docs/ becomes the script, if it is alone on its line and leads to one; a link to the page, if the file is one of
-``PAGES``; otherwise text, the path within the repository.
+A link out of docs/ that is alone on its line and leads to a script becomes the script. One to a file in ``PAGES`` becomes a link
+to its page, and any other becomes text, the path within the repository.
 """
 
 import json
@@ -17,7 +17,7 @@ PAGES = {
 }
 """Files outside docs/ that are pages of the site, by their paths within the repository."""
 BOOST = {"troubleshooting.md": 3, "api/epload.md": 2}
-"""Pages that come first among those that a search finds, for an error's text or the name of an argument."""
+"""Pages that a search lists before others, as they have the text of errors and the names of arguments."""
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _SCRIPT = re.compile(rf"^{_LINK.pattern}$", re.MULTILINE)
@@ -44,8 +44,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def text(link: re.Match[str]) -> str:
         path = _target(source, link[2])
-        if path == source:
-            return link[0]
         if path in PAGES or path.startswith("docs/"):
             to = PAGES.get(path, path.removeprefix("docs/"))
             return f"[{link[1]}]({os.path.relpath(to, Path(uri).parent)}{link[3] or ''})"

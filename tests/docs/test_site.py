@@ -191,7 +191,7 @@ def test_the_checks_of_pages_find_it(added: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(("separator", "found"), [("[\\s.]+", False), ("[\\s._]+", True)])
-def test_the_check_of_the_search_finds_words_inside_of_identifiers(separator: str, found: bool) -> None:
+def test_the_check_of_the_search_finds_words_inside_identifiers(separator: str, found: bool) -> None:
     text = "attn.qkv_proj.weight gate_proj LOCAL_RANK"
     sections = [{"location": page, "title": "", "text": text} for page in CHECKS["WORDS"].values()]
     sections += [{"location": "troubleshooting.html#x", "title": message, "text": ""} for message in MESSAGES]

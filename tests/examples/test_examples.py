@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +121,28 @@ def loss_of(checkpoint: Path) -> float:
 
 
 def run_as_printed(commands: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs lines of a shell in a folder that has ``examples``, with this Python and what it imports."""
+    """Runs lines of a shell in a folder that has ``examples``, with this Python and what it imports. All that they start is
+    ended at the limit."""
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(EXAMPLES)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {
         "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    script = "\n".join(["set -e", *commands])
-    return subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
-    )
+    shell = ["bash", "-c", "\n".join(["set -e", *commands])]
+    process = subprocess.Popen(
+        shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in sessions of their own
+        process.communicate(timeout=60)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(shell, process.returncode, stdout, stderr)
 
 
 def printed_commands() -> list[str]:
