@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from epload.checkpoint.checksums import AnyChecksums
 from epload.checkpoint.dcp import ROOT
 from epload.core.default_device import on_cpu
 from epload.loading.loader import HierarchicalLoader
@@ -35,6 +36,7 @@ def load(
     variant: str = "",
     readers: Readers = "auto",
     verify: bool = False,
+    checksums: AnyChecksums = False,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
     progress: bool = True,
@@ -47,7 +49,7 @@ def load(
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
-            Megatron-Core: one, or a list of pipeline stages.
+            Megatron-Core, which have storage: one, or a list of pipeline stages.
         checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
             ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
             have in host memory, which they send.
@@ -77,6 +79,10 @@ def load(
             read it, it is ``"one"``.
         verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have it together read it
             once more.
+        checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json`` next
+            to them, or for what the cache of the Hub knows; ``"sha256:HEX"`` for that ``checksums.json`` if this is its digest;
+            the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. Each file is read once more
+            for that, by ranks that have the checkpoint. Those that see the same files share the work.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. A step that moves
             bytes has what they take at 10 MB/s on top.
         topology: the ranks of each node; discovered over the whole job if None.
@@ -118,7 +124,8 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
             dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,
-            local_modules=options.local_modules, prefix=options.prefix, variant=variant, trace=options.trace,
+            local_modules=options.local_modules, prefix=options.prefix, variant=variant, checksums=checksums,
+            trace=options.trace,
         )  # fmt: skip
 
 

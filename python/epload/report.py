@@ -220,6 +220,10 @@ class LoadReport(TransferReport):
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
     stream: str = ""
     """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
+    checksums: str = ""
+    """The published checksums that the files were compared with, and are those of; empty if they were compared with none."""
+    hashed: int = 0
+    """Bytes that this rank has read for that, besides those that it has loaded."""
 
     def _headline(self) -> str:
         return f"loaded {super()._headline()} ({show_rate(self._rate)})"
@@ -248,6 +252,7 @@ class LoadReport(TransferReport):
             ("topology", self.topology),
             ("mode", self._mode + who),
             ("why", self.reason),
+            ("checksums", self.checksums + (f"; this rank hashed {show_bytes(self.hashed)}" if self.hashed else "")),
             ("buckets", f"{self.buckets:,}"),
             ("stream", self.stream),
             ("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""),
@@ -271,6 +276,8 @@ class SaveReport(Report):
     """Number of its files with tensors."""
     written: int = 0
     """Bytes of the tensors that this rank has written; with ``base=``, of the encoded changes."""
+    checksums: str = ""
+    """The digest of the ``checksums.json`` that was written, as :func:`epload.load` takes it; empty if none was."""
 
     def _headline(self) -> str:
         moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"

@@ -10,6 +10,7 @@ import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.cli.authenticity import compare_files, verify_signature
 from epload.cli.folding import fold
 from epload.cli.output import facts, json_option, print_json, show, table, variant_option
 from epload.core.dtypes import name as dtype_name
@@ -30,6 +31,7 @@ filter_option = click.option(
     help="Only tensors whose name this expression matches anywhere.",
 )  # fmt: skip
 _tolerance = click.FloatRange(min=0)
+_file = click.Path(exists=True, dir_okay=False)
 
 
 # ---- inspect ----
@@ -104,18 +106,47 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("checkpoint")
+@click.option(
+    "--checksums", metavar="LIST",
+    help="First compare all files with a list of digests: the path of one in the format of sha256sum, sha256:HEX for the "
+    "checksums.json in the folder that has this digest, or \"published\" for what is next to the files.",
+)  # fmt: skip
+@click.option(
+    "--signature", type=_file, metavar="BUNDLE",
+    help="First verify the signature of the folder, a bundle of OpenSSF model signing; with --public-key, or with --identity and "
+    "--identity-provider.",
+)  # fmt: skip
+@click.option("--public-key", type=_file, metavar="PEM", help="The public key of who has signed.")
+@click.option(
+    "--identity", metavar="NAME", help="The identity of who has signed with Sigstore, such as an e-mail address."
+)
+@click.option("--identity-provider", metavar="URL", help="The OpenID Connect provider that has confirmed the identity.")
 @variant_option
 @json_option
-def verify(checkpoint: str, variant: str, as_json: bool) -> int:
+def verify(
+    checkpoint: str, checksums: str | None, signature: str | None, public_key: str | None, identity: str | None,
+    identity_provider: str | None, variant: str, as_json: bool,
+) -> int:  # fmt: skip
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
-    Exits with 1 if there are any. CHECKPOINT is as for inspect. Headers are checked for overlaps and holes.
+    Exits with 1 if there are any, or if a file or a signature is not what was expected. CHECKPOINT is as for inspect. Headers are
+    checked for overlaps and holes.
     """
+    if signature is not None:
+        signed = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
+    elif public_key or identity or identity_provider:
+        raise click.BadParameter("expected --signature with it", param_hint="--public-key or --identity")
     opened = Checkpoint.open(checkpoint, variant=variant)
+    if checksums is not None:
+        compared = compare_files(opened, checksums)
     manifest = opened.manifest
     number = len(manifest.names)
     with Progress(manifest.nbytes, not as_json) as bar:
         bad = list(find_non_finite(opened, bar.update))
+    if signature is not None and not as_json:
+        show(signed)
+    if checksums is not None and not as_json:
+        show(compared)
     if as_json:
         print_json({"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad})
         return int(bool(bad))

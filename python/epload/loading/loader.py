@@ -22,7 +22,7 @@ from epload.core.log import logger
 from epload.errors import redact_url
 from epload.loading.agreement import Agreement
 from epload.loading.recorder import record_events
-from epload.loading.request import Options, Request, describe_model
+from epload.loading.request import AnyChecksums, Options, Request, describe_model
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
@@ -123,12 +123,13 @@ class HierarchicalLoader:
         local_modules: Sequence[LocalModules] = (),
         prefix: str = "",
         variant: str = "",
+        checksums: AnyChecksums = False,
         trace: bool = False,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
         Args:
-            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, init_missing, variant: as for
+            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, init_missing, variant, checksums: as for
                 :func:`epload.load`.
             outer_shards, local_modules, prefix, trace: as in :class:`LoadOptions`.
 
@@ -145,7 +146,7 @@ class HierarchicalLoader:
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
                         module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, self._as_pretrained and module is model,  # not Megatron-Core's
+                        variant, trace, checksums, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
             finally:
