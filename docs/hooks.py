@@ -16,7 +16,7 @@ PAGES = {
     "examples/one_process.ipynb": "notebook.md",
 }
 """Files outside docs/ that are pages of the site, by their paths within the repository."""
-BOOST = {"troubleshooting.md": 3, "api/epload.md": 2}
+BOOST = {"troubleshooting.md": 5, "api/epload.md": 2}
 """Pages that a search lists before others, as they have the text of errors and the names of arguments."""
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")

@@ -103,4 +103,6 @@ def test_all_has_every_extra() -> None:
     extras = project["optional-dependencies"]
     (everything,) = extras.pop("all")
     assert everything == f"epload[{','.join(extras)}]"
+    described = re.findall(r"`\.\[(\w+)\]`", (ROOT / "docs" / "install.md").read_text())
+    assert sorted(described) == sorted([*extras, "all"])
     assert project["keywords"]
