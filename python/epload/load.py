@@ -44,52 +44,52 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, in place: its parameters and persistent buffers.
 
-    Collective over the topology's ranks. For a model on a device, returns when the work is queued; what the caller queues next
-    on its current stream comes after it. To load again and again, keep a :class:`HierarchicalLoader`, which reuses its buffers.
+    Collective over the topology's ranks. For a model on a device, returns when the work is queued; work that the caller then
+    queues on its current stream runs after it. To load repeatedly with the same buffers, use :class:`HierarchicalLoader`.
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
             Megatron-Core, which have storage: one, or a list of pipeline stages.
-        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
-            ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
-            have in host memory, which they send.
-        mapping: how checkpoint names become regions of the model's tensors. ``"auto"``: :func:`epload.mapping.from_model`, what a
-            transformers model declares, else names as they are.
+        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; ignored on others. Or
+            ``"epload://host:port"`` on every rank: receives the version that engines of the :class:`epload.WeightSender` at this
+            address have in host memory.
+        mapping: how checkpoint names become regions of the model's tensors. ``"auto"`` is what a transformers model declares
+            (:func:`epload.mapping.from_model`); for other models, names as they are.
         strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report lists
             them, and missing parameters keep their values or are initialized.
         ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report lists
-            them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error, whatever
+            them as ``mismatched_keys``, and they are treated like missing parameters; if False, they are an error, whatever
             ``strict`` is.
         dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``), or a dict
-            from regular expressions to dtypes; by default the model's. For a transformers model it means what
-            ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists them.
-            What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's dtype.
+            from regular expressions to dtypes; by default the model's. For a transformers model, it means what it means in
+            ``from_pretrained(dtype=)``, which keeps some tensors in float32, also by default; the report lists them. Parameters
+            that a dict names get exactly that dtype. fp8 weights and the scales of quantized weights keep the model's dtype.
         init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
-            checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta as
-            ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. What nobody
-            fills is an error. ``"reset_parameters"`` has the modules themselves initialize these tensors, with their method of
-            this name, as whole tensors and equally on all ranks; it does not touch what the checkpoint has filled. Not for outer
-            shards and modules of Megatron-Core, whose whole size it cannot know.
+            checkpoint fills nor the model itself initializes. A transformers model initializes tensors that were on meta as
+            ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. A tensor that
+            nothing fills is an error. ``"reset_parameters"`` calls the method of this name of the modules, which initializes
+            these tensors as whole tensors, equally on all ranks; it does not touch tensors that the checkpoint has filled. It is
+            not called for outer shards and modules of Megatron-Core, because it cannot know their whole size.
         variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
             ``model.fp16.safetensors``; by default the one without a variant.
         readers: ``"one"`` rank reads (``src`` of the options); ``"per_node"`` each node's leader reads, and nothing crosses
             nodes; ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
-            ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often: from
-            object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not every rank can
-            read it, it is ``"one"``.
-        verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have it together read it
-            once more.
+            ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if, each reading what it keeps, a
+            rank would read more than 64 MiB and all ranks together would read the checkpoint more than 1.25 times from object
+            storage, or 4 times from files; else ``"every"``.
+        verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have the checkpoint share
+            the work of reading it once more.
         checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json`` next
-            to them, or for what the cache of the Hub knows; ``"sha256:HEX"`` for that ``checksums.json`` if this is its digest;
-            the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. Each file is read once more
-            for that, by ranks that have the checkpoint. Those that see the same files share the work.
-        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. A step that moves
-            bytes has what they take at 10 MB/s on top.
-        topology: the ranks of each node; discovered over the whole job if None.
+            to them, or for the digests in the cache of the Hub; ``"sha256:HEX"`` for the ``checksums.json`` next to them, which
+            must have this digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. To be
+            compared, each file is read once more by ranks that have the checkpoint; ranks that see the same files share the work.
+        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. Data-moving steps
+            get extra time, computed at 10 MB/s.
+        topology: the ranks that load and their nodes; discovered over the whole job if None.
         progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one every
             5 s.
-        options: what is rarely needed: the source rank, the algorithm, the size of buckets, the stream, expert-parallel tensors
-            that are no DTensors, a part of a DCP folder, traces.
+        options: rarely needed options: the source rank, the algorithm, the size of buckets, the stream, expert-parallel tensors
+            that are not DTensors, a part of a DCP folder, traces.
 
     Returns:
         What happened, on every rank; keys are the same on all.
@@ -147,16 +147,17 @@ def load_state(
 ) -> LoadReport:
     """Fills a state dict from a checkpoint, in place. Collective over the topology's ranks.
 
-    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are those
-    under which torch.distributed.checkpoint (DCP) saves a state dict: keys and list indices joined by dots.
+    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are the
+    ones that torch.distributed.checkpoint (DCP) uses when it saves a state dict: keys and list indices joined by dots.
 
     Args:
         state: dicts and lists, of any depth, of tensors with storage, DTensors and other values, with the same names on all
             ranks; what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns for a model and its optimizer.
-        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which has no values but tensors; or
-            a nested dict like ``state`` with full tensors, on the ranks that read.
-        strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
-            False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
+        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which then has no values other than
+            tensors; or a nested dict like ``state`` with full tensors, on the ranks that read.
+        strict: whether names that only ``state`` or only the checkpoint has are an error, except values of the checkpoint that
+            are not tensors. If False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their
+            values.
         variant, readers, verify, timeout, topology, progress: as for :func:`epload.load`.
         src, algorithm, bucket_bytes: as in :class:`epload.LoadOptions`.
 
@@ -164,8 +165,8 @@ def load_state(
         What happened, on every rank.
 
     Raises:
-        LoadError: as :func:`epload.load`. CheckpointError besides for a value that could execute code when it is loaded: none but
-            those that ``torch.load(weights_only=True)`` allows are.
+        LoadError: as :func:`epload.load`. CheckpointError also for a value that could execute code when it is loaded: only values
+            that ``torch.load(weights_only=True)`` allows are loaded.
         ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
 
     Example::

@@ -1,4 +1,4 @@
-"""HierarchicalLoader: one load after another, each agreed on before data moves. Owns the staging buffers."""
+"""HierarchicalLoader: runs one load after another; ranks agree on each before data moves. Owns the staging buffers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from epload.report import LoadReport
 class HierarchicalLoader:
     """Loads checkpoints into models whose parameters are sharded over the ranks of a topology.
 
-    Keeps its staging buffers between loads, so that a second load does not pay for them. As a context manager, or with
-    :meth:`close`, it frees them. Process groups belong to the topology, which other loaders may use.
+    Keeps its staging buffers between loads, so that a second load does not allocate them again. They are freed by :meth:`close`,
+    or at the end of a ``with`` block. Process groups belong to the topology, which other loaders may use.
 
-    Not thread-safe: two threads of a process must not load at once, with whatever loaders. The second load is refused on
-    every rank.
+    Not thread-safe: two threads of a process must not load at once, not even with different loaders. The second load is rejected
+    on every rank.
 
     Example::
 
@@ -69,7 +69,7 @@ class HierarchicalLoader:
         direct_io: bool = True,
         progress: bool = True,
     ) -> None:
-        """Collective over the topology's ranks; arguments equal on all of them.
+        """Creates a loader. Collective over the topology's ranks; all pass equal arguments.
 
         Args:
             topology, readers, verify, timeout, progress: as for :func:`epload.load`.
@@ -96,7 +96,7 @@ class HierarchicalLoader:
         self._agreement = Agreement(self._resources, number)
 
     def close(self) -> None:
-        """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
+        """Frees pinned and shared memory, and everything else kept for the next load. Not collective. May be called again."""
         self._resources.release()
         self._agreement.close()
 

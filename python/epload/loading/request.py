@@ -31,36 +31,36 @@ class LoadOptions:
     """
 
     src: int = 0
-    """The global rank that reads (``readers="one"``) and on whose rail the leaders are."""
+    """The global rank that reads (``readers="one"``); the leaders of the nodes are on its rail."""
     algorithm: Algorithms = "auto"
     """The way of buckets between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes as a node has
-    ranks. ``"auto"`` is ``"striped"`` for a model on a device, unless node sizes differ, else ``"two_level"``; and buckets that
-    do not cross nodes go through memory that a node's ranks share, out of which each copies what it keeps."""
+    ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else ``"two_level"``. With ``"auto"``,
+    buckets that do not cross nodes go through memory that a node's ranks share; each rank copies what it keeps out of it."""
     bucket_bytes: int = WAVE_BYTES
-    """The size of a bucket, 64 MiB by default. Each rank has two, but for a model on a device with ``"every"``, where there are
-    none. A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's ranks
-    share staging buffers, it is the size of the buckets that move together, and the node has twice that (each rank, if they
+    """The size of a bucket, 64 MiB by default. Each rank has two, except for a model on a device with ``"every"``, where there
+    are none. A rank that copies bytes from the host to a device has up to 64 MiB of pinned memory for them. If a node's ranks
+    share staging buffers, this is the size of the buckets that move together, and the node has twice that (each rank, if they
     cannot share memory)."""
     direct_io: bool = True
-    """True if files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which takes a small part
-    of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards, as far as there is memory, where
-    the next load finds them. Not where bytes are read again: with ``verify=True``, and with ``"every"`` if ranks of a node keep
-    the same ones."""
+    """True to read files on local disks that are not in the page cache past it (``O_DIRECT``), which takes a small part of the
+    CPU time and leaves the cache as it is. If False, they are in the cache afterwards, as far as there is memory, and the next
+    load finds them there. Has no effect where bytes are read again: with ``verify=True``, and with ``"every"`` if ranks of a node
+    keep the same ones."""
     stream: torch.Stream | None = None
-    """The stream for all work on the model's device but the copies from host memory, between a wait for the caller's current
-    stream and one of that stream for it. None makes one; for models on CPU only None."""
+    """A stream of the model's device, for all device work except the copies from host memory. It first waits for the caller's
+    current stream, which afterwards waits for it. If None, the loader creates a stream. Must be None for models on CPU."""
     outer_shards: Sequence[OuterShard] = ()
     """Tensors of the model that are this rank's part of larger ones, though they do not say so."""
     local_modules: Sequence[LocalModules] = ()
-    """Modules that hold what other ranks need not have."""
+    """Modules whose tensors other ranks need not have."""
     prefix: str = ""
     """The place of the model in the state dict that torch.distributed.checkpoint (DCP) saved in a folder, e.g. ``"app.model"``;
     by default under a top-level key "model" or "state_dict", or under the only key."""
     trace: bool = False
-    """True to record what each rank does when, for :meth:`~epload.LoadReport.trace` and :meth:`~epload.LoadReport.plot` of the
-    report. All ranks record if any asks. Their events go to the first rank at the end of the load, in one more round. With the
-    environment variable ``EPLOAD_TRACE`` every load is traced, and the first rank writes the trace to a file in the folder that
-    it names."""
+    """True to record what each rank does and when, for :meth:`~epload.LoadReport.trace` and :meth:`~epload.LoadReport.plot` of
+    the report. All ranks record if any rank passes True. Their events go to the first rank at the end of the load, in one more
+    agreement round. If the environment variable ``EPLOAD_TRACE`` names a folder, every load is traced, and the first rank writes
+    the trace to a file in that folder."""
 
 
 @dataclass(frozen=True)
