@@ -202,7 +202,7 @@ $(BENCH_VENV)/built: benchmarks/requirements.txt $(NATIVE) CMakeLists.txt setup.
 	EPLOAD_CUDA=$(EPLOAD_CUDA) $(BENCH)/pip install --quiet -e .
 	touch $@
 
-bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes benchmarks/results.md, data/ and README.md
+bench: $(BENCH_VENV)/built ## benchmark every loader over loopback; writes benchmarks/results.md and data/
 	$(BENCH)/python benchmarks/bench_load.py --docs
 	$(BENCH)/python benchmarks/bench_few.py --docs
 
@@ -245,7 +245,7 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	$(DOCS_VENV)/bin/pip install --quiet -r docs/requirements.txt
 	touch $@
 
-docs: $(DOCS_VENV)/ready ## build the site into site/, in its own environment; a broken link within it is an error
+docs: $(DOCS_VENV)/ready ## build the site into site/, in its own environment; broken links and what docs/checks.py finds are errors
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 
 wheels: ## build and test a wheel for each torch minor in WHEEL_TORCH="2.11 2.12 2.13 2.14 2.15" into dist/; takes long

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
     )
-    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md, data/ and README.md")
+    parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.repeat, options.slow_repeat = 4, 3, 3
@@ -234,22 +234,6 @@ def write_docs(results: Row, shown: list[Table]) -> None:
     plots.load(results, DATA / "load.png")
     (DATA / "load.json").write_text(json.dumps({k: v for k, v in results.items() if k != "samples"}, indent=1))
     write("load", [provenance(results), *(table.markdown() for table in shown)])
-    write("measured", [provenance(results), _summary(results["rows"]).markdown()], ROOT / "README.md")
-
-
-def _summary(found: list[Row]) -> Table:
-    """Common loaders, epload with default options, and epload with one reader."""
-    entries = ("per_parameter", "accelerate_fsdp2", "set_model_state_dict", "dcp_huggingface", "coalesced_500mb")
-    entries += ("safe_open_slices", "epload_modes:one/two_level", "epload_modes:auto/auto")
-    known = {row["entry"]: row for row in found}
-    rows = []
-    for entry in entries:
-        if entry in known:
-            name = f"**{known[entry]['title']}**" if entry.startswith("epload") else known[entry]["title"]
-            rows.append([name, *(seconds(median(found, case, entry)) for case in ("reload", "meta"))])
-    floor = min((row["median"] for row in by_case(found, "floor") if "median" in row), default=None)
-    rows.append(["the same bytes as raw flat buckets, nothing else", seconds(floor), ""])
-    return Table("Median seconds", ("loader", "reload", "from a meta model"), rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Docstrings(griffe.Extension):
     """Griffe calls :meth:`on_object` with each object that it has collected."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        obj.labels -= {"class-attribute", "instance-attribute"}
         if obj.docstring is None:
             return
 

@@ -1,8 +1,6 @@
-"""accelerate with FSDP2: unchanged, but that the weights of rank 0 are distributed through epload.
+"""Needs an accelerator: accelerate with FSDP2, whose weights epload distributes from rank 0.
 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_fsdp2.py tiny/moe
-
-accelerate shards models on accelerators only. The tests of epload present the CPU as one (tests/examples/test_examples.py).
 """
 
 import sys
@@ -15,6 +13,11 @@ import epload
 
 
 def main(checkpoint: str) -> None:
+    if not torch.accelerator.is_available():
+        sys.exit(
+            "accelerate_fsdp2.py needs an accelerator, and torch finds none: accelerate shards "
+            "models on accelerators only."
+        )
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
     )

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank has some of the experts of each layer; everything else is sharded by FSDP2.
+"""Expert parallelism: each rank has some experts of each layer; FSDP2 shards everything else.
 
 torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py tiny/moe
 
-The checkpoint has one tensor for each expert, the model one for all experts of a rank. transformers declares how they
-correspond, and epload reads that.
+The checkpoint has one tensor for each expert, the model one for all experts of a rank.
+transformers declares how they correspond, and epload reads that.
 """
 
 import sys
@@ -21,7 +21,9 @@ def main(checkpoint: str) -> None:
     world = dist.get_world_size()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-    config, _, mesh = model.prepare_distribute_model(DistributedConfig(ep_size=world, fsdp_size=world))
+    config, _, mesh = model.prepare_distribute_model(
+        DistributedConfig(ep_size=world, fsdp_size=world)
+    )
     model = model.maybe_distribute_model(model, config, mesh)
     report = epload.load(model, checkpoint)
 

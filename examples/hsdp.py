@@ -1,4 +1,4 @@
-"""HSDP: each layer is sharded inside a group of ranks, and the groups are replicas. Usually a group is a node.
+"""HSDP: each layer is sharded inside a group of ranks, usually a node, and groups are replicas.
 
 torchrun --standalone --nproc-per-node 4 examples/hsdp.py tiny/moe
 """
@@ -16,7 +16,9 @@ import epload
 
 def main(checkpoint: str) -> None:
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""Lightning with FSDP2: configure_model builds the model on meta, shards it and loads it, before the optimizer is made.
+"""Lightning with FSDP2: configure_model builds the model on meta, shards it and loads it.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_fsdp2.py tiny/dense
 """
@@ -24,7 +24,9 @@ class LanguageModel(lightning.LightningModule):
         if self.model is not None:  # Lightning may call it again
             return
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.checkpoint))
+            self.model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(self.checkpoint)
+            )
         mesh = self.device_mesh["data_parallel"]
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -46,10 +48,18 @@ def main(checkpoint: str) -> None:
     data = DataLoader([torch.arange(64).reshape(2, 32)] * 6, batch_size=None)
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(module, data)
-    module.print(f"loss {module.losses[0]:.4f}, {module.losses[-1]:.4f} after {len(module.losses) - 1} steps")
+    module.print(
+        f"loss {module.losses[0]:.4f}, {module.losses[-1]:.4f} "
+        f"after {len(module.losses) - 1} steps"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LoRA: a PEFT model under FSDP2. The base checkpoint fills the base weights; PEFT initializes the adapters; they are trained.
+"""LoRA: a PEFT model under FSDP2. The checkpoint fills the base weights, PEFT the adapters.
 
 torchrun --standalone --nproc-per-node 2 examples/lora_peft.py tiny/dense
 """

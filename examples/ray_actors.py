@@ -1,4 +1,4 @@
-"""Ray: the ranks are actors. The environment that torchrun would set is set by hand, and groups are made inside the actors.
+"""Ray: the ranks are actors, which set the environment that torchrun would set.
 
 python examples/ray_actors.py tiny/moe
 """
@@ -27,7 +27,12 @@ class Rank:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def join(self, rank: int, host: str, port: int) -> None:
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+        os.environ |= {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+        }
         dist.init_process_group("gloo")
 
     def load(self, checkpoint: str) -> epload.LoadReport:

@@ -1,4 +1,4 @@
-"""Resuming: a job saves its model and its optimizer, and another one goes on where it was, bit for bit.
+"""Resuming: a job saves its model and its optimizer, and another goes on from there, bit for bit.
 
 torchrun --standalone --nproc-per-node 2 examples/resume.py tiny/moe tiny/step-2
 """
@@ -8,7 +8,10 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Saving: training goes on while each rank writes its parts of a checkpoint that from_pretrained reads.
+"""Saving: training goes on while ranks write a checkpoint that from_pretrained reads.
 
 torchrun --standalone --nproc-per-node 2 examples/save.py tiny/moe tiny/step-1
 """

@@ -1,4 +1,4 @@
-"""As in torchtitan: the model is built on meta and parallelized, initializes itself, and DCP loads Hugging Face weights into it.
+"""Loads as torchtitan does: a parallelized model, into which DCP loads Hugging Face weights.
 
 torchrun --standalone --nproc-per-node 2 examples/torchtitan_like.py tiny/dense
 """
@@ -32,7 +32,9 @@ def main(checkpoint: str) -> None:
     with torch.no_grad():
         model.init_weights()  # buffers, and what a checkpoint may lack
     state = model.state_dict()
-    dcp.load(state, storage_reader=StorageReader(checkpoint))  # in place of HuggingFaceStorageReader
+    dcp.load(
+        state, storage_reader=StorageReader(checkpoint)
+    )  # in place of HuggingFaceStorageReader
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.arange(64).reshape(2, 32)

@@ -1,8 +1,6 @@
-"""The Trainer of transformers with FSDP2: unchanged, but that accelerate distributes the weights of rank 0 through epload.
+"""Needs an accelerator: the Trainer with FSDP2, whose weights epload distributes from rank 0.
 
 torchrun --standalone --nproc-per-node 2 examples/trainer.py tiny/moe
-
-accelerate shards models on accelerators only. The tests of epload present the CPU as one (tests/examples/test_examples.py).
 """
 
 import sys
@@ -14,6 +12,11 @@ import epload
 
 
 def main(checkpoint: str) -> None:
+    if not torch.accelerator.is_available():
+        sys.exit(
+            "trainer.py needs an accelerator, and torch finds none: accelerate shards models on "
+            "accelerators only."
+        )
     arguments = TrainingArguments(
         fsdp=True,
         fsdp_config={"version": 2, "cpu_ram_efficient_loading": True},

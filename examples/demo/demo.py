@@ -45,7 +45,9 @@ def prepare(folder: Path) -> None:
     """Writes the checkpoint and the logits of the unsharded model in this process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # as on the ranks; the summation order depends on it
-    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="40MB")
+    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(
+        folder, max_shard_size="40MB"
+    )
     whole = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         torch.save(whole(prompt()).logits, folder / "logits.pt")
@@ -59,13 +61,17 @@ def sharded_model() -> nn.Module:
     return fully_shard(model)
 
 
-def broadcast_each_parameter(model: nn.Module, whole: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_each_parameter(
+    model: nn.Module, whole: dict[str, Tensor], group: dist.ProcessGroup
+) -> None:
     """Fills the model as loaders commonly do: rank 0 has all weights, and broadcasts one parameter at a time."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             dist.broadcast(whole[name], 0, group)
-            shard = distribute_tensor(whole[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
+            shard = distribute_tensor(
+                whole[name], parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
             parameter.copy_(shard)
 
 
@@ -105,7 +111,9 @@ def run(folder: Path) -> None:
     if rank == 0:
         parameters = sum(1 for _ in model.parameters())
         print(f"\nload from meta, report of rank 0:\n{report}\n")
-        print(f"reload: {reload_seconds:.3f} s for {report.tensors} checkpoint tensors from the page cache")
+        print(
+            f"reload: {reload_seconds:.3f} s for {report.tensors} checkpoint tensors from the page cache"
+        )
         print(
             f"one broadcast per parameter: {broadcast_seconds:.3f} s for {parameters} parameters already in memory "
             f"({broadcast_seconds / reload_seconds:.1f}x)"
@@ -124,9 +132,24 @@ def main() -> None:
         prepare(Path(folder))
         files = sorted(Path(folder).glob("*.safetensors"))
         megabytes = sum(file.stat().st_size for file in files) / 1e6
-        print(f"Qwen3-MoE checkpoint of {megabytes:.0f} MB in {len(files)} files, 4 ranks as nodes {NODES}")
-        environment = {**os.environ, "EPLOAD_DEMO": folder, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", __file__]
+        print(
+            f"Qwen3-MoE checkpoint of {megabytes:.0f} MB in {len(files)} files, 4 ranks as nodes {NODES}"
+        )
+        environment = {
+            **os.environ,
+            "EPLOAD_DEMO": folder,
+            "OMP_NUM_THREADS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            __file__,
+        ]
         sys.exit(subprocess.run(torchrun, env=environment).returncode)
 
 

@@ -35,10 +35,19 @@ def config() -> Qwen3MoeConfig:
 
 
 def start(script: str, folder: str) -> subprocess.Popen[bytes]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.Popen(
-        [*torchrun, str(Path(__file__).with_name(script)), folder], env=environment, start_new_session=True
+        [*torchrun, str(Path(__file__).with_name(script)), folder],
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -52,7 +61,11 @@ def wait(jobs: dict[str, subprocess.Popen[bytes]]) -> str:
         if time.monotonic() >= until:
             return f"the jobs have not ended within {LIMIT:.0f} s"
         time.sleep(0.1)
-    return "".join(f"{name} ended with exit code {job.returncode}" for name, job in jobs.items() if job.returncode)
+    return "".join(
+        f"{name} ended with exit code {job.returncode}"
+        for name, job in jobs.items()
+        if job.returncode
+    )
 
 
 def stop(job: subprocess.Popen[bytes]) -> None:
@@ -68,7 +81,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="epload-demo-sync-") as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config(), dtype=torch.float32).save_pretrained(folder)
-        print("Qwen3-MoE: a trainer (FSDP2 on 2 ranks), and an engine (tensor parallelism on 2 ranks) in another job")
+        print(
+            "Qwen3-MoE: a trainer (FSDP2 on 2 ranks), and an engine (tensor parallelism on 2 ranks) in another job"
+        )
         jobs = {script: start(script, folder) for script in ("sync_trainer.py", "sync_engine.py")}
         try:
             failure = wait(jobs)
@@ -77,7 +92,9 @@ def main() -> None:
                 stop(job)
     if failure:
         sys.exit(failure)
-    print("three versions: every shard equal to the trainer's weights, logits within 0.05, in bf16")
+    print(
+        "three versions: every shard equal to the trainer's weights, logits within 0.05, in bf16"
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def same_shards(model: nn.Module, weights: dict[str, Tensor]) -> bool:
     for name, tensor in model.state_dict().items():
         full = weights.pop(name)
         if isinstance(tensor, DTensor):
-            full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            full = distribute_tensor(
+                full, tensor.device_mesh, tensor.placements, src_data_rank=None
+            ).to_local()
             tensor = tensor.to_local()
         if not torch.equal(tensor.view(torch.int16), full.view(torch.int16)):
             return False
@@ -46,7 +48,9 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     config = DistributedConfig(tp_size=dist.get_world_size())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=ENGINE_DTYPE, distributed_config=config).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=ENGINE_DTYPE, distributed_config=config
+    ).eval()
     failed = False
 
     with epload.WeightReceiver(model, address_in(folder), timeout=60) as receiver:
@@ -61,7 +65,11 @@ def main(folder: Path) -> None:
             with torch.no_grad():
                 logits = model(prompt()).logits
             off = (logits - expected["logits"]).abs().max().item()
-            found = [receiver.version == version, same_shards(model, expected["weights"]), off <= 0.05]
+            found = [
+                receiver.version == version,
+                same_shards(model, expected["weights"]),
+                off <= 0.05,
+            ]
             of_ranks = [found] * dist.get_world_size()
             dist.all_gather_object(of_ranks, found)
             failed = failed or not all(map(all, of_ranks))

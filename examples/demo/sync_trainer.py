@@ -36,7 +36,10 @@ def prompt() -> Tensor:
 
 def leave_for_the_engine(model: nn.Module, path: Path) -> None:
     """Saves all weights, gathered by torch, in the engine's dtype, and a prompt's logits of a model that has them."""
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    full = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in model.state_dict().items()
+    }
     if dist.get_rank() == 0:
         weights = {name: tensor.to(ENGINE_DTYPE) for name, tensor in full.items()}
         served = AutoModelForCausalLM.from_config(model.config, dtype=ENGINE_DTYPE).eval()
@@ -57,7 +60,9 @@ def main(folder: Path) -> None:
 
     # Port 0: the system chooses one. In a cluster, pass a port that the engines know, such as "trainer0:29600".
     # With delta, the engine gets what has changed since the step before: a step moves few weights to another bf16 value.
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=ENGINE_RANKS, timeout=60, delta="auto") as sender:
+    with epload.WeightSender(
+        model, "127.0.0.1:0", receivers=ENGINE_RANKS, timeout=60, delta="auto"
+    ) as sender:
         if rank == 0:
             (folder / "address.new").write_text(sender.address)
             os.rename(folder / "address.new", folder / "address")

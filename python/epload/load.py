@@ -42,39 +42,63 @@ def load(
     progress: bool = True,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
+    """Loads a checkpoint into a sharded model, in place: its parameters and persistent buffers.
 
-    To load repeatedly with the same buffers, use :class:`HierarchicalLoader`. Its arguments have the same names and are explained
-    there in more detail.
+    Collective over the topology's ranks. For a model on a device, returns when the work is queued; work that the caller then
+    queues on its current stream runs after it. To load repeatedly with the same buffers, use :class:`HierarchicalLoader`.
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
-            Megatron-Core: one, or a list of pipeline stages.
+            Megatron-Core, which have storage: one, or a list of pipeline stages.
         checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; ignored on others. Or
             ``"epload://host:port"`` on every rank: receives the version that engines of the :class:`epload.WeightSender` at this
             address have in host memory.
-        mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
-        strict: whether missing and unexpected keys are an error.
-        ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
-        dtype: the dtype of floating-point parameters on meta, itself or its name, such as ``"bf16"``; or a dict from regular
-            expressions to dtypes.
-        init_missing: called as ``hook(module, path, names)`` for tensors that neither the checkpoint nor the model fills; or
-            ``"reset_parameters"``, which calls this method of their modules.
-        variant: which set of weights of a folder to load, e.g. ``"fp16"``.
-        readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
-        verify: whether ranks verify their shards against the checkpoint afterwards.
-        checksums: published digests of the checkpoint's files. The files are compared with them before anything is changed. True
-            for the digests next to the files, the digest or the path of a list, or a dict.
-        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
-        topology: discovered over the whole job if None.
-        progress: whether rank ``src`` shows a bar, or logs the progress.
-        options: rarely needed options.
+        mapping: how checkpoint names become regions of the model's tensors. ``"auto"`` is what a transformers model declares
+            (:func:`epload.mapping.from_model`); for other models, names as they are.
+        strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report lists
+            them, and missing parameters keep their values or are initialized.
+        ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report lists
+            them as ``mismatched_keys``, and they are treated like missing parameters; if False, they are an error, whatever
+            ``strict`` is.
+        dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``), or a dict
+            from regular expressions to dtypes; by default the model's. For a transformers model, it means what it means in
+            ``from_pretrained(dtype=)``, which keeps some tensors in float32, also by default; the report lists them. Parameters
+            that a dict names get exactly that dtype. fp8 weights and the scales of quantized weights keep the model's dtype.
+        init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
+            checkpoint fills nor the model itself initializes. A transformers model initializes tensors that were on meta as
+            ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. A tensor that
+            nothing fills is an error. ``"reset_parameters"`` calls the method of this name of the modules, which initializes
+            these tensors as whole tensors, equally on all ranks; it does not touch tensors that the checkpoint has filled. It is
+            not called for outer shards and modules of Megatron-Core, because it cannot know their whole size.
+        variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
+            ``model.fp16.safetensors``; by default the one without a variant.
+        readers: ``"one"`` rank reads (``src`` of the options); ``"per_node"`` each node's leader reads, and nothing crosses
+            nodes; ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
+            ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if, each reading what it keeps, a
+            rank would read more than 64 MiB and all ranks together would read the checkpoint more than 1.25 times from object
+            storage, or 4 times from files; else ``"every"``.
+        verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have the checkpoint share
+            the work of reading it once more.
+        checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json`` next
+            to them, or for the digests in the cache of the Hub; ``"sha256:HEX"`` for the ``checksums.json`` next to them, which
+            must have this digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. To be
+            compared, each file is read once more by ranks that have the checkpoint; ranks that see the same files share the work.
+        timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. Data-moving steps
+            get extra time, computed at 10 MB/s.
+        topology: the ranks that load and their nodes; discovered over the whole job if None.
+        progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one every
+            5 s.
+        options: rarely needed options: the source rank, the algorithm, the size of buckets, the stream, expert-parallel tensors
+            that are not DTensors, a part of a DCP folder, traces.
 
     Returns:
-        What happened, on every rank.
+        What happened, on every rank; keys are the same on all.
 
     Raises:
-        LoadError, ValueError, TypeError: as :meth:`HierarchicalLoader.load`.
+        LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a header:
+            nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified during the load:
+            tensors may be materialized and partly written.
+        ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
 
     Example::
 
@@ -134,9 +158,8 @@ def load_state(
         strict: whether names that only ``state`` or only the checkpoint has are an error, except values of the checkpoint that
             are not tensors. If False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their
             values.
-        variant: as for :func:`epload.load`.
-
-    The other arguments are those of :class:`epload.HierarchicalLoader`.
+        variant, readers, verify, timeout, topology, progress: as for :func:`epload.load`.
+        src, algorithm, bucket_bytes: as in :class:`epload.LoadOptions`.
 
     Returns:
         What happened, on every rank.
@@ -151,7 +174,9 @@ def load_state(
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         epload.load_state(state, "/checkpoints/step-1000")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     """
     topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
     topology.check_source(src)

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", ".github/pull_request_template.md"]
+PAGES = ["README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", ".github/pull_request_template.md"]
+EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.py"))
 FORMS = [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/feature.yml"]
 CITED_FILE = re.compile(r"(?<![\w/.])(?:[\w.-]+/)*[\w-]+\.(?:md|py|txt|toml|yml|yaml|cff)\b(?!\()")
 COMMAND = re.compile(r"\bmake ([a-z-]+)|\bepload ([a-z]+)`")
@@ -22,8 +23,8 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def missing_citations(text: str, commands: set[str]) -> list[str]:
-    """Links, anchors, files and commands that a text cites and that do not exist."""
+def missing_citations(text: str, commands: set[str], folder: Path = ROOT) -> list[str]:
+    """Links, anchors, files and commands that the text of a file in ``folder`` cites and that do not exist."""
     missing = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -34,7 +35,7 @@ def missing_citations(text: str, commands: set[str]) -> list[str]:
         ):
             missing.append(target)
     for cited in CITED_FILE.findall(text):
-        if not (ROOT / cited).exists() and not (ROOT / "python" / "epload" / cited).exists():
+        if not any((place / cited).exists() for place in (ROOT, ROOT / "python" / "epload", folder)):
             missing += [cited] if not any((ROOT / "tests").rglob(Path(cited).name)) else []
     missing += [a or b for a, b in COMMAND.findall(text) if (a or b) not in commands]
     return missing
@@ -60,9 +61,9 @@ def test_what_is_missing_is_found(commands: set[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [*PAGES, *FORMS])
+@pytest.mark.parametrize("name", [*PAGES, *FORMS, *EXAMPLES])
 def test_what_a_file_cites_exists(name: str, commands: set[str]) -> None:
-    assert missing_citations((ROOT / name).read_text(), commands) == []
+    assert missing_citations((ROOT / name).read_text(), commands, (ROOT / name).parent) == []
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -102,4 +103,6 @@ def test_all_has_every_extra() -> None:
     extras = project["optional-dependencies"]
     (everything,) = extras.pop("all")
     assert everything == f"epload[{','.join(extras)}]"
+    described = re.findall(r"`\.\[(\w+)\]`", (ROOT / "docs" / "install.md").read_text())
+    assert sorted(described) == sorted([*extras, "all"])
     assert project["keywords"]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import runpy
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ from transformers import AutoModelForCausalLM
 from epload.core import log
 from support import ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+LIMIT = 300.0
 RECIPES = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in ("tiny", "ray_actors"))
 
 LOSS = r"loss (?P<first>\d+\.\d{4})"
@@ -57,10 +62,15 @@ ON_ACCELERATORS = ("accelerate_fsdp2", "trainer")
 """Recipes for accelerators alone, to which the CPU is presented as one."""
 
 
+def docstring_of(recipe: Path) -> str:
+    return ast.get_docstring(ast.parse(recipe.read_text())) or ""
+
+
 def command(recipe: Path) -> tuple[int, list[str]]:
     """Returns the number of ranks and the arguments of the recipe, as its docstring has them."""
-    docstring = ast.get_docstring(ast.parse(recipe.read_text())) or ""
-    match = re.search(rf"^ *torchrun --standalone --nproc-per-node (\d+) examples/{recipe.name} (.*)$", docstring, re.M)
+    match = re.search(
+        rf"^ *torchrun --standalone --nproc-per-node (\d+) examples/{recipe.name} (.*)$", docstring_of(recipe), re.M
+    )
     assert match is not None, (
         f"expected a line 'torchrun ... examples/{recipe.name} ...' in the docstring of {recipe.name}"
     )
@@ -73,11 +83,23 @@ def be_quiet() -> None:
 
 
 def let_accelerate_shard_on_cpu() -> None:
-    """accelerate ignores an FSDP plugin if there is no accelerator, although all that it does with one works over gloo."""
+    """Presents the CPU as an accelerator.
+
+    accelerate ignores an FSDP plugin if there is none, although all that it does with one works over gloo. The recipe asks
+    torch first; all later calls get the true answer.
+    """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
+    from transformers import Trainer  # noqa: F401  # what it imports may ask torch, too
 
     be_quiet()
+    is_available = torch.accelerator.is_available
+
+    def is_available_once() -> bool:
+        torch.accelerator.is_available = is_available
+        return True
+
+    torch.accelerator.is_available = is_available_once
     original = AcceleratorState.__init__
 
     def initialize(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
@@ -98,12 +120,45 @@ def loss_of(checkpoint: Path) -> float:
         return float(model(tokens, labels=tokens).loss)
 
 
+def run_as_printed(commands: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs lines of a shell in a folder that has ``examples``, with this Python and what it imports. All that they start is
+    ended at the limit."""
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(EXAMPLES)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {
+        "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    shell = ["bash", "-c", "\n".join(["set -e", *commands])]
+    process = subprocess.Popen(
+        shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in sessions of their own
+        process.communicate(timeout=60)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(shell, process.returncode, stdout, stderr)
+
+
+def printed_commands() -> list[str]:
+    """Returns the lines of the first block of docs/recipes.md."""
+    block = re.search(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return block[1].splitlines()
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints in ``tiny/``."""
+    """A folder with the checkpoints in ``tiny/``, made as docs/recipes.md says."""
     folder = tmp_path_factory.mktemp("examples")
-    with mock.patch.object(sys, "argv", ["tiny.py", str(folder / "tiny")]):
-        runpy.run_path(str(EXAMPLES / "tiny.py"), run_name="__main__")
+    assert "python examples/tiny.py tiny" in printed_commands()
+    done = run_as_printed(["python examples/tiny.py tiny"], folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -135,3 +190,39 @@ def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[s
     assert [path for path in arguments if not (checkpoints / path).exists()] == []
     for pattern in ALSO.get(recipe.stem, ()):
         assert len(re.findall(pattern, output, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{output}"
+
+
+def test_the_first_commands_of_the_page_work(tmp_path: Path, losses: dict[str, float]) -> None:
+    commands = printed_commands()
+    assert len(commands) == 2
+    done = run_as_printed(commands, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (loss,) = re.findall(rf"^{LOSS}$", done.stdout, re.MULTILINE)
+    assert float(loss) == pytest.approx(losses["moe"], abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ON_ACCELERATORS)
+def test_recipes_for_accelerators_say_so_and_stop(name: str, checkpoints: Path) -> None:
+    recipe = EXAMPLES / f"{name}.py"
+    assert docstring_of(recipe).startswith("Needs an accelerator: ")
+    world, arguments = command(recipe)
+    done = run_as_printed(
+        [f"torchrun --standalone --nproc-per-node {world} examples/{recipe.name} {' '.join(arguments)}"], checkpoints
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    sentences = re.findall(
+        rf"^{recipe.name} needs an accelerator, and torch finds none: .*\.$", done.stderr, re.MULTILINE
+    )
+    assert 1 <= len(sentences) <= world, done.stderr  # torchrun ends the others once one has failed
+    assert set(re.findall(r"^ *exitcode *: (\S+)", done.stderr, re.MULTILINE)) <= {"1", "-15"}
+    assert recipe.name not in done.stderr.partition("Traceback")[2].partition("ChildFailedError")[0]
+
+
+def test_recipes_are_short() -> None:
+    assert "shorter than 70 lines" in PAGE
+    assert [recipe.name for recipe in EXAMPLES.glob("*.py") if len(recipe.read_text().splitlines()) >= 70] == []
+
+
+def test_only_these_recipes_need_an_accelerator() -> None:
+    named = {recipe.stem for recipe in RECIPES if "Needs an accelerator" in recipe.read_text()}
+    assert named == set(ON_ACCELERATORS)

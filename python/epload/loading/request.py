@@ -27,27 +27,40 @@ from epload.verify.digests import check_verify
 class LoadOptions:
     """The options of :func:`epload.load` that are rarely needed.
 
-    :class:`epload.HierarchicalLoader` and its ``load`` have arguments of the same names, and say more about them.
+    :class:`epload.HierarchicalLoader` and its ``load`` have arguments of the same names.
     """
 
     src: int = 0
-    """The global rank that reads if one does, and on whose rail the leaders are."""
+    """The global rank that reads (``readers="one"``); the leaders of the nodes are on its rail."""
     algorithm: Algorithms = "auto"
-    """``"two_level"``, ``"striped"`` or ``"auto"``: how buckets move between nodes."""
+    """The way of buckets between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes as a node has
+    ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else ``"two_level"``. With ``"auto"``,
+    buckets that do not cross nodes go through memory that a node's ranks share; each rank copies what it keeps out of it."""
     bucket_bytes: int = WAVE_BYTES
-    """The size of a bucket; 64 MiB by default."""
+    """The size of a bucket, 64 MiB by default. Each rank has two, except for a model on a device with ``"every"``, where there
+    are none. A rank that copies bytes from the host to a device has up to 64 MiB of pinned memory for them. If a node's ranks
+    share staging buffers, this is the size of the buckets that move together, and the node has twice that (each rank, if they
+    cannot share memory)."""
     direct_io: bool = True
-    """True if files that are not in the page cache are read past it."""
+    """True to read files on local disks that are not in the page cache past it (``O_DIRECT``), which takes a small part of the
+    CPU time and leaves the cache as it is. If False, they are in the cache afterwards, as far as there is memory, and the next
+    load finds them there. Has no effect where bytes are read again: with ``verify=True``, and with ``"every"`` if ranks of a node
+    keep the same ones."""
     stream: torch.Stream | None = None
-    """The stream for all work on the model's device; None makes one."""
+    """A stream of the model's device, for all device work except the copies from host memory. It first waits for the caller's
+    current stream, which afterwards waits for it. If None, the loader creates a stream. Must be None for models on CPU."""
     outer_shards: Sequence[OuterShard] = ()
     """Tensors of the model that are this rank's part of larger ones, though they do not say so."""
     local_modules: Sequence[LocalModules] = ()
-    """Modules that hold what other ranks need not have."""
+    """Modules whose tensors other ranks need not have."""
     prefix: str = ""
-    """The place of the model in the saved state dict of a DCP folder."""
+    """The place of the model in the state dict that torch.distributed.checkpoint (DCP) saved in a folder, e.g. ``"app.model"``;
+    by default under a top-level key "model" or "state_dict", or under the only key."""
     trace: bool = False
-    """True to record what each rank does when, for the report's ``trace`` and ``plot``."""
+    """True to record what each rank does and when, for :meth:`~epload.LoadReport.trace` and :meth:`~epload.LoadReport.plot` of
+    the report. All ranks record if any rank passes True. Their events go to the first rank at the end of the load, in one more
+    agreement round. If the environment variable ``EPLOAD_TRACE`` names a folder, every load is traced, and the first rank writes
+    the trace to a file in that folder."""
 
 
 @dataclass(frozen=True)

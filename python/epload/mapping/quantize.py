@@ -29,7 +29,8 @@ class Quantize:
 
     Example::
 
-        rule = epload.mapping.Quantize("/models/Qwen3-8B-FP8")   # in the layout of this engine's checkpoint
+        # In the layout of this engine's checkpoint.
+        rule = epload.mapping.Quantize("/models/Qwen3-8B-FP8")
         with epload.WeightSender(model, address, receivers=8, mapping=rule) as sender: ...
         epload.load(fp8_model, "/models/Qwen3-8B", mapping=epload.mapping.Quantize())
     """
