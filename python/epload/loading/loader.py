@@ -30,6 +30,7 @@ from epload.mapping.precision import AnyDTypes
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
+from epload.native.info import __version__
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
@@ -215,7 +216,9 @@ class HierarchicalLoader:
     def _load(self, request: Request) -> LoadReport:
         options, topology = self.options, self.topology
         first = topology.rank == topology.ranks[0]
-        report = LoadReport(readers=options.readers, verify=options.verify, topology=repr(topology))
+        report = LoadReport(
+            readers=options.readers, verify=options.verify, topology=repr(topology), epload_version=__version__
+        )
         if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
