@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from epload.checkpoint.dcp import ROOT
 from epload.core.default_device import on_cpu
 from epload.loading.loader import HierarchicalLoader
@@ -31,6 +33,7 @@ def load(
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
     dtype: AnyDTypes = None,
+    device: torch.device | str | None = None,
     init_missing: InitMissing | None = None,
     variant: str = "",
     readers: Readers = "auto",
@@ -56,6 +59,8 @@ def load(
         ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
         dtype: the dtype of floating-point parameters on meta, itself or its name, such as ``"bf16"``; or a dict from regular
             expressions to dtypes.
+        device: where plain tensors on meta go, such as ``"cuda:0"``; by default where the model's other tensors or their meshes
+            are, else where the process group says: to the current accelerator with ``"nccl"`` alone, else to the CPU.
         init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills; or
             ``"reset_parameters"``, which calls that method of the modules.
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
@@ -95,7 +100,7 @@ def load(
         loader._remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
-            dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,
+            dtype=dtype, device=device, init_missing=init_missing, outer_shards=options.outer_shards,
             local_modules=options.local_modules, prefix=options.prefix, variant=variant, trace=options.trace,
         )  # fmt: skip
 

@@ -30,7 +30,6 @@ from epload.mapping.precision import AnyDTypes
 from epload.model.expert_parallel import LocalModules, OuterShard
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
-from epload.native.info import __version__
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
@@ -144,6 +143,7 @@ class HierarchicalLoader:
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
         dtype: AnyDTypes = None,
+        device: torch.device | str | None = None,
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
@@ -172,6 +172,11 @@ class HierarchicalLoader:
                 ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists
                 them. What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's
                 dtype.
+            device: where plain tensors that are on meta go: a device or its name, such as ``"cuda:0"`` or ``"cuda"``, the
+                current one. Where the model has other tensors, they and their meshes have to be there already. By default that
+                is where they are; and for a model of plain tensors on meta alone, the device of ``stream=``, else the one for
+                which the process group was made: its ``device_id``, or the current accelerator if it has no backend for CPU
+                (``init_process_group("nccl")``); else CPU.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
                 the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
                 as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
@@ -205,7 +210,7 @@ class HierarchicalLoader:
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
                         module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, self._as_pretrained and module is model,  # not Megatron-Core's
+                        variant, trace, device, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
             finally:
@@ -216,9 +221,7 @@ class HierarchicalLoader:
     def _load(self, request: Request) -> LoadReport:
         options, topology = self.options, self.topology
         first = topology.rank == topology.ranks[0]
-        report = LoadReport(
-            readers=options.readers, verify=options.verify, topology=repr(topology), epload_version=__version__
-        )
+        report = LoadReport(readers=options.readers, verify=options.verify, topology=repr(topology))
         if warning := uninitialized_warning():
             warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
