@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +105,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module that defines a public name, once."""
-    if name not in _MODULES:
+    """Imports all public names when one of them, or a package such as ``epload.mapping``, is first used."""
+    if name not in _MODULES and (name.startswith("_") or find_spec(f"{__name__}.{name}") is None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return value
+    globals().update({public: getattr(import_module(module), public) for public, module in _MODULES.items()})
+    return globals()[name] if name in _MODULES else import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
