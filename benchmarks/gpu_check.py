@@ -7,14 +7,13 @@
 Parts: "build"; "load", a checkpoint from the page cache, compared with the file; "real_size", Qwen3-30B-A3B's names and shapes in
 /dev/shm, where there is memory for 61 GB, beside other libraries; "page_cache", pipes by threads and size of a piece; "save";
 "sync" between processes; "ranks", loads by several; "tests" of the kernels and of loads, of which one that ends its process costs
-no other; "peers", other libraries that load the file of "load"; "op", the broadcast over NCCL; "bandwidth" of packing and
-unpacking; "streams" of a load in a profiler trace; "sanitizer", memcheck. Rates are also said as a share of the limit, a copy of
-1 GiB from pinned memory.
+no other; "peers", other libraries that load the file of "load"; "memory" of thousands of tensors, shared with another process;
+"op", the broadcast over NCCL; "bandwidth" of packing and unpacking; "streams" of a load in a profiler trace; "sanitizer",
+memcheck. Rates are also said as a share of the limit, a copy of 1 GiB from pinned memory.
 
 Each part is a process with its own limit, all of them together take eight minutes at most, and rows are kept as they come; parts
-after one that fails run all the same. Downloads nothing. Needs torch with CUDA,
-nvcc, cmake, ninja, pybind11, pytest, pytest-xdist, hypothesis and safetensors; which of these are there is said first. The exit status is 1 if
-a part did not run.
+after one that fails run all the same. Downloads nothing. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest, pytest-xdist,
+hypothesis and safetensors; which of these are there is said first. The exit status is 1 if a part did not run.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TOTAL = 480.0
 """Seconds for all parts."""
 LIMITS = {
     "build": 60, "load": 45, "real_size": 150, "page_cache": 45, "save": 35, "sync": 60, "ranks": 60, "tests": 90, "peers": 40,
-    "op": 30, "streams": 30, "bandwidth": 30, "sanitizer": 60,
+    "memory": 45, "op": 30, "streams": 30, "bandwidth": 30, "sanitizer": 60,
 }  # fmt: skip
 """Seconds for each part at most, in the order in which they run: what is worth most comes first, the last have what is left."""
 REHEARSAL = 4.0
@@ -212,12 +211,12 @@ def measured(part: str) -> Callable[[argparse.Namespace], list[Row]]:
 
 def run_here(options: argparse.Namespace) -> None:
     """Runs one part in this process, and writes its rows."""
-    from gpu_parts import kernels, loads, reading
+    from gpu_parts import kernels, loads, memory, reading
 
     parts: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
         "load": loads.load, "ranks": loads.several_ranks, "bandwidth": kernels.bandwidth, "page_cache": reading.page_cache,
         "streams": kernels.streams, "op": kernels.op, "peers": loads.others, "exercise": kernels.exercise,
-        "real_size": loads.real_size, "save": loads.save, "sync": loads.sync,
+        "real_size": loads.real_size, "save": loads.save, "sync": loads.sync, "memory": memory.memory,
     }  # fmt: skip
     rows: list[Row] = []
     Path(options.work).mkdir(parents=True, exist_ok=True)

@@ -219,9 +219,7 @@ def _send(rank: int, meeting: Meeting, device: str, size: Size, folder: Path) ->
         best = min(reports, key=lambda report: report.seconds)
         row: Row = {"GB": nbytes / 1e9, "send_s": best.seconds, "GB_s": nbytes / best.seconds / 1e9}
         row |= {f"{name}_s": phase.seconds for name, phase in best.phases.items() if phase.seconds > 0.001}
-        rows.append(
-            row | {"transport": best.transport} | ({"why": best.not_pulled} if best.not_pulled else {})
-        )
+        rows.append(row | {"transport": best.transport} | ({"why": best.not_pulled} if best.not_pulled else {}))
     return rows
 
 

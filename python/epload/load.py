@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from epload.checkpoint.checksums import AnyChecksums
 from epload.checkpoint.dcp import ROOT
 from epload.core.default_device import on_cpu
 from epload.loading.loader import HierarchicalLoader
@@ -38,6 +39,7 @@ def load(
     variant: str = "",
     readers: Readers = "auto",
     verify: bool = False,
+    checksums: AnyChecksums = False,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
     progress: bool = True,
@@ -66,6 +68,8 @@ def load(
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
         readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
         verify: whether ranks verify their shards against the checkpoint afterwards.
+        checksums: published digests of the checkpoint's files, with which these are compared before anything is changed: True for
+            those next to the files, the digest or the path of a list, or a dict.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
         topology: discovered over the whole job if None.
         progress: whether rank ``src`` shows a bar, or logs the progress.
@@ -101,7 +105,8 @@ def load(
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
             dtype=dtype, device=device, init_missing=init_missing, outer_shards=options.outer_shards,
-            local_modules=options.local_modules, prefix=options.prefix, variant=variant, trace=options.trace,
+            local_modules=options.local_modules, prefix=options.prefix, variant=variant, checksums=checksums,
+            trace=options.trace,
         )  # fmt: skip
 
 

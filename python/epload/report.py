@@ -164,7 +164,7 @@ class TransferReport(Report):
             ValueError: the load was not traced.
         """
         if (ranks := self._traced()) is not None:
-            save_trace(ranks, path, self._traced_load())
+            save_trace(ranks, path, self._trace_metadata())
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. The first rank draws;
@@ -177,8 +177,8 @@ class TransferReport(Report):
         if (ranks := self._traced()) is not None:
             plot(ranks, path)
 
-    def _traced_load(self) -> dict[str, str]:
-        """Returns what a trace says of the whole operation."""
+    def _trace_metadata(self) -> dict[str, str]:
+        """Returns facts about the whole operation, by name."""
         return {}
 
     def _traced(self) -> list[Events] | None:
@@ -229,6 +229,10 @@ class LoadReport(TransferReport):
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
     stream: str = ""
     """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
+    checksums: str = ""
+    """The published checksums that the files were compared with, and are those of; empty if they were compared with none."""
+    hashed: int = 0
+    """Bytes that this rank has read for that, besides those that it has loaded."""
 
     def _headline(self) -> str:
         return f"loaded {super()._headline()} ({show_rate(self._rate)})"
@@ -241,7 +245,7 @@ class LoadReport(TransferReport):
     def summary(self) -> str:
         return f"{self._headline()}; {self._mode}" + (", verified" if self.verified else "")
 
-    def _traced_load(self) -> dict[str, str]:
+    def _trace_metadata(self) -> dict[str, str]:
         return {"epload": self.epload_version, "checkpoint": self.source, "mode": self._mode}
 
     def _facts(self) -> Facts:
@@ -260,6 +264,7 @@ class LoadReport(TransferReport):
             ("topology", self.topology),
             ("mode", self._mode + who),
             ("why", self.reason),
+            ("checksums", self.checksums + (f"; this rank hashed {show_bytes(self.hashed)}" if self.hashed else "")),
             ("buckets", f"{self.buckets:,}"),
             ("stream", self.stream),
             ("verified", "shards equal the checkpoint, which was read once more" if self.verified else ""),
@@ -284,6 +289,8 @@ class SaveReport(Report):
     """Number of its files with tensors."""
     written: int = 0
     """Bytes of the tensors that this rank has written; with ``base=``, of the encoded changes."""
+    checksums: str = ""
+    """The digest of the ``checksums.json`` that was written, as :func:`epload.load` takes it; empty if none was."""
 
     def _headline(self) -> str:
         moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"

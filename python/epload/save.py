@@ -32,6 +32,7 @@ def save(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
     base: str | Path | None = None,
+    checksums: bool = False,
     overwrite: bool = False,
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
@@ -58,6 +59,8 @@ def save(
         base: path of a checkpoint in any format, or a model on the Hub, perhaps itself saved with a base: only what has changed
             since is written, to a folder that names it by digest, and by its relative path or its commit. epload reads the two
             together, other libraries do not.
+        checksums: whether a ``checksums.json`` with the sha256 of each 64 MiB of all files is written next to them, for which
+            they are read again. The report has its digest, which :func:`load` takes.
         overwrite: whether a folder at the path is replaced, with all that is in it. If False, it has to be absent or empty.
         topology: discovered over the whole job if None.
         timeout: seconds (or timedelta) without progress after which the save has failed; 30 minutes if None.
@@ -77,7 +80,18 @@ def save(
     """
     wait_for_pending()
     job = PendingSave(
-        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
+        model,
+        path,
+        mapping,
+        names_from,
+        dtype,
+        max_shard_bytes,
+        files,
+        base,
+        checksums,
+        overwrite,
+        topology,
+        timeout,
     )
     return job._run()
 
@@ -93,6 +107,7 @@ def save_async(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Sequence[str | Path] = (),
     base: str | Path | None = None,
+    checksums: bool = False,
     overwrite: bool = False,
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
@@ -112,7 +127,18 @@ def save_async(
     global _pending
     wait_for_pending()
     job = PendingSave(
-        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, overwrite, topology, timeout
+        model,
+        path,
+        mapping,
+        names_from,
+        dtype,
+        max_shard_bytes,
+        files,
+        base,
+        checksums,
+        overwrite,
+        topology,
+        timeout,
     )
     job._start()
     _pending = job

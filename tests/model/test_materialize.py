@@ -223,6 +223,30 @@ def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
     assert model[0].x.device == CPU
 
 
+def test_plain_tensors_get_what_empty_like_would_give() -> None:
+    """In one module: parameters with and without a gradient, buffers, and memory that is not contiguous or that they share."""
+    with torch.device("meta"):
+        module = nn.Linear(4, 3)
+        module.frozen = nn.Parameter(torch.empty(3), requires_grad=False)
+        module.columns = nn.Parameter(torch.empty(4, 6).t())
+        module.register_buffer("mean", torch.empty(3))
+        module.register_buffer("count", torch.empty((), dtype=torch.int64))
+        module.register_buffer("ids", torch.arange(5).expand(1, -1), persistent=False)
+        module.register_buffer("rows", torch.empty(5).expand(3, 5), persistent=False)
+    before = dict([*module.named_parameters(), *module.named_buffers()])
+    materialize(module, collect(module), CPU)
+    after = dict([*module.named_parameters(), *module.named_buffers()])
+    assert {*after} == {*before}
+    for name, tensor in after.items():
+        like = torch.empty_like(before[name], device=CPU)
+        for attribute in ("shape", "dtype", "device"):
+            assert getattr(tensor, attribute) == getattr(like, attribute), name
+        assert tensor.stride() == like.stride(), name
+        assert isinstance(tensor, nn.Parameter) == isinstance(before[name], nn.Parameter), name
+        assert (tensor.requires_grad, tensor.is_leaf) == (before[name].requires_grad, True), name
+        assert tensor.untyped_storage().nbytes() == like.untyped_storage().nbytes(), name
+
+
 # ---- parameters that get their storage in place ----
 
 

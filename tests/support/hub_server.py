@@ -106,7 +106,11 @@ class HubServer:
 
 
 def _etag(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """As the Hub has it: the digest that git has for a small file, and sha256 for one in its large file storage."""
+    content = file.read_bytes()
+    if file.suffix in (".safetensors", ".bin", ".pt", ".distcp"):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore
+from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
@@ -89,6 +89,16 @@ class Checkpoint(ABC):
         Returns the bytes read, or None if the checkpoint cannot read this way. Raises as :meth:`fill`.
         """
         return None
+
+    @property
+    def files(self) -> Sequence[StoredFile]:
+        """The open files that hold its tensors; none if these are elsewhere, or some of them are."""
+        return () if self._store is None else self._store.files
+
+    @property
+    def descriptions(self) -> Sequence[StoredFile]:
+        """The other open files that it depends on, such as an index. A rank that has joined need not have them."""
+        return () if self._store is None else self._store.descriptions
 
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""

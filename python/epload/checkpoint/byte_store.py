@@ -43,6 +43,12 @@ class StoredFile(ABC):
     """Size in bytes when the file was opened."""
     identity: str = ""
     """The storage's own identifier of the content, such as an ETag; empty if it has none."""
+
+    @property
+    def version(self) -> str:
+        """Equal for two ranks that have opened one and the same file in the same state; empty if that cannot be told."""
+        return self.identity
+
     mapping_path: Path | None = None
     """A local path by which the open file can be memory-mapped; None if there is none."""
 
@@ -148,6 +154,11 @@ class ByteStore(ABC):
         (file,) = self.open_files([name])
         with closing(file):
             return file.read(0, PEEK_BYTES)
+
+    def published(self, file: StoredFile) -> str:
+        """Returns the digest that has been published for one of its files: hexadecimal sha256, or of 40 digits that of git; empty
+        if none is known."""
+        return ""
 
     # ---- the open files ----
 

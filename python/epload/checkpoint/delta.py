@@ -164,6 +164,9 @@ class DeltaCheckpoint(FileCheckpoint):
     and changed.
     """
 
+    files: Sequence[StoredFile] = ()
+    """None: those of the base are in another store."""
+
     def __init__(self, store: ByteStore, base: Checkpoint, index: DeltaIndex) -> None:
         """Takes ownership of the store, in which the files of the index are open, and of the base. Raises CheckpointError if the
         base is another one."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from epload.checkpoint import file_sets
 from epload.checkpoint.base import Progress
-from epload.checkpoint.byte_store import Shared, Source
-from epload.checkpoint.local_store import LocalStore
+from epload.checkpoint.byte_store import Shared, Source, StoredFile
+from epload.checkpoint.local_store import LocalFile, LocalStore
 from epload.errors import CheckpointError
 from epload.files import read_regular
 
@@ -38,6 +38,13 @@ class HubStore(LocalStore):
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(path, _address(name, path.name))
         self._name = name
+
+    def published(self, file: StoredFile) -> str:
+        """The cache has each file under the name of its digest, and a link to it in the folder of the commit."""
+        assert isinstance(file, LocalFile)
+        with suppress(OSError):  # where a file system has no links, the file itself is there
+            return Path(os.readlink(file.path)).name
+        return ""
 
     def resolve(self, relative: str) -> str:
         name = normpath(join(self._name, relative))

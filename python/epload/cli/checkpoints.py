@@ -33,6 +33,7 @@ filter_option = click.option(
     help="Take only tensors with names in which this regular expression matches. Exits with 1 if there are none.",
 )  # fmt: skip
 _tolerance = click.FloatRange(min=0)
+_file = click.Path(exists=True, dir_okay=False)
 
 
 def _open(checkpoint: str, variant: str) -> Checkpoint:
@@ -126,20 +127,50 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("checkpoint")
+@click.option(
+    "--checksums", metavar="LIST",
+    help="First compare all files with a list of digests: the path of one in the format of sha256sum, sha256:HEX for the "
+    "checksums.json in the folder that has this digest, or \"published\" for what is next to the files.",
+)  # fmt: skip
+@click.option(
+    "--signature", type=_file, metavar="BUNDLE",
+    help="First verify the signature of the folder, a bundle of OpenSSF model signing. Needs --public-key, or --identity and "
+    "--identity-provider.",
+)  # fmt: skip
+@click.option("--public-key", type=_file, metavar="PEM", help="Take this public key of the signer.")
+@click.option(
+    "--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address."
+)
+@click.option("--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity.")
 @variant_option
 @json_option
-def verify(checkpoint: str, variant: str, as_json: bool) -> int:
+def verify(
+    checkpoint: str, checksums: str | None, signature: str | None, public_key: str | None, identity: str | None,
+    identity_provider: str | None, variant: str, as_json: bool,
+) -> int:  # fmt: skip
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
-    CHECKPOINT is as for inspect. Headers are checked for overlaps and holes. Exits with 1 if a tensor has NaN or Inf.
+    CHECKPOINT is as for inspect. Headers are checked for overlaps and holes. Exits with 1 if a tensor has NaN or Inf, or if a file
+    or a signature is not what was expected.
     """
+    from epload.cli.authenticity import compare_files, verify_signature
     from epload.verify.compare import find_non_finite
 
+    if signature is not None:
+        signed = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
+    elif public_key or identity or identity_provider:
+        raise click.BadParameter("expected --signature with it", param_hint="--public-key or --identity")
     opened = _open(checkpoint, variant)
+    if checksums is not None:
+        compared = compare_files(opened, checksums)
     manifest = opened.manifest
     number = len(manifest.names)
     with Progress(manifest.nbytes, not as_json) as bar:
         bad = list(find_non_finite(opened, bar.update))
+    if signature is not None and not as_json:
+        show(signed)
+    if checksums is not None and not as_json:
+        show(compared)
     if as_json:
         print_json({"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad})
         return int(bool(bad))
@@ -200,10 +231,9 @@ def diff(
         print_json({**headers, "common": len(common), "values": values})
     else:
         _print_differences(headers, values, None if show_all else _SHOWN)
-        equal = (
-            f"{count(len(common) - len(values), 'tensor')} with {'not compared' if headers_only else 'equal'} values"
-        )
-        show(equal + (f", {count(len(values), 'tensor')} with other values" if values else ""))
+        equal = "in both, values not compared" if headers_only else "with equal values"
+        others = f", {count(len(values), 'tensor')} with other values" if values else ""
+        show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
     return int(any(headers.values()) or bool(values))
 
 

@@ -64,12 +64,13 @@ def _known_dtype(context: click.Context, parameter: click.Parameter, value: str 
     help="Write files of at most this many GB. A larger tensor gets a file of its own.",
 )
 @click.option("--file", "files", multiple=True, type=_file, help="Copy this file into FOLDER as well.")
+@click.option("--checksums", is_flag=True, help="Write the digests of all files to checksums.json as well.")
 @click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
 @variant_option
 @json_option
 def convert(
     source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], quantize: str | None, weights: tuple[str, ...],
-    prefix: str, max_shard_gb: float, files: tuple[str, ...], overwrite: bool, variant: str, as_json: bool,
+    prefix: str, max_shard_gb: float, files: tuple[str, ...], checksums: bool, overwrite: bool, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Rewrite a checkpoint as safetensors files.
 
@@ -97,13 +98,13 @@ def convert(
         with Progress(total, first and not as_json) as bar:
             report = rewrite(
                 opened, folder, dtype=dtype, renames=rules, quantize=rule,
-                max_shard_bytes=int(max_shard_gb * 1e9), files=files, overwrite=overwrite, topology=topology,
-                progress=bar.update,
+                max_shard_bytes=int(max_shard_gb * 1e9), files=files, checksums=checksums, overwrite=overwrite,
+                topology=topology, progress=bar.update,
             )  # fmt: skip
     if first and as_json:
         print_json(report.to_dict())
     elif first:
-        show(report.summary)
+        show(report.summary + (f"; {report.checksums}" if checksums else ""))
     opened.close()
     return 0
 

@@ -107,10 +107,11 @@ class Agreement:
     def _opening_message(self, request: Request, inputs: LocalInputs) -> Opening:
         described = self._describe_options(inputs.device)
         lacks_buffers = bool(inputs.targets.unsaved_meta)
-        resets = " init_missing=reset_parameters" if request.resets else ""
+        asks = " init_missing=reset_parameters" if request.resets else ""
+        asks += " checksums" if request.checksums is not False else ""
         message = Opening(
             loader=self._loader,
-            options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={inputs.local_modules}{resets}",
+            options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={inputs.local_modules}{asks}",
             groups=self._topology.groups.count,
             meta=lacks_buffers or inputs.targets.has_meta,
             lacks_buffers=lacks_buffers,

@@ -22,7 +22,7 @@ from epload.core.log import logger
 from epload.errors import redact_url
 from epload.loading.agreement import Agreement
 from epload.loading.recorder import record_events
-from epload.loading.request import Options, Request, describe_model
+from epload.loading.request import AnyChecksums, Options, Request, describe_model
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
 from epload.mapping.mapping import AnyMapping
@@ -149,6 +149,7 @@ class HierarchicalLoader:
         local_modules: Sequence[LocalModules] = (),
         prefix: str = "",
         variant: str = "",
+        checksums: AnyChecksums = False,
         trace: bool = False,
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
@@ -189,6 +190,10 @@ class HierarchicalLoader:
                 ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
             variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
                 ``model.fp16.safetensors``; by default the one without a variant.
+            checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json``
+                next to them, or for what the cache of the Hub knows; ``"sha256:HEX"`` for that ``checksums.json`` if this is its
+                digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. Each file is read
+                once more for that, by ranks that have the checkpoint. Those that see the same files share the work.
             trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
                 :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
                 the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
@@ -210,7 +215,7 @@ class HierarchicalLoader:
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
                         module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, device, self._as_pretrained and module is model,  # not Megatron-Core's
+                        variant, trace, device, checksums, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
             finally:

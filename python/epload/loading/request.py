@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from epload.checkpoint.checksums import AnyChecksums as AnyChecksums
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
 from epload.model.devices import requested_device
@@ -93,6 +94,7 @@ class Request:
     variant: str = ""
     trace: bool = False
     device: torch.device | str | None = None
+    checksums: AnyChecksums = False
     as_pretrained: bool = True
     """False to do no more for a transformers model than for others: no dtypes of ``from_pretrained``, no non-persistent buffers
     that have storage."""

@@ -10,12 +10,12 @@ from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
+from epload.loading.checked_files import check_files
 from epload.loading.engines import make_engine
 from epload.loading.missing import fill_missing
 from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
-from epload.model.devices import CPU
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
@@ -37,6 +37,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         report.peak_staging = sum(buffer.nbytes for buffer in memory.buffers)
         shared = memory.shared
     flow, routes, note = router.resolve(device, load.readers, shared)
+    check_files(request.checksums, load, topology, report)
     if load.meta:  # if a rank cannot make its groups, no model has left meta
         control.agree("making groups", None)
     materialized = Attempt(lambda: _materialize(resources, request, load, report, shared))
@@ -44,7 +45,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
     local = materialized.value
     if load.missing.holders:
         control.doing = "sharing buffers"
-        stream = resources.stream(device) if device != CPU else None
+        stream = resources.stream(device) if device.type != "cpu" else None
         with control.stopping(topology.groups.fail):
             report.transport_steps += share(request.model, load.missing.holders, topology, stream)
     with Progress(load.plan.nbytes, show_progress) as bar:
@@ -70,7 +71,7 @@ def _materialize(resources: Resources, request: Request, load: AgreedLoad, repor
     targets, device = inputs.targets, inputs.device
     with report.timed("materialize"):
         materialize(request.model, targets, inputs.materialize_on, modules=inputs.modules)
-        if device != CPU:
+        if device.type != "cpu":
             staging = resources.reserve_staging(device, load.readers, plan.largest, shared)
             report.peak_staging += staging.footprint
             report.stream = resources.describe_stream(device)

@@ -109,7 +109,8 @@ def _empty_like(tensors: Iterable[Tensor], destination: Destination) -> dict[int
     empty: dict[int, Tensor] = {}
     for (dtype, device), members in _by_destination(tensors, destination):
         plain = [tensor for tensor in members if type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()]
-        made = dict(zip(map(id, plain), ops.allocate_like(plain, dtype, device, _THREADS), strict=True))
+        with torch.no_grad():  # autograd would take what is made for a function of all parameters
+            made = dict(zip(map(id, plain), ops.allocate_like(plain, dtype, device, _THREADS), strict=True))
         for tensor in members:
             new = made.get(id(tensor))
             if new is None:

@@ -98,14 +98,14 @@ def merge_events(ranks: Iterable[Events]) -> list[Events]:
     return merged
 
 
-def save_trace(ranks: Iterable[Events], path: str | PathLike[str], facts: Mapping[str, str]) -> None:
+def save_trace(ranks: Iterable[Events], path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
     """Writes events in the Trace Event Format. Each rank is a process, and each of its threads a track.
 
     Args:
-        facts: of the whole operation, by name.
+        metadata: facts about the whole operation, by name.
     """
     described = [event for events in ranks for event in _describe(events)]
-    content = {"traceEvents": described, "displayTimeUnit": "ms", "otherData": dict(facts)}
+    content = {"traceEvents": described, "displayTimeUnit": "ms", "otherData": dict(metadata)}
     Path(path).write_text(json.dumps(content, allow_nan=False))
 
 

@@ -32,7 +32,7 @@ from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
-from epload.saving.writer import check_equal, write_checkpoint
+from epload.saving.writer import Wrote, check_equal, write_checkpoint
 
 
 @on_cpu
@@ -45,6 +45,7 @@ def convert(
     quantize: Quantize | None = None,
     max_shard_bytes: int = 5 << 30,
     files: Sequence[str | Path] = (),
+    checksums: bool = False,
     overwrite: bool = False,
     prefix: str = "",
     variant: str = "",
@@ -58,7 +59,7 @@ def convert(
 
     Args:
         source: as for :meth:`epload.Checkpoint.open`, as are ``prefix`` and ``variant``.
-        path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files`` and ``overwrite``.
+        path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files``, ``checksums`` and ``overwrite``.
         dtype: of floating-point tensors of at least 16 bits, itself or its name; by default as they are. Refused if weights are
             quantized. Where a ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)``
             keeps in float32 stays as it is; a class that is not installed is an error.
@@ -92,31 +93,30 @@ def convert(
                 stack.callback(checkpoint.close)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
             rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {}, copied)
-            same = old.identity, old.provenance[1], rewrite.new.digest, max_shard_bytes, report.path, overwrite
+            options = max_shard_bytes, report.path, overwrite, checksums
+            same = old.identity, old.provenance[1], rewrite.new.digest, options
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
         copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
-        planned = Attempt(plan)
+        planned, activity = Attempt(plan), "convert different checkpoints, or pass different options"
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
-        activity = "convert different checkpoints, or pass different options"
         control = topology.control
         control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
         checkpoint, rewrite, layout, _ = planned.value
 
-        def write(folder: NewFolder, wrote: Callable[[int], None]) -> None:
+        def write(folder: NewFolder, wrote: Wrote) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
                 for number, begin, values, nbytes in rewrite.read(checkpoint, tensor):
-                    data = values.reshape(-1).view(torch.uint8)
-                    file, offset = int(layout.file[number]), int(layout.offset[number]) + begin
-                    folder.write(file, offset, memoryview(data.numpy()).cast("B"))  # type: ignore[arg-type]
+                    data = memoryview(values.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+                    folder.write(int(layout.file[number]), int(layout.offset[number]) + begin, data)
                     report.written += len(data)
                     progress(nbytes)
                     wrote(nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        laid_out, config = Attempt(lambda: layout), rewrite.config
-        write_checkpoint(topology, Path(report.path), overwrite, laid_out, write, lambda _: config, copied, report)
+        to, laid_out = Path(report.path), Attempt(lambda: layout)
+        write_checkpoint(topology, to, overwrite, laid_out, write, lambda _: rewrite.config, copied, checksums, report)
     report.seconds = perf_counter() - began
     return report
 

@@ -47,6 +47,7 @@ class PendingSave:
         max_shard_bytes: int,
         files: Sequence[str | Path],
         base: Any,
+        checksums: bool,
         overwrite: bool,
         topology: Topology | None,
         timeout: timedelta | float | None,
@@ -57,6 +58,7 @@ class PendingSave:
         self._path = Path(path).expanduser().absolute()
         self._max_shard_bytes = max_shard_bytes
         self._files = tuple(map(Path, files))
+        self._checksums = checksums
         self._overwrite = overwrite
         self._timeout = as_timedelta(timeout)
         self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
@@ -155,7 +157,9 @@ class PendingSave:
                 return base.describe(folder) if base is not None else self._model.value.config
 
             layout = Attempt(lambda: planned.value[0])
-            write_checkpoint(topology, self._path, self._overwrite, layout, write, describe, self._files, report)
+            write_checkpoint(
+                topology, self._path, self._overwrite, layout, write, describe, self._files, self._checksums, report
+            )
         report.seconds = perf_counter() - self._began
         return report
 
@@ -168,12 +172,12 @@ class PendingSave:
         def message() -> list[str]:
             saved = self._model.value
             base = (base := self._base.value) and (base.name, base.digest)
-            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base
+            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base, self._checksums
             self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
 
         def reduce(views: dict[int, list[str]]) -> list[list[str]]:
-            activity = "save different tensors, or pass a different path, max_shard_bytes, base or overwrite"
+            activity = "save different tensors, or pass a different path, max_shard_bytes, base, checksums or overwrite"
             check_equal({rank: digest for rank, (digest, *_) in views.items()}, activity)
             return [names for _, (_, *names) in sorted(views.items())]
 

@@ -19,6 +19,7 @@ from epload.files import read_regular
 from epload.native import ops
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
+from epload.saving.checksums import hash_files, publish
 from epload.saving.folder import NewFolder, check_seen_by_all
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
@@ -46,6 +47,7 @@ def write_checkpoint(
     write: Callable[[NewFolder, Wrote], None],
     describe: Callable[[NewFolder], Mapping[str, bytes]],
     files: Sequence[Path],
+    checksums: bool,
     report: SaveReport,
 ) -> None:
     """Writes a checkpoint that appears at its path once it is complete and on disk. Collective.
@@ -55,6 +57,7 @@ def write_checkpoint(
         write: writes this rank's part.
         describe: called on the first rank when all have written; returns the content of other files, by name.
         files: to be copied into the folder by the first rank.
+        checksums: whether a list of the digests of all files is written next to them. Ranks share the files for that.
 
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
@@ -76,12 +79,14 @@ def write_checkpoint(
                 with report.timed("sync"):
                     folder.sync(lambda: wrote(0))
 
-        def complete() -> None:
+        def complete() -> str:
             with report.timed("sync"):
                 copied = {file.name: read_regular(file) for file in files}
                 for name, content in {**folder.layout.index, **describe(folder), **copied}.items():
                     folder.add(name, content)
+                digest = publish(folder.temporary, digests) if checksums else ""
                 folder.commit()
+                return digest
 
         created = Attempt(create)
         name = control.agree(
@@ -92,9 +97,16 @@ def write_checkpoint(
         is_seen = folder.temporary.is_dir()
         control.agree("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
         control.agree("writing the checkpoint", Attempt(write_part).failure)
+        digests = hash_files(folder, control) if checksums else {}
         control.doing = "completes the checkpoint"
-        failure = Attempt(complete).failure if is_first else None
-        control.agree("completing the checkpoint", failure, last=True)
+        completed = Attempt(lambda: complete() if is_first else "")
+        report.checksums = control.agree(
+            "completing the checkpoint",
+            completed.failure,
+            completed.result,
+            lambda views: views[control.ranks[0]],
+            last=True,
+        )
         failed.pop_all()
     report.files, report.tensors = len(folder.layout.names), len(folder.layout.file)
     report.nbytes = folder.layout.nbytes

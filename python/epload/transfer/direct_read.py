@@ -18,8 +18,8 @@ from epload.transfer.local import Local
 READ_BYTES = 64 << 20
 """Approximate number of bytes that a rank reads in its first call."""
 READ_SECONDS = 0.05
-"""As long as calls take less, each reads ``GROWTH`` times as much as the one before: between two calls threads are started and
-come to an end, which on an H200 took 2 ms, as long as 100 MB take to cross."""
+"""A call that takes less is followed by one that reads ``GROWTH`` times as much: between two, threads end and are started, which
+on an H200 took 2 ms, as long as 100 MB take to cross."""
 GROWTH = 4
 
 

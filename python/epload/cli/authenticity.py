@@ -1,0 +1,72 @@
+"""Finds out for ``epload verify`` whether files are those that their author has published."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.checksums import FILE, Checksums, digest_of
+from epload.checkpoint.local_store import LocalStore
+from epload.errors import CheckpointError
+from epload.files import read_regular
+from epload.loading.checked_files import hash_all
+from epload.observe.render import count, show_bytes
+
+
+def compare_files(checkpoint: Checkpoint, given: str) -> str:
+    """Compares the files of a checkpoint, and the others in its folder that are listed, with their digests. Returns what was
+    compared. Raises CheckpointError if a file is another one, is not listed, or is listed and not there."""
+    checksums = Checksums.read(True if given == "published" else given, checkpoint)
+    store, files = checkpoint._store, [*checkpoint.files, *checkpoint.descriptions]
+    parts = checksums.parts(checkpoint.files) + checksums.parts(checkpoint.descriptions, required=False)
+    if isinstance(store, LocalStore):
+        others = sorted({*checksums.files} - {file.name for file in files})
+        try:
+            opened = list(store.open_files(others))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {error.filename}, which {checksums.source} describes: {error.strerror}"
+            ) from error
+        files += opened
+        parts += checksums.parts(opened)
+    hash_all(parts, checksums.source, 1, lambda nbytes: None)
+    nbytes = show_bytes(sum(part.nbytes for part in parts))
+    return f"{count(len(files), 'file')}, {nbytes}: all as {checksums.source} describes them"
+
+
+def verify_signature(
+    folder: str, bundle: str, public_key: str | None, identity: str | None, provider: str | None
+) -> str:
+    """Verifies the signature of a folder, all of whose files are read. Returns what was verified.
+
+    Raises:
+        CheckpointError: it is not the signature of these files, or of somebody else.
+        click.BadParameter: the arguments do not say who should have signed.
+        click.ClickException: the library is not installed.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise click.BadParameter(f"expected a folder of this machine, got {folder}", param_hint="CHECKPOINT")
+    if (public_key is None) == (identity is None) or (identity is None) != (provider is None):
+        raise click.BadParameter(
+            "expected --public-key, or --identity and --identity-provider with it", param_hint="--signature"
+        )
+    try:
+        verifying = import_module("model_signing.verifying")
+    except ImportError as error:
+        raise click.ClickException("--signature needs model-signing: pip install epload[signing]") from error
+    config = verifying.Config()
+    if public_key is not None:
+        config, signer = config.use_elliptic_key_verifier(public_key=public_key), f"the key {public_key}"
+    else:
+        config, signer = config.use_sigstore_verifier(identity=identity, oidc_issuer=provider), str(identity)
+    try:
+        config.verify(path, Path(bundle))
+    except Exception as error:  # the library's own, and those of the libraries that it uses
+        raise CheckpointError(f"{bundle} is no signature of {folder} by {signer}: {error}") from error
+    listed = path / FILE
+    digest = f"; load it with checksums={digest_of(read_regular(listed))!r}" if listed.is_file() else ""
+    return f"signed by {signer}, all files of {folder}{digest}"

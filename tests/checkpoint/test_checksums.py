@@ -1,0 +1,294 @@
+"""Published checksums: what is compared, by whom, and what a load does when a file is another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import epload
+from epload import CheckpointError, HierarchicalLoader, Topology
+from epload.checkpoint import checksums
+from epload.checkpoint.checksums import Checksums
+from epload.model.flat_state import FlatState
+from support import ranks
+from support.checks import all_fine
+from support.hub_server import HubServer, pointing, serving
+from support.small_model import meta_net, state_for, wrong
+
+CHUNK = 200
+"""Bytes of a chunk in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "CHUNK_BYTES", CHUNK)
+
+
+def saved(folder: Path, files: int = 1, **options: Any) -> epload.SaveReport:
+    """Saves the small state, with a list of digests unless the options say otherwise."""
+    state = state_for()
+    limit = max(1, sum(tensor.nbytes for tensor in state.values()) // files) if files > 1 else 1 << 30
+    return epload.save(state, folder, max_shard_bytes=limit, **{"checksums": True} | options)
+
+
+def sha256sum(folder: Path) -> Path:
+    """The list that the program writes of a folder's files."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != checksums.FILE)
+    listed = folder.parent / "SHA256SUMS"
+    listed.write_bytes(subprocess.run(["sha256sum", "--", *names], cwd=folder, capture_output=True, check=True).stdout)
+    return listed
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a bit of a file, and not its times."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def zeros() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state_for().items()}
+
+
+def load(source: Any, given: Any, state: dict[str, Tensor] | None = None) -> epload.LoadReport:
+    state = zeros() if state is None else state
+    report = epload.load(FlatState(state), source, checksums=given, progress=False)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in state_for().items())
+    return report
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_what_save_writes_is_what_hashlib_says(files: int, tmp_path: Path) -> None:
+    report = saved(tmp_path / "a", files)
+    raw = (tmp_path / "a" / checksums.FILE).read_bytes()
+    assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    listed = json.loads(raw)
+    assert (listed["algorithm"], listed["chunk_bytes"]) == ("sha256", CHUNK)
+    for path in (tmp_path / "a").iterdir():
+        if path.name == checksums.FILE:
+            continue
+        content = path.read_bytes()
+        chunks = [hashlib.sha256(content[i : i + CHUNK]).hexdigest() for i in range(0, len(content), CHUNK)]
+        assert listed["files"].pop(path.name) == {"bytes": len(content), "chunks": chunks}
+    assert not listed["files"], "nothing else is listed"
+    assert saved(tmp_path / "b", files, checksums=False).checksums == ""
+    assert not (tmp_path / "b" / checksums.FILE).exists()
+
+
+@pytest.mark.parametrize("kind", ["true", "digest", "path", "sha256sum", "dict"])
+def test_a_load_compares_all_files_first(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    digest = saved(folder, 3).checksums
+    by_name = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    given: Any = {
+        "true": True, "digest": digest, "path": folder / checksums.FILE, "sha256sum": sha256sum(folder), "dict": by_name,
+    }[kind]  # fmt: skip
+    report = load(folder, given)
+    assert report.hashed == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert report.checksums.startswith(f"{len(by_name)} files compared with ")
+    assert report.checksums in str(report)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    flip(last, last.stat().st_size - 1)
+    state = zeros()
+    with pytest.raises(CheckpointError, match=f"{last.name} is not the file that .* describes") as caught:
+        load(folder, given, state)
+    assert not any(tensor.any() for tensor in state.values()), "nothing has been changed"
+    if kind in ("true", "digest", "path"):
+        begin = (last.stat().st_size - 1) // CHUNK * CHUNK
+        assert f"its bytes {begin} to {last.stat().st_size} have the digest" in str(caught.value)
+    epload.load(FlatState(state), folder, progress=False)  # without a list nobody knows
+
+
+def test_the_index_counts_where_it_is_listed(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 3)
+    flip(tmp_path / "a" / "model.safetensors.index.json", 1)  # a space of the indentation, or a line break
+    with pytest.raises(CheckpointError):
+        load(tmp_path / "a", True)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "has no digest of any file"),
+        (b"# nothing\n", "has no digest of any file"),
+        (b"hello\n", "expected lines of sha256sum.* got line 1: 'hello'"),
+        (b"0" * 64 + b"  a\n" + b"1" * 64 + b"  a\n", "has two digests of a"),
+        (b"{}", "is no list of checksums"),
+        (b"{", "is no list of checksums"),
+        (b'{"algorithm": "md5", "chunk_bytes": 1, "files": {}}', "is no list of checksums"),
+        (b'{"algorithm": "sha256", "chunk_bytes": 0, "files": {}}', "is no list of checksums"),
+        (b'{"algorithm": "sha256", "chunk_bytes": 9, "files": {"a": 1}}', "is no list of checksums"),
+        (b'{"algorithm": "sha256", "chunk_bytes": 9, "files": {"a": {"bytes": 1, "chunks": ["x"]}}}', "expected sha256"),
+        (b'{"algorithm": "sha256", "chunk_bytes": 9, "files": {"a": {"bytes": 0, "chunks": []}}}', "expected sha256"),
+        (b"\xff\xfe", "expected lines of sha256sum"),
+    ],
+)  # fmt: skip
+def test_malformed_lists(content: bytes, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        Checksums.parse(content, "LIST")
+
+
+def test_lists_that_do_not_fit(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    saved(folder)
+    listed = json.loads((folder / checksums.FILE).read_bytes())
+    entry = listed["files"]["model.safetensors"]
+
+    def given(**changes: Any) -> Path:
+        content = {**listed, "files": {"model.safetensors": entry | changes}}
+        (tmp_path / "list").write_text(json.dumps(content))
+        return tmp_path / "list"
+
+    for path in (
+        given(bytes=entry["bytes"] + 1),
+        given(chunks=entry["chunks"][:-1]),
+        given(chunks=entry["chunks"] * 2),
+    ):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is not the file that .* describes: it has"):
+            load(folder, path)
+    twice = {f"{folder}/model.safetensors": "0" * 64 for folder in ("x", "y")} | {"y/model.safetensors": "1" * 64}
+    for wrong_list, error, text in (
+        ({"other": "0" * 64}, CheckpointError, "has no digest of model.safetensors"),
+        ({"model.safetensors": "0" * 63}, CheckpointError, "expected sha256 digests"),
+        (twice, CheckpointError, "names several files"),
+        (tmp_path / "none", CheckpointError, "cannot read the checksums in .*none: No such file"),
+        ("sha256:00", CheckpointError, "is not the one that was asked for: expected sha256:00"),
+        (None, TypeError, "expected checksums to be True, a path"),
+        (1, TypeError, "expected checksums to be True, a path"),
+    ):
+        with pytest.raises(error, match=text):
+            load(folder, wrong_list)
+    (folder / checksums.FILE).unlink()
+    for given_ in (True, "sha256:" + "0" * 64):
+        with pytest.raises(CheckpointError, match="no checksums are published next to"):
+            load(folder, given_)
+
+
+def test_what_has_no_files_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path / "a", base=None)
+    saved(tmp_path / "b", base=tmp_path / "a")
+    for source in (state_for(), tmp_path / "b"):
+        with pytest.raises(ValueError, match="checksums= compares the files of a checkpoint"):
+            load(source, {"model.safetensors": "0" * 64})
+
+
+def test_the_hub_has_published_digests(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 2, checksums=False)
+    with serving(HubServer(tmp_path / "a")) as server, pointing(server.address, tmp_path / "cache"):
+        report = load("hf://org/name", True)
+        assert "the Hugging Face Hub" in report.checksums
+        (blob,) = {path.resolve() for path in (tmp_path / "cache").rglob("model-00002-*.safetensors")}
+        flip(blob, blob.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match=r"model-00002.* is not the file that the Hugging Face Hub describes"):
+            load("hf://org/name", True)
+
+
+# ---- several ranks ----
+
+
+def load_on(rank: int, world: int, path: str, given: Any, readers: str) -> tuple[str, int]:
+    """What the load ended with, and how many bytes this rank hashed."""
+    own = path.replace("RANK", str(rank))
+    model = meta_net()
+    with HierarchicalLoader(
+        Topology.from_nodes([[*range(world)]]), readers=readers, progress=False, timeout=30
+    ) as loader:
+        try:
+            report = loader.load(
+                model, own, checksums=given.replace("RANK", str(rank)) if isinstance(given, str) else given
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", 0
+    assert not wrong(model, state_for())
+    return "", report.hashed
+
+
+@pytest.mark.parametrize("readers", ["every", "one", "partitioned"])
+def test_ranks_share_the_files(readers: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a", 3)
+    total = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
+    outcomes = ranks.run(3, load_on, 3, str(tmp_path / "a"), True, readers)
+    assert {text for text, _ in outcomes} == {""}
+    hashed = [nbytes for _, nbytes in outcomes]
+    assert sum(hashed) == total, "each byte once in the job"
+    assert [nbytes > 0 for nbytes in hashed] == ([True, False, False] if readers == "one" else [True] * 3)
+
+
+def test_copies_are_each_compared(tmp_path: Path) -> None:
+    """A node's own copy is not proved by another node's. One with another bit is found, wherever it is."""
+    saved(tmp_path / "0", 2)
+    for rank in (1, 2):
+        shutil.copytree(tmp_path / "0", tmp_path / str(rank))
+    total = sum(path.stat().st_size for path in (tmp_path / "0").glob("*.safetensors"))
+    outcomes = ranks.run(3, load_on, 3, str(tmp_path / "RANK"), True, "every")
+    assert outcomes == [("", total)] * 3
+    last = max((tmp_path / "2").glob("*.safetensors"))
+    flip(last, last.stat().st_size - 1)
+    texts = {text for text, _ in ranks.run(3, load_on, 3, str(tmp_path / "RANK"), True, "every")}
+    assert len(texts) == 1, "the same on every rank"
+    assert f"CheckpointError: {last} is not the file" in texts.pop()
+
+
+def test_ranks_that_pass_different_lists(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    for rank in range(2):
+        (tmp_path / f"list-{rank}").write_text(f"{rank}" * 64 + "  model.safetensors\n")
+    texts = {text for text, _ in ranks.run(2, load_on, 2, str(tmp_path / "a"), str(tmp_path / "list-RANK"), "every")}
+    assert len(texts) == 1
+    assert "ranks 0 and 1 pass different checksums" in texts.pop()
+
+
+def some_ask(rank: int, path: str) -> list[str]:
+    with HierarchicalLoader(progress=False, timeout=30) as loader:
+        try:
+            loader.load(meta_net(), path, checksums=rank == 0)
+        except epload.LoadError as error:
+            return [] if "checksums" in str(error) else [str(error)]
+    return ["the load has succeeded"]
+
+
+def test_one_rank_alone_that_asks_for_it(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    all_fine(ranks.run(2, some_ask, str(tmp_path / "a")))
+
+
+def save_on(rank: int, path: str) -> str:
+    checksums.CHUNK_BYTES = CHUNK
+    model = meta_net()
+    epload.load(model, state_for(), readers="one", progress=False)
+    return epload.save(model, path, checksums=True).checksums
+
+
+def test_ranks_share_what_is_hashed_in_a_save(tmp_path: Path) -> None:
+    (digest,) = {*ranks.run(3, save_on, str(tmp_path / "a"))}
+    raw = (tmp_path / "a" / checksums.FILE).read_bytes()
+    assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    entry = json.loads(raw)["files"]["model.safetensors"]
+    content = (tmp_path / "a" / "model.safetensors").read_bytes()
+    chunks = [content[i : i + CHUNK] for i in range(0, len(content), CHUNK)]
+    assert len(chunks) > 3, "every rank has one, and one of them two"
+    assert entry["chunks"] == [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
+
+
+@pytest.mark.parametrize("write", [epload.convert, None], ids=["convert", "base"])
+def test_other_folders(write: Callable[..., epload.SaveReport] | None, tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    if write is None:
+        report = saved(tmp_path / "b", base=tmp_path / "a")
+    else:
+        report = write(tmp_path / "a", tmp_path / "b", checksums=True)
+    raw = (tmp_path / "b" / checksums.FILE).read_bytes()
+    assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+    assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {checksums.FILE}
