@@ -141,7 +141,9 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
 @click.option(
     "--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address."
 )
-@click.option("--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity.")
+@click.option(
+    "--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity."
+)
 @variant_option
 @json_option
 def verify(
@@ -150,8 +152,8 @@ def verify(
 ) -> int:  # fmt: skip
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
-    CHECKPOINT is as for inspect. Headers are checked for overlaps and holes. Exits with 1 if a tensor has NaN or Inf, or if a file
-    or a signature is not what was expected.
+    CHECKPOINT is as for inspect. Headers are checked for overlaps and holes. Exits with 1 if a tensor has NaN or Inf, or if a
+    file or a signature is not what was expected.
     """
     from epload.cli.authenticity import compare_files, verify_signature
     from epload.verify.compare import find_non_finite
