@@ -12,7 +12,7 @@ no other; "peers", other libraries that load the file of "load"; "memory" of tho
 memcheck. Rates are also said as a share of the limit, a copy of 1 GiB from pinned memory.
 
 Each part is a process with its own limit, all of them together take eight minutes at most, and rows are kept as they come; parts
-after one that fails run all the same. Downloads nothing. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest, pytest-xdist,
+after one that fails run all the same. Downloads nothing. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest, xdist,
 hypothesis and safetensors; which of these are there is said first. The exit status is 1 if a part did not run.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,16 +15,16 @@ from gpu_parts.common import Row, device_of, finished
 from support.jobs import Job, Meeting, run
 
 CASES = ((4000, 983040, 0), (1200, 3 << 20, 0), (1200, 3 << 20, 1 << 30))
-"""Numbers of tensors, their bytes, and the bytes of the blocks that are asked for at first and let go of, so that torch's allocator
-has them when the tensors are made; 0 for none."""
+"""Numbers of tensors, their bytes, and the bytes of the blocks that are asked for at first and let go of, so that torch's
+allocator has them when the tensors are made; 0 for none."""
 
 
 def memory(options: argparse.Namespace) -> Iterator[Row]:
     """Making the tensors of a model; and sharing them with another process, which opens and closes each allocation."""
     device = device_of(options)
     for count, nbytes, block in CASES:
-        reserved = timed(device, lambda: reserve(device, count * nbytes, block))[0]
-        seconds, tensors = timed(device, lambda: make(device, count, nbytes))
+        reserved, _ = timed(device, partial(reserve, device, count * nbytes, block))
+        seconds, tensors = timed(device, partial(make, device, count, nbytes))
         what = f"{count} tensors of {nbytes >> 10} KiB" + (f" out of blocks of {block >> 20} MiB" if block else "")
         yield {"what": f"make {what}", "ms": seconds * 1e3, "reserve_ms": reserved * 1e3}
         del tensors

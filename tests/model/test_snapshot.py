@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from epload import HierarchicalLoader, Topology
@@ -22,6 +22,7 @@ from epload.model.materialize import materialize
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
+from epload.native import ops
 from support import ranks
 from support.checks import all_fine
 from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
@@ -316,15 +317,15 @@ def both_ways(rank: int) -> list[str]:
         tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
         tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
     problems = []
-    local = zip(
-        dtensor.local_tensors(tensors, private=True), dtensor.local_tensors(tensors, private=False), strict=True
-    )
-    for a, b in local:
+    public_local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    for a, b in zip(dtensor.local_tensors(tensors), public_local, strict=True):
         if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
             problems.append(f"{a} {b}")
         if not a.is_meta and a.data_ptr() != b.data_ptr():
             problems.append("not the same memory")
-    public, private = (rows(*dtensor.metadata(tensors, private=private)) for private in (False, True))
+    said = [(t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None for t in tensors]
+    public = rows(said, ops.describe_memory([tensor.detach() for tensor in public_local]))
+    private = rows(*dtensor.metadata(tensors))
     for i in range(len(tensors)):
         for j in range(len(tensors)):
             if (public[i] == public[j]) != (private[i] == private[j]):

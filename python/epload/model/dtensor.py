@@ -1,7 +1,7 @@
 """Reads DTensors and FSDP2's state: layouts, local tensors, parameter groups.
 
-torch's public API costs 5 us for each of thousands of DTensors. On the torch minors that are listed here, private attributes are
-read instead. Both give equal results (tested).
+torch's public API costs 5 us and more for each of thousands of DTensors. Private attributes are read instead, which give the same
+with every supported torch (tested).
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from epload.errors import ModelMismatch
 from epload.native import ops
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_PRIVATE_PATH_TESTED = {(2, 13), (2, 14)}
 _FSDP_COUNTS_STRIDED_SHARDS = (2, 13)
 """The first torch minor known to do so."""
 _MAX_RANKS_SHOWN = 64
-
-
-def private_path_available() -> bool:
-    """Returns True if the private paths were tested with this torch."""
-    return _TORCH in _PRIVATE_PATH_TESTED
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
@@ -171,27 +165,25 @@ def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placeme
     )
 
 
-def local_tensors(tensors: list[Tensor], private: bool | None = None) -> list[Tensor]:
+def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
     """``to_local()`` of each DTensor, without a gradient, and each plain tensor, detached. They alias the model's storage."""
-    private = private_path_available() if private is None else private
     with torch.no_grad():
         return [
             tensor._local_tensor
-            if private and type(tensor) is DTensor
+            if type(tensor) is DTensor
             else (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
             for tensor in tensors
         ]
 
 
-def metadata(tensors: Iterable[Any], private: bool | None = None) -> tuple[list[object], Tensor]:
+def metadata(tensors: Iterable[Any]) -> tuple[list[object], Tensor]:
     """Returns all of tensors that does not depend on their values, to be compared with a later result: how each is sharded, and
     what :func:`epload.native.ops.describe_memory` returns of the local tensors."""
-    private = private_path_available() if private is None else private
     shardings: list[object] = []
     local: list[Tensor] = []
     with torch.no_grad():  # with autograd on, to_local() takes ten times as long
         for tensor in tensors:
-            if private and type(tensor) is DTensor:
+            if type(tensor) is DTensor:
                 shardings.append(tensor._spec)
                 local.append(tensor._local_tensor)
             elif isinstance(tensor, DTensor):

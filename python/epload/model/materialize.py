@@ -1,8 +1,8 @@
 """Gives the meta tensors of a model storage, fast.
 
 The public API costs 100 us and more per parameter: nn.Module applies a function that goes through DTensor's dispatcher, and
-nn.Parameter detaches. The private path builds DTensors directly. It is taken on the torch minors it was tested with, the public
-path on others; both give equal models (tested).
+nn.Parameter detaches. The private path builds DTensors directly. The public path is for subclasses of DTensor, and of the tensors
+in them. Both give equal models, with every supported torch (tested).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from epload.core import garbage_collection
-from epload.model import dtensor
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 from epload.native import ops
@@ -42,7 +41,7 @@ def materialize(
     Keeps ties and the identity of DTensor parameters; plain tensors become new objects, as with ``to_empty``.
     Parameters that FSDP offloads and DTensors on a CPU mesh are allocated on the CPU, all others on ``device``.
 
-    ``private`` forces or forbids the private path; None decides by the torch version."""
+    ``private`` forces or forbids the private path; None decides by the classes of the tensors."""
     if not targets.unsaved_meta and not targets.has_meta:
         return
     modules = modules or Modules(model)
@@ -73,7 +72,7 @@ def materialize(
     for owned, name in owners:
         owned[name] = replaced[id(owned[name])]
     if private is None:
-        private = dtensor.private_path_available() and all(
+        private = all(
             type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values()
         )
     if private:
