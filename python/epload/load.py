@@ -47,33 +47,33 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a sharded model, once. Collective over the topology's ranks.
 
-    :class:`HierarchicalLoader` loads again and again without making its buffers anew, and explains its arguments, which have the
-    same names, at more length.
+    To load repeatedly with the same buffers, use :class:`HierarchicalLoader`. Its arguments have the same names and are explained
+    there in more detail.
 
     Args:
         model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
             Megatron-Core: one, or a list of pipeline stages.
-        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere. Or
-            ``"epload://host:port"`` on every rank: the version that engines of the :class:`epload.WeightSender` at this address
-            have in host memory, which they send.
+        checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; ignored on others. Or
+            ``"epload://host:port"`` on every rank: receives the version that engines of the :class:`epload.WeightSender` at this
+            address have in host memory.
         mapping: how checkpoint names become regions of the model's tensors; by default what the model declares.
         strict: whether missing and unexpected keys are an error.
         ignore_mismatched_shapes: whether parameters that have another shape in the checkpoint are treated as missing.
         dtype: the dtype of floating-point parameters on meta, itself or its name, such as ``"bf16"``; or a dict from regular
             expressions to dtypes.
-        device: where plain tensors on meta go, such as ``"cuda:0"``; by default where the model's other tensors or their meshes
-            are, else where the process group says: to the current accelerator with ``"nccl"`` alone, else to the CPU.
-        init_missing: called as ``hook(module, path, names)`` for what neither the checkpoint nor the model fills; or
-            ``"reset_parameters"``, which calls that method of the modules.
+        device: where plain tensors on meta go, such as ``"cuda:0"``; by default the device of the model's other tensors or of
+            their meshes, else of the process group: the current accelerator with ``"nccl"`` alone, else the CPU.
+        init_missing: called as ``hook(module, path, names)`` for tensors that neither the checkpoint nor the model fills; or
+            ``"reset_parameters"``, which calls this method of their modules.
         variant: which set of weights of a folder to load, e.g. ``"fp16"``.
         readers: which ranks read: ``"every"``, ``"one"``, ``"per_node"``, ``"partitioned"``, or ``"auto"``, which chooses.
         verify: whether ranks verify their shards against the checkpoint afterwards.
-        checksums: published digests of the checkpoint's files, with which these are compared before anything is changed: True for
-            those next to the files, the digest or the path of a list, or a dict.
+        checksums: published digests of the checkpoint's files. The files are compared with them before anything is changed. True
+            for the digests next to the files, the digest or the path of a list, or a dict.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None.
         topology: discovered over the whole job if None.
         progress: whether rank ``src`` shows a bar, or logs the progress.
-        options: what is rarely needed.
+        options: rarely needed options.
 
     Returns:
         What happened, on every rank.
@@ -128,16 +128,17 @@ def load_state(
 ) -> LoadReport:
     """Fills a state dict from a checkpoint, in place. Collective over the topology's ranks.
 
-    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are those
-    under which torch.distributed.checkpoint (DCP) saves a state dict: keys and list indices joined by dots.
+    Tensors and DTensors are written into their own storage; other values, such as learning rates, are replaced. Names are the
+    ones that torch.distributed.checkpoint (DCP) uses when it saves a state dict: keys and list indices joined by dots.
 
     Args:
         state: dicts and lists, of any depth, of tensors with storage, DTensors and other values, with the same names on all
             ranks; what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns for a model and its optimizer.
-        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which has no values but tensors; or
-            a nested dict like ``state`` with full tensors, on the ranks that read.
-        strict: whether names that only one of the two has are an error, except values of the checkpoint that are no tensors. If
-            False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their values.
+        checkpoint: the path of a DCP folder, or anything else that :func:`epload.load` takes, which then has no values other than
+            tensors; or a nested dict like ``state`` with full tensors, on the ranks that read.
+        strict: whether names that only ``state`` or only the checkpoint has are an error, except values of the checkpoint that
+            are not tensors. If False, the report lists them, and entries of ``state`` that the checkpoint lacks keep their
+            values.
         variant: as for :func:`epload.load`.
 
     The other arguments are those of :class:`epload.HierarchicalLoader`.
@@ -146,8 +147,8 @@ def load_state(
         What happened, on every rank.
 
     Raises:
-        LoadError: as :func:`epload.load`. CheckpointError besides for a value that could execute code when it is loaded: none but
-            those that ``torch.load(weights_only=True)`` allows are.
+        LoadError: as :func:`epload.load`. CheckpointError also for a value that could execute code when it is loaded: only values
+            that ``torch.load(weights_only=True)`` allows are loaded.
         ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
 
     Example::

@@ -20,7 +20,7 @@ from epload.observe.trace import Events, save_trace
 Facts = Sequence[tuple[str, str]]
 """Titles and texts."""
 _UNRATED = "unpack"
-"""The bytes of this phase are those of whole buckets, of which a rank may keep little, so that their rate says nothing."""
+"""This phase counts the bytes of whole buckets. A rank may keep only few of them, so their rate has no meaning."""
 _MIN_SECONDS = 0.0005
 """Phases that took less, and handled no bytes, are not shown."""
 SAVE_PHASES = ("plan", "pack", "write", "sync")
@@ -39,7 +39,7 @@ class Report:
     tensors: int = 0
     """Number of the tensors that were moved."""
     peak_staging: int = 0
-    """Bytes of this rank's buffers, on the host and on the device together."""
+    """Bytes of this rank's buffers, on the host and on the device in total."""
     warnings: list[str] = field(default_factory=list)
     """Likely mistakes. Each was also issued as a Python warning."""
 
@@ -53,8 +53,8 @@ class Report:
         call it.
 
         Args:
-            detail: what of the phase it is, for a trace.
-            ranks: those that are waited for.
+            detail: the part of the phase, for a trace.
+            ranks: the ranks that are waited for.
         """
         block = Phase()
         began, began_cpu = monotonic_ns(), thread_time()
@@ -72,13 +72,13 @@ class Report:
                 self.events.add(phase, began, block.nbytes, detail, tuple(ranks))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict of JSON values."""
+        """Returns the report as a dict of JSON values."""
         phases = {name: vars(phase) for name, phase in self.phases.items()}
         return {own.name: getattr(self, own.name) for own in fields(self)} | {"phases": phases}
 
     def scalars(self, prefix: str = "epload/") -> dict[str, float]:
-        """The report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Phases that
-        were not used are left out."""
+        """Returns the report's numbers under flat names such as ``"epload/read/seconds"``, for W&B, TensorBoard or MLflow. Unused
+        phases are left out."""
         numbers: dict[str, float] = {"bytes_per_second": self._rate}
         for own in fields(self):
             value = getattr(self, own.name)
@@ -147,7 +147,7 @@ class TransferReport(Report):
     buckets: int = 0
     """Number of buckets that the tensors were packed into."""
     transport_steps: int = 0
-    """Number of messages that this rank sent and received; on a device, of broadcasts that it took part in."""
+    """Number of messages that this rank sent and received; on a device, number of broadcasts that it took part in."""
     verify: bool = False
     """The ``verify`` option."""
 
@@ -157,8 +157,8 @@ class TransferReport(Report):
         """The events of all ranks of a load that was traced, on the first rank; else None."""
 
     def trace(self, path: str | PathLike[str]) -> None:
-        """Writes what all ranks did, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. The first rank
-        writes; on others this does nothing. Not collective.
+        """Writes a trace of all ranks, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. Only the
+        first rank writes; on others this does nothing. Not collective.
 
         Raises:
             ValueError: the load was not traced.
@@ -167,8 +167,8 @@ class TransferReport(Report):
             save_trace(ranks, path, self._trace_metadata())
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. The first rank draws;
-        on others this does nothing. Not collective.
+        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. Only the first rank
+        draws; on others this does nothing. Not collective.
 
         Raises:
             ValueError: the load was not traced.
@@ -208,7 +208,7 @@ class LoadReport(TransferReport):
     initialized: list[str] = field(default_factory=list)
     """Names of the model's tensors that were initialized instead of loaded, e.g. rotary ``inv_freq`` buffers."""
     kept_in_fp32: list[str] = field(default_factory=list)
-    """Names of the model's tensors that are float32, in a model of a narrower dtype, as ``from_pretrained`` keeps them."""
+    """Names of the tensors that are kept in float32 in a model of a narrower dtype, as by ``from_pretrained``."""
     casts: int = 0
     """Number of the checkpoint's tensors whose dtype was converted."""
     verified: bool = False
@@ -217,22 +217,22 @@ class LoadReport(TransferReport):
     epload_version: str = ""
     """The version of epload that loaded."""
     source: str = ""
-    """The checkpoint: its path or URL, or what it is instead."""
+    """The checkpoint: its path or URL, or a description if it has none."""
     readers: str = ""
     """The ranks that read the checkpoint: ``"one"``, ``"per_node"``, ``"partitioned"`` or ``"every"``."""
     reason: str = ""
     """Why these readers and this algorithm were used, if they were chosen by ``"auto"`` or differ from those asked for."""
     algorithm: str = ""
-    """The algorithm that sent buckets from rank to rank: ``"two_level"`` or ``"striped"``. Empty where none was sent: each rank
-    read its own shards, or the ranks of a node took theirs out of memory that they share."""
+    """The algorithm that sent buckets from rank to rank: ``"two_level"`` or ``"striped"``. Empty if none was sent: each rank read
+    its own shards, or the ranks of a node copied theirs out of shared memory."""
     topology: str = ""
     """The topology that the load used, e.g. ``"Topology(4+4 ranks, rank 0)"``: ranks of each node, and this rank."""
     stream: str = ""
     """The stream of all device work except host-to-device copies; ``""`` for a model on CPU."""
     checksums: str = ""
-    """The published checksums that the files were compared with, and are those of; empty if they were compared with none."""
+    """The published checksums that the files were compared with and match; empty if they were not compared with any."""
     hashed: int = 0
-    """Bytes that this rank has read for that, besides those that it has loaded."""
+    """Bytes that this rank has read to compare checksums, in addition to those that it has loaded."""
 
     def _headline(self) -> str:
         return f"loaded {super()._headline()} ({show_rate(self._rate)})"
@@ -276,7 +276,7 @@ class LoadReport(TransferReport):
 
 @dataclass(repr=False)
 class SaveReport(Report):
-    """The result of a save on one rank. With :func:`epload.save_async`, its time is that from the call on.
+    """The result of a save on one rank. With :func:`epload.save_async`, its time starts with the call.
 
     The phases are ``plan`` (names, files and who writes what), ``pack``, ``write`` and ``sync`` (waiting for the disk).
     """
@@ -288,9 +288,9 @@ class SaveReport(Report):
     files: int = 0
     """Number of its files with tensors."""
     written: int = 0
-    """Bytes of the tensors that this rank has written; with ``base=``, of the encoded changes."""
+    """Bytes of the tensors that this rank has written; with ``base=``, bytes of the encoded changes."""
     checksums: str = ""
-    """The digest of the ``checksums.json`` that was written, as :func:`epload.load` takes it; empty if none was."""
+    """The digest of the written ``checksums.json``, as :func:`epload.load` takes it; empty if none was written."""
 
     def _headline(self) -> str:
         moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"

@@ -40,28 +40,30 @@ def save(
     """Saves a sharded model as a folder of safetensors files. Collective over the topology's ranks.
 
     Each rank writes its own parts to their places in the files, on a file system that all ranks see. No tensor moves between
-    ranks, and none is put together in memory. The folder appears when it is complete and on disk: a reader finds what was at the
-    path before, or the whole new checkpoint, whenever a rank ends.
+    ranks or is assembled in memory. The folder appears when it is complete and on disk: whenever a rank ends, a reader finds
+    either what was at the path before or the whole new checkpoint.
 
     Args:
         model: any mix of DTensors and plain tensors with storage; or a state dict of them, perhaps nested, whose names are joined
-            by dots. Or this rank's modules of Megatron-Core: one, or a list of pipeline stages. What ranks have in common is
+            by dots. Or this rank's modules of Megatron-Core: one, or a list of pipeline stages. Parts that several ranks have are
             written once.
-        path: of the folder.
-        mapping: how checkpoint names become regions of the model's tensors, in reverse: ``"auto"`` is what a transformers model
-            declares, whose checkpoints ``from_pretrained`` reads, else names as they are.
-        names_from: a checkpoint whose names and shapes are taken, for a mapping of your own, or for modules of Megatron-Core.
-        dtype: of floating-point tensors in the files, itself or its name; by default the model's. What ``from_pretrained`` keeps
-            in float32 in a model of this dtype keeps the model's dtype. Refused if weights are quantized.
-        max_shard_bytes: of the tensors in a file, unless it has only one.
-        files: to be copied into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of a
-            transformers model are written anyway.
-        base: path of a checkpoint in any format, or a model on the Hub, perhaps itself saved with a base: only what has changed
-            since is written, to a folder that names it by digest, and by its relative path or its commit. epload reads the two
-            together, other libraries do not.
-        checksums: whether a ``checksums.json`` with the sha256 of each 64 MiB of all files is written next to them, for which
-            they are read again. The report has its digest, which :func:`load` takes.
-        overwrite: whether a folder at the path is replaced, with all that is in it. If False, it has to be absent or empty.
+        path: the folder to write.
+        mapping: how checkpoint names become regions of the model's tensors, applied in reverse. ``"auto"`` is what a transformers
+            model declares, so that ``from_pretrained`` reads the checkpoint; for other models, names as they are.
+        names_from: a checkpoint whose names and shapes are used, for a mapping of your own, or for modules of Megatron-Core.
+        dtype: dtype of the floating-point tensors in the files, itself or its name; by default the model's. Tensors that
+            ``from_pretrained`` keeps in float32 in a model of this dtype keep the model's dtype. An error if weights are
+            quantized.
+        max_shard_bytes: maximum bytes of the tensors in a file, unless it has only one tensor.
+        files: files to copy into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of
+            a transformers model are written anyway.
+        base: path of a checkpoint in any format, or a model on the Hub, perhaps itself saved with a base. Only what differs from
+            it is written, to a folder that stores the base's digest and its relative path or commit. epload reads the two
+            together; other libraries do not.
+        checksums: whether to read the files again and write a ``checksums.json`` with the sha256 of each 64 MiB of all files next
+            to them. The report has the digest of this list, which :func:`load` takes.
+        overwrite: whether a folder at the path is replaced, with everything in it. If False, the folder has to be absent or
+            empty.
         topology: discovered over the whole job if None.
         timeout: seconds (or timedelta) without progress after which the save has failed; 30 minutes if None.
 
@@ -112,11 +114,11 @@ def save_async(
     topology: Topology | None = None,
     timeout: timedelta | float | None = None,
 ) -> PendingSave:
-    """Like :func:`save`, but returns once this rank's shards are copied to host memory, and the model may change again.
+    """Saves like :func:`save`, but returns once this rank's shards are copied to host memory and the model may change again.
 
     The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
-    Another save of the process first waits for this one; a load or broadcast meanwhile is refused. No collective is called in the
-    background. Call :meth:`PendingSave.wait` before the process ends: a save that is cut off leaves what was at the path.
+    Another save of the process first waits for this one; a load or broadcast meanwhile is rejected. No collective is called in
+    the background. Call :meth:`PendingSave.wait` before the process ends: an interrupted save leaves the path as it was.
 
     Example::
 
@@ -146,6 +148,6 @@ def save_async(
 
 
 def wait_for_pending() -> None:
-    """Waits until a save that goes on in the background has ended, whatever its outcome."""
+    """Waits until a save in the background has ended, whatever its outcome."""
     if (pending := _pending) is not None:
         pending._thread.join()

@@ -1,4 +1,4 @@
-"""HierarchicalLoader: one load after another, each agreed on before data moves. Owns the staging buffers."""
+"""HierarchicalLoader: runs one load after another; ranks agree on each before data moves. Owns the staging buffers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from epload.report import LoadReport
 class HierarchicalLoader:
     """Loads checkpoints into models whose parameters are sharded over the ranks of a topology.
 
-    Keeps its staging buffers between loads, so that a second load does not pay for them. As a context manager, or with
-    :meth:`close`, it frees them. Process groups belong to the topology, which other loaders may use.
+    Keeps its staging buffers between loads, so that a second load does not allocate them again. They are freed by :meth:`close`,
+    or at the end of a ``with`` block. Process groups belong to the topology, which other loaders may use.
 
-    Not thread-safe: two threads of a process must not load at once, with whatever loaders. The second load is refused on
-    every rank.
+    Not thread-safe: two threads of a process must not load at once, not even with different loaders. The second load is rejected
+    on every rank.
 
     Example::
 
@@ -69,33 +69,34 @@ class HierarchicalLoader:
         direct_io: bool = True,
         progress: bool = True,
     ) -> None:
-        """Collective over the topology's ranks; arguments equal on all of them.
+        """Creates a loader. Collective over the topology's ranks; all pass equal arguments.
 
         Args:
-            topology: discovered over the whole job if None.
-            src: global rank that reads (``readers="one"``) and on whose rail the leaders are.
+            topology: the ranks that load and their nodes; discovered over the whole job if None.
+            src: global rank that reads (``readers="one"``); the leaders of the nodes are on its rail.
             readers: ``"one"`` rank ``src`` reads; ``"per_node"`` each node's leader reads, and nothing crosses nodes;
                 ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
-                ``"auto"`` is ``"every"`` if every rank can read the checkpoint, unless they would read its bytes too often:
-                from object storage more than 1.25 times, from files more than 4 times; then it is ``"partitioned"``. If not
-                every rank can read it, it is ``"one"``.
+                ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if, each reading what it
+                keeps, a rank would read more than 64 MiB and all ranks together would read the checkpoint more than 1.25 times
+                from object storage, or 4 times from files; else ``"every"``.
             algorithm: how buckets move between nodes: ``"two_level"`` through one rank of each, ``"striped"`` in as many stripes
-                as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device, unless node sizes differ, else
-                ``"two_level"``; and buckets that do not cross nodes go through memory that a node's ranks share, out of which
-                each copies what it keeps.
-            bucket_bytes: size of a bucket; each rank has two, but for a model on a device with ``"every"``, where there are none.
-                A rank that brings bytes from the host to a device has up to 64 MiB of pinned memory for that. Where a node's
-                ranks share staging buffers, it is the size of the buckets that move together, and the node has twice that
-                (each rank, if they cannot share memory).
-            verify: after the load, ranks verify their shards against the checkpoint, which is read once more, by all ranks that
-                have it together.
-            timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. A step that
-                moves bytes has what they take at 10 MB/s on top.
-            stream: of the models' device: all device work but the copies from host memory is on it, between a wait for the
-                caller's current stream and one of that stream for it. None makes one, kept; for models on CPU only None.
-            direct_io: whether files of local disks are read past the page cache (``O_DIRECT``) where they are not in it, which
-                takes a small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards,
-                as far as there is memory, where the next load finds them. Not where bytes are read again: with
+                as a node has ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else
+                ``"two_level"``. With ``"auto"``, buckets that do not cross nodes go through memory that a node's ranks share;
+                each rank copies what it keeps out of it.
+            bucket_bytes: size of a bucket. Each rank has two, except for a model on a device with ``"every"``, where there are
+                none. A rank that copies bytes from the host to a device has up to 64 MiB of pinned memory for them. If a node's
+                ranks share staging buffers, this is the size of the buckets that move together, and the node has twice that (each
+                rank, if they cannot share memory).
+            verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have the checkpoint
+                share the work of reading it once more.
+            timeout: seconds (or timedelta) without progress after which a load has failed; 30 minutes if None. Data-moving steps
+                get extra time, computed at 10 MB/s.
+            stream: a stream of the models' device, for all device work except the copies from host memory. It first waits for
+                the caller's current stream, which afterwards waits for it. If None, the loader creates a stream and keeps it.
+                Must be None for models on CPU.
+            direct_io: whether files on local disks that are not in the page cache are read past it (``O_DIRECT``), which takes a
+                small part of the CPU time and leaves the cache as it is. If False, they are in the cache afterwards, as far as
+                there is memory, and the next load finds them there. Has no effect where bytes are read again: with
                 ``verify=True``, and with ``"every"`` if ranks of a node keep the same ones.
             progress: a bar on rank ``src`` when standard error is a terminal or in a notebook; else log records at INFO, one
                 every 5 s.
@@ -121,7 +122,7 @@ class HierarchicalLoader:
         self._agreement = Agreement(self._resources, number)
 
     def close(self) -> None:
-        """Frees pinned and shared memory, and whatever else is kept for the next load. Not collective. May be called again."""
+        """Frees pinned and shared memory, and everything else kept for the next load. Not collective. May be called again."""
         self._resources.release()
         self._agreement.close()
 
@@ -154,58 +155,60 @@ class HierarchicalLoader:
     ) -> LoadReport:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
-        For a model on a device, returns when the work is queued; what the caller queues next on its current stream comes
+        For a model on a device, returns when the work is queued; work that the caller then queues on its current stream runs
         after it.
 
         Args:
             model: any mix of DTensors and plain tensors; on meta, materialized or already used. Or this rank's modules of
                 Megatron-Core, which have storage: one, or a list of pipeline stages.
-            checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; not looked at elsewhere.
-            mapping: how checkpoint names become regions of the model's tensors. ``"auto"``:
-                :func:`epload.mapping.from_model`, what a transformers model declares, else names as they are.
+            checkpoint: a path, a dict of full tensors or an ``epload.Checkpoint`` on reading ranks; ignored on others.
+            mapping: how checkpoint names become regions of the model's tensors. ``"auto"`` is what a transformers model declares
+                (:func:`epload.mapping.from_model`); for other models, names as they are.
             strict: whether missing and unexpected keys are an error, as in ``nn.Module.load_state_dict``. If False, the report
                 lists them, and missing parameters keep their values or are initialized.
             ignore_mismatched_shapes: whether to skip parameters that have another shape in the checkpoint. If True, the report
-                lists them as ``mismatched_keys``, and they are treated as missing parameters are; if False, they are an error,
+                lists them as ``mismatched_keys``, and they are treated like missing parameters; if False, they are an error,
                 whatever ``strict`` is.
-            dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``),
-                or a dict from regular expressions to dtypes; by default the model's. For a transformers model it means what
-                ``from_pretrained(dtype=)`` makes of it, which keeps some tensors in float32, also by default; the report lists
-                them. What a dict names gets that dtype exactly. fp8 weights and the scales of quantized weights keep the model's
-                dtype.
-            device: where plain tensors that are on meta go: a device or its name, such as ``"cuda:0"`` or ``"cuda"``, the
-                current one. Where the model has other tensors, they and their meshes have to be there already. By default that
-                is where they are; and for a model of plain tensors on meta alone, the device of ``stream=``, else the one for
-                which the process group was made: its ``device_id``, or the current accelerator if it has no backend for CPU
-                (``init_process_group("nccl")``); else CPU.
-            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither
-                the checkpoint fills nor the model itself initializes. A transformers model initializes what was on meta
-                as ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves
-                unfilled. What nobody fills is an error. ``"reset_parameters"`` has the modules themselves initialize these
-                tensors, with their method of this name, as whole tensors and equally on all ranks; it does not touch what the
-                checkpoint has filled. Not for outer shards and modules of Megatron-Core, whose whole size it cannot know.
+            dtype: the dtype of floating-point parameters that are on meta, itself or its name (``"bfloat16"``, ``"bf16"``), or a
+                dict from regular expressions to dtypes; by default the model's. For a transformers model, it means what it means
+                in ``from_pretrained(dtype=)``, which keeps some tensors in float32, also by default; the report lists them.
+                Parameters that a dict names get exactly that dtype. fp8 weights and the scales of quantized weights keep the
+                model's dtype.
+            device: where plain tensors on meta go: a device or its name, such as ``"cuda:0"``, or ``"cuda"`` for the current one. It
+                has to be the device of the model's other tensors and of their meshes, which is also the default. For a model
+                that has only plain tensors on meta, the default is the device of ``stream=``, else that of the process group:
+                its ``device_id``, or the current accelerator if the group has no backend for CPU
+                (``init_process_group("nccl")``), else the CPU.
+            init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
+                checkpoint fills nor the model itself initializes. A transformers model initializes tensors that were on meta as
+                ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. A tensor
+                that nothing fills is an error. ``"reset_parameters"`` calls the method of this name of the modules, which
+                initializes these tensors as whole tensors, equally on all ranks; it does not touch tensors that the checkpoint
+                has filled. It is not called for outer shards and modules of Megatron-Core, because it cannot know their whole
+                size.
             outer_shards: tensors of the model that are this rank's part of larger ones, though they do not say so.
-            local_modules: modules that hold what other ranks need not have.
+            local_modules: modules whose tensors other ranks need not have.
             prefix: for a folder of torch.distributed.checkpoint (DCP): where in the saved state dict the model is, e.g.
                 ``"app.model"``; by default under a top-level key "model" or "state_dict", or under the only key.
             variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
                 ``model.fp16.safetensors``; by default the one without a variant.
             checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json``
-                next to them, or for what the cache of the Hub knows; ``"sha256:HEX"`` for that ``checksums.json`` if this is its
-                digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. Each file is read
-                once more for that, by ranks that have the checkpoint. Those that see the same files share the work.
-            trace: whether to record what each rank does when, for :meth:`~epload.LoadReport.trace` and
-                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any asks. Their events go to the first rank at
-                the end of the load, in two more rounds. With the environment variable ``EPLOAD_TRACE`` every load is traced,
-                and the first rank writes the trace to a file in the folder that it names.
+                next to them, or for the digests in the cache of the Hub; ``"sha256:HEX"`` for the ``checksums.json`` next to
+                them, which must have this digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by
+                file name. To be compared, each file is read once more by ranks that have the checkpoint; ranks that see the same
+                files share the work.
+            trace: whether to record what each rank does and when, for :meth:`~epload.LoadReport.trace` and
+                :meth:`~epload.LoadReport.plot` of the report. All ranks record if any rank passes True. Their events go to the
+                first rank at the end of the load, in one more agreement round. If the environment variable ``EPLOAD_TRACE`` names
+                a folder, every load is traced, and the first rank writes the trace to a file in that folder.
 
         Returns:
             What happened, on every rank; keys are the same on all.
 
         Raises:
-            LoadError: the run failed, the same on every rank. ModelMismatch, ManifestMismatch, and CheckpointError for a
-                header: nothing has been changed. Any other, as CheckpointError for a file that was replaced or modified
-                during the load: tensors may be materialized and partly written.
+            LoadError: the run failed, the same on every rank. After ModelMismatch, ManifestMismatch, and CheckpointError for a
+                header, nothing has been changed. After any other, such as CheckpointError for a file that was replaced or
+                modified during the load, tensors may be materialized and partly written.
             ValueError, TypeError: a caller's mistake, the same on every rank; nothing has been changed.
         """
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):

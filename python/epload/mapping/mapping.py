@@ -1,4 +1,4 @@
-"""A mapping and its rules: :class:`Rename` for checkpoint keys, :class:`Convert` for layouts. See ``place`` for the result."""
+"""A mapping and its rules: :class:`Rename` for checkpoint keys, :class:`Convert` for layouts. ``place`` applies them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rename:
     divide: int = 1
     """Divides that integer, after the shift, rounding down."""
     function: Callable[[Sequence[str]], list[str]] | None = field(default=None, compare=False, repr=False)
-    """Renames in place of the patterns, which then only identify the rule; None for those of your own."""
+    """A function that renames in place of the patterns, which then only identify the rule. None for rules of your own."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if ``source`` is not a regular expression, ``target`` refers to a group that it lacks, or
@@ -86,13 +86,14 @@ class Convert:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that are applied in order: all renames, then the first conversion that matches.
+    """Describes how checkpoint tensors become model tensors: all renames are applied in order, then the first matching
+    conversion.
 
     ``renames`` and ``aliases`` may be passed as dicts, from regular expressions to what replaces their first match, and any
     tuple as a list.
 
-    A key whose new name is not in the model, but whose own name is, keeps its own name. Mappings are plain values: equal if
-    their rules are equal, and equal text on every rank.
+    A key keeps its own name if that is in the model and the new name is not. Mappings are plain values: they are equal if their
+    rules are equal, and have the same text on every rank.
     """
 
     renames: tuple[Rename, ...] = ()
@@ -105,19 +106,19 @@ class Mapping:
     aliases: tuple[Rename, ...] = ()
     """Renames of the model's names, for wrappers (torch.compile, DDP, PEFT) that add to them. Rules apply to the result."""
     required: bool = True
-    """True if a mapping of which no rule matches is an error. False for rules that are declared for many checkpoints."""
+    """True if it is an error that no rule matches. False for rules that are declared for many checkpoints."""
     ignore_unexpected: tuple[str, ...] = ()
-    """Regular expressions. An unexpected checkpoint key that matches one, before or after renaming, is no error."""
+    """Regular expressions. An unexpected checkpoint key that matches one, before or after renaming, is not an error."""
     ignore_missing: tuple[str, ...] = ()
-    """Regular expressions. A missing model name that matches one is no error."""
+    """Regular expressions. A missing model name that matches one is not an error."""
     only: tuple[tuple[str, str], ...] = ()
     """Pairs of checkpoint key and model name. Unless empty, tensors of the model that are not listed are not expected in the
     checkpoint and keep their values. A pair with an empty key is a tensor that is missing from the checkpoint."""
     quantize: Quantize | None = None
     """Quantizes weights after all other rules."""
     places: tuple[tuple[tuple[str, View], ...], ...] | None = field(default=None, compare=False, repr=False)
-    """Places of each checkpoint tensor in one rank's model, as :func:`epload.mapping.place.place` returns them, where they are
-    known; the rules then do not count."""
+    """Places of each checkpoint tensor in one rank's model, as :func:`epload.mapping.place.place` returns them, if they are
+    known. The rules are then not used."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a pattern of keys to ignore is not a regular expression, and TypeError if a field is not a tuple
@@ -138,7 +139,7 @@ class Mapping:
 def ignored_keys(
     mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]
 ) -> list[str]:
-    """Returns which missing names of the model and unexpected keys of the checkpoint, among all its ``names``, are ignored."""
+    """Returns the ignored ones of the model's missing names and the checkpoint's unexpected keys, among all its ``names``."""
     missing, unexpected = list(missing), set(unexpected)
     ignored = []
     if mapping.ignore_missing and missing:
@@ -195,8 +196,8 @@ def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:
 
 
 def check_tuples(rule: object, **kinds: type) -> None:
-    """Makes tuples of lists, so that rules that say the same are equal. Raises TypeError if a field of a rule is not a tuple or a
-    list of a type. A string would be taken for many."""
+    """Turns lists into tuples, so that equivalent rules are equal. Raises TypeError if a field of a rule is not a tuple or a list
+    of a type, such as a string, which would be taken for many strings."""
     for name, kind in kinds.items():
         value = getattr(rule, name)
         if isinstance(value, tuple | list):

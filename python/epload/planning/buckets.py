@@ -35,6 +35,11 @@ class BucketCopies:
         return self._renumbered[1]
 
     @cached_property
+    def copied(self) -> int:
+        """Bytes that are copied."""
+        return int(self.rows.nbytes().sum())
+
+    @cached_property
     def is_dense(self) -> bool:
         """True if copies follow one another, each without gaps in the bucket."""
         offset, spans = self.rows.offset, self.rows.spans()

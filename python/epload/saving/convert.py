@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint of any format as safetensors files, in a few megabytes of memory a process."""
+"""Rewrites a checkpoint of any format as safetensors files, using a few megabytes of memory per process."""
 
 from __future__ import annotations
 
@@ -55,26 +55,27 @@ def convert(
 ) -> SaveReport:
     """Writes the tensors of a checkpoint to a folder of safetensors files, which appears when it is complete.
 
-    Not collective, unless a topology is passed.
+    Collective only if a topology is passed.
 
     Args:
-        source: as for :meth:`epload.Checkpoint.open`, as are ``prefix`` and ``variant``.
-        path: as for :func:`epload.save`, as are ``max_shard_bytes``, ``files``, ``checksums`` and ``overwrite``.
-        dtype: of floating-point tensors of at least 16 bits, itself or its name; by default as they are. Refused if weights are
-            quantized. Where a ``config.json`` next to the source names a transformers model, what ``from_pretrained(dtype=)``
-            keeps in float32 stays as it is; a class that is not installed is an error.
-        renames: applied to the names, in order; or a dict from regular expressions to what replaces their first match.
-        quantize: weights to fp8, those of the modules that a ``config.json`` next to the source names, or of which the rule has
-            patterns. Then a ``config.json`` that declares it is written. Takes more memory: blocks of rows, or, for one scale per
-            weight, one matrix.
-        topology: of ranks that divide the work; all of them call this, with equal arguments, and see the folder.
-        timeout: of these ranks, as for :func:`epload.save`.
-        progress: called with the number of bytes after each read of this process.
+        source: the checkpoint; ``source``, ``prefix`` and ``variant`` are as for :meth:`epload.Checkpoint.open`.
+        path: the folder to write; ``path``, ``max_shard_bytes``, ``files``, ``checksums`` and ``overwrite`` are as for
+            :func:`epload.save`.
+        dtype: dtype of floating-point tensors of at least 16 bits, itself or its name; by default unchanged. An error if weights
+            are quantized. If a ``config.json`` next to the source names a transformers model, tensors that
+            ``from_pretrained(dtype=)`` keeps in float32 are not changed; it is an error if the model's class is not installed.
+        renames: renames of tensors, applied in order; or a dict from regular expressions to what replaces their first match.
+        quantize: the rule that quantizes weights to fp8. The weights are those of the model that a ``config.json`` next to the
+            source names, or those that match the rule's patterns. A ``config.json`` that declares the quantization is written.
+            Takes more memory: blocks of rows, or, for one scale per weight, one matrix.
+        topology: the ranks that divide the work. All of them call this function with equal arguments, and see the same folder.
+        timeout: timeout of these ranks, as for :func:`epload.save`.
+        progress: called after each read of this process with its number of bytes.
 
     Raises:
         CheckpointError: the source cannot be read, or has changed meanwhile.
-        ValueError: names that become equal, a dtype that the format lacks, a ``dtype`` for quantized weights, nothing to
-            quantize, or a folder that must not be overwritten.
+        ValueError: two names become equal, the format lacks a dtype, ``dtype`` is passed for quantized weights, there is nothing
+            to quantize, or the folder must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
     began = perf_counter()
@@ -129,8 +130,8 @@ def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[in
 
 
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
-    """Returns the files of the new checkpoint. Next to its index are the small files that belong to the model, if the checkpoint
-    is a delta, which has them in its own index; but not if the dtype is another one, or for those that ``files`` replace."""
+    """Returns the files of the new checkpoint. For a delta, which has the model's small files in its index, these are written
+    next to the new index, unless the dtype changes or ``files`` replaces them."""
     layout = lay_out(new, max_shard_bytes)
     if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
         copied = {Path(file).name for file in files}

@@ -151,7 +151,7 @@ class Puller:
     @property
     def nbytes(self) -> int:
         """Bytes that are copied for a version."""
-        return sum(int(piece.rows.nbytes().sum()) for memory in self._memory.values() for _, piece in memory.pieces)
+        return sum(piece.copied for memory in self._memory.values() for _, piece in memory.pieces)
 
     def plan(self, digests: Mapping[int, str], store: Store, timeout: timedelta) -> None:
         """Plans the copies of a version, except for senders whose tensors lie where they did.
@@ -211,7 +211,7 @@ class Puller:
                             local = [tensors[i] for i in piece.targets]
                             with self._stream:
                                 ops.unpack(memory.allocation(number), local, piece.copies.rows)
-                        done(int(piece.rows.nbytes().sum()))
+                        done(piece.copied)
             yield
             with report.timed("unpack", activity):
                 self._stream.synchronize()

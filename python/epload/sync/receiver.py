@@ -40,7 +40,8 @@ _MAX_FAILURES = 3
 class WeightReceiver(Endpoint):
     """Receives the weights of a :class:`WeightSender`, version after version. See docs/sync.md.
 
-    Not thread-safe. As a context manager, or with :meth:`close`, it leaves: the sender goes on without this engine.
+    Not thread-safe. With :meth:`close`, or at the end of a ``with`` block, it leaves, and the sender continues without this
+    engine.
 
     Example::
 
@@ -67,32 +68,33 @@ class WeightReceiver(Endpoint):
         progress: bool = False,
         token: str | None = None,
     ) -> None:
-        """Collective over the engine's ranks; arguments equal on all of them, but for ``target``, ``engine`` and ``node``.
+        """Joins the sender. Collective over the engine's ranks; all pass equal arguments, except ``target``, ``engine`` and
+        ``node``.
 
         Args:
             target: a model with storage: any mix of DTensors and plain tensors; an :class:`epload.EngineModel`; a list of these,
-                such as a model and its draft, which have each version together; or None, for :meth:`tensors` alone.
-            address: of the sender. Waits until it is there.
+                such as a model and its draft, which always get a version together; or None, to use only :meth:`tensors`.
+            address: the sender's address. Waits until the sender is there.
             mapping: how the sender's names become regions of the model's tensors; see ``HierarchicalLoader.load``.
-            strict: whether tensors that only one of the two jobs has are an error, as far as they belong to the part of its model
-                that the sender sends.
+            strict: whether tensors that only one of the two jobs has are an error, among those in the part of the model that the
+                sender sends.
             topology: the ranks of the engine; those of the job if None, or this process alone without ``torch.distributed``.
-            engine: in place of a topology, for ranks that have no process group.
-            node: ranks of a machine with different texts share no memory: each node receives for itself.
-            timeout: seconds (or timedelta) that a receiver waits for a version, or without progress after which a sync has
-                failed; 30 minutes if None.
-            stage: ``"host"``: a version arrives in memory that the ranks of a node share, and :meth:`commit` copies it into the
-                target. ``"device"``: it arrives in tensors of its own, next to those of the target on their devices, which takes
-                as much memory there until the commit. ``"none"``: it arrives in the target, which must not be used meanwhile; if
-                that fails, the target is partially updated. With any of them, what a sender on the same machine has in memory of
-                a device is copied straight out of it.
-            verify: as for :class:`WeightSender`; equal in both jobs.
-            progress: a bar on the engine's first rank when standard error is a terminal.
-            token: that of the :class:`WeightSender`; ``EPLOAD_SYNC_TOKEN`` of the environment if None.
+            engine: the engine that this rank belongs to, in place of a topology, for ranks that have no process group.
+            node: a name. Ranks of a machine that pass different names share no memory, and each node receives for itself.
+            timeout: seconds (or timedelta) to wait for a version, and without progress until a sync has failed; 30 minutes if
+                None.
+            stage: where a version arrives. With ``"host"``, in host memory that the ranks of a node share; :meth:`commit` copies
+                it into the target. With ``"device"``, in separate tensors on the target's devices, which take as much memory
+                there as the target until the commit. With ``"none"``, in the target, which must not be used meanwhile; if the
+                sync fails, the target is partially updated. With any of them, tensors that a sender on the same machine has in
+                device memory are copied straight out of it.
+            verify: as for :class:`WeightSender`. Equal in both jobs.
+            progress: whether the engine's first rank shows a bar when standard error is a terminal.
+            token: the token of the :class:`WeightSender`; if None, the environment variable ``EPLOAD_SYNC_TOKEN``.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
-            LoadError: no sender answers, it is that of another version of epload, or it has another token.
+            LoadError: no sender answers, or it has another version of epload or another token.
         """
         super().__init__(timeout, verify, progress)
         check_choice("stage", stage, Stages)
@@ -138,19 +140,19 @@ class WeightReceiver(Endpoint):
     def receive_weights(self, version: int | None = None) -> SyncReport:
         """Waits for the next version and receives it. Collective over the engine's ranks.
 
-        An engine that joins late, or has missed a version, receives the one that other engines have with ``stage="host"``, from
-        these and at once, and the next one from the sender.
+        An engine that joins late, or has missed a version, immediately receives the version that other engines have with
+        ``stage="host"``, from these engines. It receives the next version from the sender.
 
-        With ``stage="host"`` or ``"device"``, the target is not touched; a version that was received before and not committed is
-        discarded. With ``stage="none"``, the target holds the version when this returns.
+        With ``stage="host"`` or ``"device"``, the target is not touched; a previous version that was not committed is discarded.
+        With ``stage="none"``, the target holds the version when this returns.
 
         Args:
-            version: the only one that is right; None for the newest, which is the one that the sender announces next, unless
-                other engines have a version after that of this one.
+            version: the version to receive; any other is an error. If None, the newest: the one that the sender announces next,
+                unless other engines have a version newer than this engine's.
 
         Raises:
-            LoadError: a rank of either job failed, the sender announces another version, or none within the timeout; the same on
-                every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
+            LoadError: a rank of either job failed, or the sender announces another version, or no version within the timeout; the
+                same on every rank that took part. :attr:`version` is what it was, unless the target is partially updated.
         """
         self._check_open()
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
@@ -304,7 +306,7 @@ class WeightReceiver(Endpoint):
 
     @on_cpu
     def commit(self) -> None:
-        """Copies the version that was received last into the target. Local to this rank; does nothing with ``stage="none"``.
+        """Copies the last received version into the target. Local to this rank; does nothing with ``stage="none"``.
 
         Raises:
             ValueError: no version was received since the last commit.
@@ -323,11 +325,12 @@ class WeightReceiver(Endpoint):
         self._finish(version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors of the version that was received last, one after the other, for engines that take nothing else. Counts as
-        its commit once the last one has been taken; until then the engine is partially updated.
+        """Yields full tensors of the last received version, one after the other, for engines that take nothing else. The version
+        counts as committed once the last tensor has been taken; until then the engine is partially updated.
 
         Raises:
-            ValueError: no version was received since the last commit, or the receiver has a target.
+            ValueError: no version was received since the last commit, the receiver has a target, or another version was received
+                meanwhile.
         """
         if not isinstance(self._target, FullTensors):
             raise ValueError("expected a receiver without a target: WeightReceiver(None, address)")
@@ -342,7 +345,7 @@ class WeightReceiver(Endpoint):
 
     @property
     def adapter_config(self) -> dict[str, Any] | None:
-        """Content of ``adapter_config.json`` for the adapter that was received last; None for base weights."""
+        """The content of ``adapter_config.json`` for the last received adapter; None for base weights."""
         return self._target.scope.adapter
 
     def _staged_version(self) -> tuple[Generation, int]:
@@ -376,7 +379,7 @@ class WeightReceiver(Endpoint):
         super()._drop_generation()
 
     def close(self) -> None:
-        """Leaves, and frees memory. Not collective. May be called again."""
+        """Leaves and frees memory. Not collective. May be called again."""
         self._holder.release()
         super().close()
         self._leave()

@@ -43,8 +43,8 @@ _ACKNOWLEDGMENT_SECONDS = 5.0
 class WeightSender(Endpoint):
     """Sends a model's weights to the ranks of other jobs, version after version. See docs/sync.md.
 
-    Not thread-safe. As a context manager, or with :meth:`close`, it frees its memory and ends its store, so that receivers which
-    wait for a version fail.
+    Not thread-safe. :meth:`close`, or the end of a ``with`` block, frees its memory and ends its store; receivers that wait for a
+    version then fail.
 
     Example::
 
@@ -73,38 +73,40 @@ class WeightSender(Endpoint):
         only: Selection = None,
         token: str | None = None,
     ) -> None:
-        """Collective over the topology's ranks; arguments equal on all of them.
+        """Creates a sender. Collective over the topology's ranks; all pass equal arguments.
 
         Args:
             model: any mix of DTensors and plain tensors with storage. Or this rank's modules of Megatron-Core: one, or a list of
                 pipeline stages.
-            address: at which the first rank serves both jobs' store: ``"host:port"``, ``"[v6 address]:port"`` or
-                ``(host, port)``. Port 0 has one chosen; see :attr:`address`. Without a token, whoever can connect to it can
-                join.
-            receivers: receiving ranks, over all engines, that have to be there before the first version is sent.
-            mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under these names.
-                ``"auto"`` is what a transformers model declares, else names as they are. ``Quantize`` sends fp8 weights and
-                their scales.
-            names_from: a checkpoint whose names and shapes tensors are sent under, for a mapping of your own, or for modules of
-                Megatron-Core.
+            address: ``"host:port"``, ``"[v6 address]:port"`` or ``(host, port)``, where the first rank serves the store of both
+                jobs. With port 0, the system chooses a port; see :attr:`address`. Without a token, anyone who can connect to the
+                address can join.
+            receivers: number of receiving ranks, over all engines, that have to join before the first version is sent.
+            mapping: how names in checkpoints become regions of the model's tensors; tensors are sent under the checkpoint names.
+                ``"auto"`` is what a transformers model declares; for other models, names as they are. ``Quantize`` sends fp8
+                weights and their scales.
+            names_from: a checkpoint that gives the names and shapes of the sent tensors, for a mapping of your own, or for
+                modules of Megatron-Core.
             topology: discovered over the whole job if None.
             timeout: seconds (or timedelta) without progress after which a sync has failed; 30 minutes if None.
             snapshot: ``"host"`` copies this rank's shards to memory first, so that :meth:`send_weights` with ``wait=False``
                 returns as soon as the model may change again.
-            delta: ``"auto"``: receivers with ``stage="host"`` that have the version before get what has changed since, if that is
-                less than half of the bytes; others, and all of them from time to time, get the version in full.
-                ``"always"``: however much has changed. The sender keeps a copy of its shards in host memory, which is that of
-                ``snapshot="host"``. See docs/sync.md.
-            transport: ``"auto"``: from device to device over their backend, such as NCCL, where all ranks of both jobs have their
-                tensors on one; else through host memory, over gloo. ``"host"``: always that.
-            verify: proves that receivers hold what the sender's shards do: by digests that each bucket holds what it was packed
-                from, by its checksum that it has arrived so, and by digests that it was unpacked so. Equal in both jobs.
+            delta: with ``"auto"``, receivers with ``stage="host"`` that have the previous version get only what has changed
+                since, unless that takes more than half of the bytes; others, and from time to time all receivers, get the version
+                in full. With ``"always"``, the size of the changes does not matter. The sender keeps a copy of its shards in host
+                memory, shared with ``snapshot="host"``. See docs/sync.md.
+            transport: with ``"auto"``, receivers copy out of the device memory of senders on their machine, where possible.
+                Otherwise versions go from device to device over their backend, such as NCCL, if all ranks of both jobs have their
+                tensors on devices; else through host memory, over gloo. With ``"host"``, always through host memory.
+            verify: whether to verify that receivers hold what the sender's shards hold. Digests verify that each bucket holds
+                what it was packed from, a checksum that it has arrived unchanged, and digests that it was unpacked correctly.
+                Equal in both jobs.
             progress: a bar on the first rank when standard error is a terminal.
-            only: a function of the name of a tensor, equal on all ranks and for all versions, which returns True if it is sent;
-                or ``"adapter"``: the active adapter of a PEFT model, as its ``save_pretrained`` would write it. None for all base
-                weights.
-            token: a secret that receivers have to know before they can use the store; ``EPLOAD_SYNC_TOKEN`` of the environment if
-                None, and none at all if that is not set. See docs/sync.md for what it protects.
+            only: a function that takes a tensor's name and returns True if the tensor is sent, equal on all ranks and for all
+                versions; or ``"adapter"``, which sends the active adapter of a PEFT model, as its ``save_pretrained`` would write
+                it. If None, all base weights are sent.
+            token: a secret that receivers have to know to use the store. If None, the environment variable ``EPLOAD_SYNC_TOKEN``;
+                if that is not set, there is no token. See docs/sync.md for what it protects.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or of another type.
@@ -173,20 +175,20 @@ class WeightSender(Endpoint):
 
     @on_cpu
     def send_weights(self, version: int, *, wait: bool = True) -> SyncReport | None:
-        """Sends the present weights to all receivers. Collective over the sender's ranks.
+        """Sends the current weights to all receivers. Collective over the sender's ranks.
 
-        Returns when every receiver has the whole version and has checked it; receivers apply it when they like. Receivers that
-        have joined since the version before take part; those that are gone do not.
+        Returns when every receiver has the whole version and has checked it; receivers apply it when they choose to. Receivers
+        that have joined since the previous version take part; those that have left do not.
 
         Args:
-            version: a number greater than that of any version that was sent before.
-            wait: whether to wait for that. Otherwise, with ``snapshot="host"``, returns when the model may change; then
-                :meth:`wait` has to be called before the next version is sent. With ``delta``, that is once all receivers are
-                ready and the changes are known.
+            version: a number greater than that of any version sent before.
+            wait: whether to wait until every receiver has the version. If False, which needs ``snapshot="host"``, returns when
+                the model may change; with ``delta``, that is once all receivers are ready and the changes are known. Call
+                :meth:`wait` before the next version is sent.
 
         Raises:
             LoadError: a rank of either job failed, or did not answer within the timeout; the same on every rank. Receivers keep
-                the version that they had. The next call forms a new generation out of those that are left.
+                the version that they had. The next call forms a new generation from the remaining ranks.
             ValueError, TypeError: a caller's mistake; nothing was sent.
         """
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 63:
@@ -222,11 +224,11 @@ class WeightSender(Endpoint):
         return None
 
     def wait(self) -> SyncReport:
-        """Waits for what :meth:`send_weights` with ``wait=False`` has begun.
+        """Waits for the version that :meth:`send_weights` with ``wait=False`` has begun to send.
 
         Raises:
             LoadError: as :meth:`send_weights`.
-            ValueError: nothing was begun.
+            ValueError: no version is being sent.
         """
         if self._sending is None:
             raise ValueError("expected a version that is being sent; call send_weights(version, wait=False) first")
@@ -323,9 +325,9 @@ class WeightSender(Endpoint):
     # ---- ending ----
 
     def close(self) -> None:
-        """Ends the store, and frees memory. Not collective. May be called again.
+        """Ends the store and frees memory. Not collective. May be called again.
 
-        The first rank waits up to 5 s until all receivers know that they have the last version, or why it has failed, for which
+        The first rank waits up to 5 s until all receivers know that they have the last version, or why it has failed. Until then
         they need the store.
         """
         if self._sending is not None:
