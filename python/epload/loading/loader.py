@@ -174,10 +174,10 @@ class HierarchicalLoader:
                 in ``from_pretrained(dtype=)``, which keeps some tensors in float32, also by default; the report lists them.
                 Parameters that a dict names get exactly that dtype. fp8 weights and the scales of quantized weights keep the
                 model's dtype.
-            device: where plain tensors on meta go: a device or its name, such as ``"cuda:0"``, or ``"cuda"`` for the current one. It
-                has to be the device of the model's other tensors and of their meshes, which is also the default. For a model
-                that has only plain tensors on meta, the default is the device of ``stream=``, else that of the process group:
-                its ``device_id``, or the current accelerator if the group has no backend for CPU
+            device: where plain tensors on meta go: a device or its name, such as ``"cuda:0"``, or ``"cuda"`` for the current
+                one. It has to be the device of the model's other tensors and of their meshes, which is also the default. For a
+                model that has only plain tensors on meta, the default is the device of ``stream=``, else that of the process
+                group: its ``device_id``, or the current accelerator if the group has no backend for CPU
                 (``init_process_group("nccl")``), else the CPU.
             init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
                 checkpoint fills nor the model itself initializes. A transformers model initializes tensors that were on meta as
