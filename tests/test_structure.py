@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import epload
 from support import house, ranks
 
 TESTS = Path(__file__).parent
@@ -85,6 +87,29 @@ def test_ranks_start_with_what_tests_import() -> None:
 
 def test_class_names_are_unique() -> None:
     assert {name: places for name, places in house.class_names().items() if len(places) > 1} == {}
+
+
+def test_public_names_are_typed_where_they_are_imported_from() -> None:
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(house.parse(house.PACKAGE / "__init__.py"))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("epload.")
+        for alias in node.names
+    }
+    assert typed == epload._MODULES
+    assert {*typed} == {*epload.__all__}
+    assert {name for name in typed if getattr(epload, name) is None} == set()
+
+
+def test_the_package_imports_nothing_until_a_name_is_used() -> None:
+    code = """
+import sys, epload
+assert "torch" not in sys.modules and "load" in dir(epload) and not hasattr(epload, "absent")
+assert epload.mapping.Quantize and epload.integrations.engine.load_engine
+import epload.save
+assert epload.load.__module__ == "epload.load" and epload.save.__name__ == "save"
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 def test_docstrings_are_sentences() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from epload.checkpoint.checksums import AnyChecksums
 from epload.checkpoint.dcp import ROOT
 from epload.core.default_device import on_cpu
@@ -32,6 +34,7 @@ def load(
     strict: bool = True,
     ignore_mismatched_shapes: bool = False,
     dtype: AnyDTypes = None,
+    device: torch.device | str | None = None,
     init_missing: InitMissing | None = None,
     variant: str = "",
     readers: Readers = "auto",
@@ -64,6 +67,11 @@ def load(
             from regular expressions to dtypes; by default the model's. For a transformers model, it means what it means in
             ``from_pretrained(dtype=)``, which keeps some tensors in float32, also by default; the report lists them. Parameters
             that a dict names get exactly that dtype. fp8 weights and the scales of quantized weights keep the model's dtype.
+        device: where plain tensors on meta go: a device or its name, such as ``"cuda:0"``, or ``"cuda"`` for the current one. It
+            has to be the device of the model's other tensors and of their meshes, which is also the default. For a model that has
+            only plain tensors on meta, the default is the device of ``stream=``, else that of the process group: its
+            ``device_id``, or the current accelerator if the group has no backend for CPU (``init_process_group("nccl")``), else
+            the CPU.
         init_missing: called as ``hook(module, path, names)`` after the data for each module with tensors that neither the
             checkpoint fills nor the model itself initializes. A transformers model initializes tensors that were on meta as
             ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. A tensor that
@@ -82,7 +90,7 @@ def load(
         checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json`` next
             to them, or for the digests in the cache of the Hub; ``"sha256:HEX"`` for the ``checksums.json`` next to them, which
             must have this digest; the path of a list in the format of sha256sum; or a dict of sha256 digests by file name. To be
-            compared, each file is read once more by ranks that have the checkpoint; ranks that see the same files share the work.
+            compared, each file is read once more on each node; the ranks of a node that have the same files share the work.
         timeout: seconds (or timedelta) without progress after which the load has failed; 30 minutes if None. Data-moving steps
             get extra time, computed at 10 MB/s.
         topology: the ranks that load and their nodes; discovered over the whole job if None.
@@ -123,7 +131,7 @@ def load(
         loader._remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
-            dtype=dtype, init_missing=init_missing, outer_shards=options.outer_shards,
+            dtype=dtype, device=device, init_missing=init_missing, outer_shards=options.outer_shards,
             local_modules=options.local_modules, prefix=options.prefix, variant=variant, checksums=checksums,
             trace=options.trace,
         )  # fmt: skip

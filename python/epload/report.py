@@ -164,7 +164,7 @@ class TransferReport(Report):
             ValueError: the load was not traced.
         """
         if (ranks := self._traced()) is not None:
-            save_trace(ranks, path)
+            save_trace(ranks, path, self._trace_metadata())
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. Only the first rank
@@ -176,6 +176,10 @@ class TransferReport(Report):
         """
         if (ranks := self._traced()) is not None:
             plot(ranks, path)
+
+    def _trace_metadata(self) -> dict[str, str]:
+        """Returns facts about the whole operation, by name."""
+        return {}
 
     def _traced(self) -> list[Events] | None:
         if self.events is None:
@@ -207,6 +211,11 @@ class LoadReport(TransferReport):
     """Names of the tensors that are kept in float32 in a model of a narrower dtype, as by ``from_pretrained``."""
     casts: int = 0
     """Number of the checkpoint's tensors whose dtype was converted."""
+    verified: bool = False
+    """True if ``verify=True`` has compared the shards with the checkpoint, and they are equal. A load from ``epload://`` is
+    verified by the two jobs of the sync, and not said here to be."""
+    epload_version: str = ""
+    """The version of epload that loaded."""
     source: str = ""
     """The checkpoint: its path or URL, or a description if it has none."""
     readers: str = ""
@@ -234,7 +243,10 @@ class LoadReport(TransferReport):
 
     @property
     def summary(self) -> str:
-        return f"{self._headline()}; {self._mode}"
+        return f"{self._headline()}; {self._mode}" + (", verified" if self.verified else "")
+
+    def _trace_metadata(self) -> dict[str, str]:
+        return {"epload": self.epload_version, "checkpoint": self.source, "mode": self._mode}
 
     def _facts(self) -> Facts:
         who = {
@@ -255,6 +267,7 @@ class LoadReport(TransferReport):
             ("checksums", self.checksums + (f"; this rank hashed {show_bytes(self.hashed)}" if self.hashed else "")),
             ("buckets", f"{self.buckets:,}"),
             ("stream", self.stream),
+            ("verified", "shards equal the checkpoint, which was read once more" if self.verified else ""),
             ("casts", f"the dtype of {count(self.casts, 'tensor')} was converted" if self.casts else ""),
             *((title, list_keys(names)) for title, names in keys.items()),
         ]

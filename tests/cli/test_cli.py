@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,34 @@ def test_every_command_has_help_and_json(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert command.get_short_help_str(200) in " ".join(result.stdout.split())
-    assert all(isinstance(p, click.Argument) or p.help for p in command.params if isinstance(p, click.Option))
+    paragraphs = re.split(r"\n\n *", command.help.strip())
+    helps = [p.help for p in command.params if isinstance(p, click.Option)] + paragraphs
+    fragments = [
+        text for text in helps if not re.fullmatch(r"(?!(Of|Also|By|In|With)\b)[A-Z].*\.", text or "", re.DOTALL)
+    ]
+    assert fragments == []
+
+
+@pytest.mark.parametrize("name", ["", *sorted(main.commands)])
+def test_help_imports_no_torch(name: str) -> None:
+    code = f"""
+import sys
+from epload.cli.main import main
+try:
+    main({name!r}.split() + ["--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: epload ")
+
+
+@pytest.mark.parametrize("code", ["import torch, epload", "import epload, torch; epload.load"])
+def test_the_ops_are_there(code: str) -> None:
+    code = f"{code}; torch.ops.epload.coalesced_bcast"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["nonsense"], ["info", "more"], ["inspect", "x", "--filter", "("]])

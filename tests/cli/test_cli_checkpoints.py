@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
@@ -63,7 +64,23 @@ def test_inspect_as_json_and_filtered(checkpoint: Path) -> None:
     some = run_json("inspect", checkpoint, "--filter", r"experts\.[12]")
     assert (some["count"], some["nbytes"]) == (4, 240)
     assert "4 of 8" in run("inspect", checkpoint, "--filter", r"experts\.[12]")
-    assert "0 of 8" in run("inspect", checkpoint, "--filter", "nothing")
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_filter_without_a_match_is_an_error(command: str, checkpoint: Path) -> None:
+    paths = [str(checkpoint)] * (2 if command == "diff" else 1)
+    result = CliRunner().invoke(main, [command, *paths, "--filter", "nothing"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "epload: --filter 'nothing' matches no tensor of" in result.stderr
+    assert "layers.0.experts.0.up" in result.stderr
+
+
+def test_inspect_says_that_an_optimizer_is_not_shown(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.zeros(2)}, "optim": {"w": torch.zeros(2)}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    text = run("inspect", tmp_path)
+    assert "not shown   optim, step: no tensors of the model\n" in text
+    assert "without data" not in text
 
 
 @pytest.mark.parametrize("name", ["", "torch/model.pt"])
@@ -94,6 +111,21 @@ def test_verify_counts_nan_and_inf(dtype: torch.dtype, tmp_path: Path, monkeypat
     assert out[1].endswith(" 1 tensor with NaN or Inf")
     assert len(out) == 2
     assert run_json("verify", path, status=1)["non_finite"] == [{"name": "bad", "nans": 3, "infs": 2, "count": 100}]
+
+
+def test_diff_shows_the_largest_differences(tmp_path: Path) -> None:
+    state = {f"w{'abcdefghijklmnopqrstuvwxyz'[i]}": torch.tensor([float(i)]) for i in range(26)}
+    save_file(state, tmp_path / "a.safetensors")
+    save_file({name: tensor * 2 for name, tensor in state.items()}, tmp_path / "b.safetensors")
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    expected = [f"values: w{letter}: 1 of 1 elements," for letter in "zyxwvutsrqponmlkjihgfedcb"]
+    everything = run("diff", *paths, "--all", status=1).splitlines()
+    assert [line.partition(" max")[0] for line in everything[:-1]] == expected
+    shown = run("diff", *paths, status=1).splitlines()
+    assert shown == [*everything[:20], "values: 5 more, which --all shows", everything[-1]]
+    assert [value["largest"] for value in run_json("diff", *paths, status=1)["values"]] == [*range(25, 0, -1)]
+    only = run("diff", paths[0], tmp_path / "a.safetensors", "--filter", "w[ab]")
+    assert only == "2 tensors with equal values\n"
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:

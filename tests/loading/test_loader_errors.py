@@ -157,7 +157,7 @@ def mistakes_about_devices(rank: int, device: str) -> dict[str, Case]:
         ),
         "no part for Ascend": (["HCCL", "EPLOAD_NPU=1"], {"loader": {"topology": ascend}}),
         "no such device": (
-            ["mesh of cuda devices", f"this torch has {fakedev.NAME}"],
+            ["the mesh of scale asks for cuda", f"torch finds {fakedev.NAME}"],
             {"model": nn.ParameterDict({"scale": nn.Parameter(missing)})},
         ),
     }  # fmt: skip

@@ -270,7 +270,10 @@ def after_loads(rank: int) -> list[str]:
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if loader._agreement.inputs.snapshot is None or loader._agreement.inputs.snapshot.read(model, (None, ())) is None:
+    if (
+        loader._agreement.inputs.snapshot is None
+        or loader._agreement.inputs.snapshot.read(model, (None, (), None)) is None
+    ):
         problems.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

@@ -50,7 +50,7 @@ module.torch_version = {version!r}
 sys.modules["epload._C"] = module
 import torch
 try:
-    import epload
+    from epload import load
 except ImportError as error:
     print(error)
 print("ops:", [name for name in ("coalesced_bcast", "pack", "unpack") if hasattr(torch.ops.epload, name)])

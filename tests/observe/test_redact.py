@@ -184,7 +184,7 @@ def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_traces(tmp_path: Path) -> None:
     events = Events(0, spans=[Event("MainThread", "read", 0, 1, detail=URL, name=URL)])
-    save_trace(merge_events([events]), tmp_path / "load.json")
+    save_trace(merge_events([events]), tmp_path / "load.json", {})
     text = (tmp_path / "load.json").read_text()
     assert SECRET not in text
     assert text.count("https://host/a") == 2

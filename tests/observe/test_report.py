@@ -58,6 +58,10 @@ def test_reports_in_one_line() -> None:
         "<LoadReport: loaded 2 tensors, 0 B in 1.000 s (0 B/s)>"
     )
     assert repr(SyncReport(version=3, stage="host")).startswith("<SyncReport: received version 3: 0 tensors")
+    assert report(tensors=2, seconds=1.0).summary == "loaded 2 tensors, 0 B in 1.000 s (0 B/s); readers=every"
+    verified = report(tensors=2, seconds=1.0, verified=True)
+    assert verified.summary == "loaded 2 tensors, 0 B in 1.000 s (0 B/s); readers=every, verified"
+    assert "\n  verified  shards equal the checkpoint, which was read once more\n" in str(verified)
     saved = SaveReport(tensors=2, nbytes=2_000_000, seconds=0.5, files=1, path="a")
     assert saved.summary == "saved 2 tensors, 2.0 MB in 1 file, 0.500 s (4.0 MB/s), to a"
     assert list(saved.to_dict()["phases"]) == ["plan", "pack", "write", "sync"]

@@ -63,6 +63,8 @@ def test_a_trace_has_what_each_rank_did(folder: Path) -> None:
     moved = next(e for e in spans if e["cat"] == "inter_node" and e["pid"] == 2)
     assert "from ranks [0]" in moved["args"]["detail"]
     assert moved["args"]["bytes"] > 0
+    mode = "readers=one, algorithm=two_level"
+    assert content["otherData"] == {"epload": epload.__version__, "checkpoint": "state dict", "mode": mode}
     lanes = {e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 0}
     assert {"MainThread", "epload-read", "epload-move"} <= lanes
 
@@ -136,7 +138,9 @@ def test_ranks_of_two_machines_are_shown_on_one_clock(tmp_path: Path) -> None:
         return [Event("MainThread", ROUND, begin, begin + 100, 0, str(i)) for i, begin in enumerate(begins)]
 
     save_trace(
-        merge_events([Events(0, 0, 5000, rounds(1, 201)), Events(1, 1, 4000, rounds(1000, 1221))]), tmp_path / "x.json"
+        merge_events([Events(0, 0, 5000, rounds(1, 201)), Events(1, 1, 4000, rounds(1000, 1221))]),
+        tmp_path / "x.json",
+        {},
     )
     times = [(span["pid"], span["ts"], span["args"].get("waits_for")) for span in spans_in(tmp_path / "x.json")]
     assert times == [(0, 0.001, None), (0, 0.201, [1]), (1, 0.0, [0]), (1, 0.221, None)]

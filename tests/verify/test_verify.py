@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
@@ -28,7 +30,7 @@ from epload.transfer.local import Local
 from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
-from support.small_model import BUCKET, NODES, State, meta_net, only_readers, state_for, wrong
+from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, state_for, wrong
 
 WAYS = (
     ("one", "two_level"),
@@ -240,6 +242,14 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path)
     names = listed[1].split(", ")
     assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
     assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 50, 10)}
+
+
+def test_the_report_says_what_was_verified() -> None:
+    for verify in (True, False):
+        report = epload.load(Net(), state_for(), verify=verify)
+        assert (report.verified, "verified" in report.summary, "\n  verified " in str(report)) == (verify,) * 3
+    with mock.patch.object(StateDictCheckpoint, "verified", True):  # which means that it is not compared here
+        assert not epload.load(Net(), state_for(), verify=True).verified
 
 
 def consumed(rank: int) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.manifest import Manifest
-from epload.cli.authenticity import compare_files, verify_signature
 from epload.cli.folding import fold
 from epload.cli.output import facts, json_option, print_json, show, table, variant_option
-from epload.core.dtypes import name as dtype_name
 from epload.observe.progress import Progress
-from epload.observe.render import count, show_bytes
-from epload.verify.compare import compare_headers, compare_values, find_non_finite
+from epload.observe.render import count, list_first, show_bytes
+
+if TYPE_CHECKING:
+    from epload.checkpoint.base import Checkpoint
+    from epload.checkpoint.manifest import Manifest
+
+_SHOWN = 20
+"""Differences of each kind that ``diff`` shows without ``--all``."""
 
 
 def _compiled(context: click.Context, parameter: click.Parameter, value: str) -> re.Pattern[str]:
@@ -28,10 +30,26 @@ def _compiled(context: click.Context, parameter: click.Parameter, value: str) ->
 
 filter_option = click.option(
     "--filter", "pattern", default="", metavar="RE", callback=_compiled,
-    help="Only tensors whose name this expression matches anywhere.",
+    help="Take only tensors with names in which this regular expression matches. Exits with 1 if there are none.",
 )  # fmt: skip
 _tolerance = click.FloatRange(min=0)
 _file = click.Path(exists=True, dir_okay=False)
+
+
+def _open(checkpoint: str, variant: str) -> Checkpoint:
+    from epload.checkpoint.base import Checkpoint
+
+    return Checkpoint.open(checkpoint, variant=variant)
+
+
+def _check_filter(pattern: re.Pattern[str], *manifests: Manifest) -> None:
+    """Raises ValueError if the expression matches no name."""
+    names = [name for manifest in manifests for name in manifest.names]
+    if pattern.pattern and not any(map(pattern.search, names)):
+        sources = " and ".join(manifest.source for manifest in manifests)
+        raise ValueError(
+            f"--filter {pattern.pattern!r} matches no tensor of {sources}; there are {list_first(names) or 'none'}"
+        )
 
 
 # ---- inspect ----
@@ -49,9 +67,10 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
     Hub (org/name) or a URL (s3://, gs://, az://, https://). Only headers are read. Tensors whose names differ in numbers only
     are one line.
     """
-    opened = Checkpoint.open(checkpoint, variant=variant)
+    opened = _open(checkpoint, variant)
     manifest = opened.manifest
     opened.close()
+    _check_filter(pattern, manifest)
     summary = _summarize(manifest, pattern)
     if as_json:
         print_json(summary)
@@ -67,7 +86,7 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
             ("files", f"{len(files):,} ({show_bytes(sum(files))})" if files else ""),
             ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {show_bytes(summary['nbytes'])})"),
             ("dtypes", "; ".join(dtypes)),
-            ("without data", ", ".join(manifest.ignored)),
+            ("not shown", f"{', '.join(manifest.ignored)}: no tensors of the model" if manifest.ignored else ""),
         )
     )
     folded = fold({tensor["name"]: (tensor["dtype"], str(tensor["shape"])) for tensor in summary["tensors"]})
@@ -79,6 +98,8 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
 
 def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns what is printed as JSON about the tensors whose names match."""
+    from epload.core.dtypes import name as dtype_name
+
     tensors: list[dict[str, Any]] = []
     dtypes: dict[str, dict[str, int]] = {}
     columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.nbytes_of(), strict=True)
@@ -113,14 +134,16 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
 )  # fmt: skip
 @click.option(
     "--signature", type=_file, metavar="BUNDLE",
-    help="First verify the signature of the folder, a bundle of OpenSSF model signing; with --public-key, or with --identity and "
+    help="First verify the signature of the folder, a bundle of OpenSSF model signing. Needs --public-key, or --identity and "
     "--identity-provider.",
 )  # fmt: skip
-@click.option("--public-key", type=_file, metavar="PEM", help="The public key of who has signed.")
+@click.option("--public-key", type=_file, metavar="PEM", help="Take this public key of the signer.")
 @click.option(
-    "--identity", metavar="NAME", help="The identity of who has signed with Sigstore, such as an e-mail address."
+    "--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address."
 )
-@click.option("--identity-provider", metavar="URL", help="The OpenID Connect provider that has confirmed the identity.")
+@click.option(
+    "--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity."
+)
 @variant_option
 @json_option
 def verify(
@@ -129,14 +152,17 @@ def verify(
 ) -> int:  # fmt: skip
     """Read all of a checkpoint, and list the tensors with NaN or Inf.
 
-    Exits with 1 if there are any, or if a file or a signature is not what was expected. CHECKPOINT is as for inspect. Headers are
-    checked for overlaps and holes.
+    CHECKPOINT is as for inspect. Headers are checked for overlaps and holes. Exits with 1 if a tensor has NaN or Inf, or if a
+    file or a signature is not what was expected.
     """
+    from epload.cli.authenticity import compare_files, verify_signature
+    from epload.verify.compare import find_non_finite
+
     if signature is not None:
         signed = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
     elif public_key or identity or identity_provider:
         raise click.BadParameter("expected --signature with it", param_hint="--public-key or --identity")
-    opened = Checkpoint.open(checkpoint, variant=variant)
+    opened = _open(checkpoint, variant)
     if checksums is not None:
         compared = compare_files(opened, checksums)
     manifest = opened.manifest
@@ -165,21 +191,36 @@ def verify(
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@click.option("--rtol", type=_tolerance, default=0.0, show_default=True, help="Tolerance relative to SECOND's value.")
-@click.option("--atol", type=_tolerance, default=0.0, show_default=True, help="Absolute tolerance.")
+@click.option(
+    "--rtol",
+    type=_tolerance,
+    default=0.0,
+    show_default=True,
+    help="Allow differences up to this factor of SECOND's value.",
+)
+@click.option("--atol", type=_tolerance, default=0.0, show_default=True, help="Allow differences up to this value.")
 @click.option("--headers", "headers_only", is_flag=True, help="Compare names, shapes and dtypes only.")
+@click.option(
+    "--all", "show_all", is_flag=True, help=f"Show all differences, not only the first {_SHOWN} of each kind."
+)
 @filter_option
 @variant_option
 @json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, headers_only: bool, pattern: re.Pattern[str], variant: str, as_json: bool
+    first: str, second: str, rtol: float, atol: float, headers_only: bool, show_all: bool, pattern: re.Pattern[str],
+    variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
 
-    FIRST and SECOND are as for inspect, and may have different formats. Exits with 1 if they differ, in values by more than the
-    tolerances. Values are compared across dtypes; a different dtype is a difference.
+    FIRST and SECOND are as for inspect, and may have different formats. Values are compared across dtypes, and a different dtype
+    is a difference. Tensors with other values are sorted by their largest difference.
+
+    Exits with 1 if the checkpoints differ, in values by more than the tolerances.
     """
-    one, two = (Checkpoint.open(path, variant=variant) for path in (first, second))
+    from epload.verify.compare import compare_headers, compare_values
+
+    one, two = (_open(path, variant) for path in (first, second))
+    _check_filter(pattern, one.manifest, two.manifest)
     headers = compare_headers(one, two, pattern)
     common = headers.pop("common")
     values: list[dict[str, Any]] = []
@@ -187,26 +228,35 @@ def diff(
         sizes = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
         with Progress(sum(sizes[name] for name in common), not as_json) as bar:
             values = list(compare_values(one, two, common, bar.update, rtol, atol))
+        values.sort(key=lambda value: value["largest"], reverse=True)
     if as_json:
         print_json({**headers, "common": len(common), "values": values})
     else:
-        _print_differences(headers, values)
-        equal = (
-            f"{count(len(common) - len(values), 'tensor')} with {'not compared' if headers_only else 'equal'} values"
-        )
-        show(equal + (f", {count(len(values), 'tensor')} with other values" if values else ""))
+        _print_differences(headers, values, None if show_all else _SHOWN)
+        equal = "in both, values not compared" if headers_only else "with equal values"
+        others = f", {count(len(values), 'tensor')} with other values" if values else ""
+        show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
     return int(any(headers.values()) or bool(values))
 
 
-def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]]) -> None:
-    for kind, details in (
-        ("only in FIRST", dict.fromkeys(headers["only_first"], "")),
-        ("only in SECOND", dict.fromkeys(headers["only_second"], "")),
-        ("shape", {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()}),
-        ("dtype", {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()}),
-    ):
-        for name, pair, n in fold(details):
-            show(f"{kind}: {name}{pair}" + (f" ({n:,} tensors)" if n > 1 else ""))
-    for value in values:
-        elements = f"{value['differing']:,} of {value['count']:,} elements"
-        show(f"values: {value['name']}: {elements}, max {value['largest']:.4g}, mean {value['mean']:.4g}")
+def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None) -> None:
+    """``limit``: how many lines of each kind are shown; None for all."""
+    lines = {
+        kind: [f"{name}{pair}" + (f" ({n:,} tensors)" if n > 1 else "") for name, pair, n in fold(details)]
+        for kind, details in (
+            ("only in FIRST", dict.fromkeys(headers["only_first"], "")),
+            ("only in SECOND", dict.fromkeys(headers["only_second"], "")),
+            ("shape", {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()}),
+            ("dtype", {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()}),
+        )
+    }
+    lines["values"] = [
+        f"{value['name']}: {value['differing']:,} of {value['count']:,} elements, max {value['largest']:.4g}, "
+        f"mean {value['mean']:.4g}"
+        for value in values
+    ]
+    for kind, of_kind in lines.items():
+        for line in of_kind[:limit]:
+            show(f"{kind}: {line}")
+        if limit is not None and len(of_kind) > limit:
+            show(f"{kind}: {len(of_kind) - limit:,} more, which --all shows")

@@ -5,49 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch.distributed as dist
 
-from epload.checkpoint.base import Checkpoint
 from epload.cli.output import json_option, print_json, show, variant_option
-from epload.core import dtypes
-from epload.mapping.mapping import Rename
-from epload.mapping.quantize import Quantize
 from epload.observe.progress import Progress
-from epload.ranks.topology import Topology
-from epload.saving.convert import convert as rewrite
+
+if TYPE_CHECKING:
+    from epload.ranks.topology import Topology
 
 _size = click.FloatRange(min=0, min_open=True)
-_dtype = click.Choice(dtypes.FLOAT_NAMES)
 _file = click.Path(exists=True, dir_okay=False)
+
+
+def _known_dtype(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    from epload.core import dtypes
+
+    if value is not None and value not in dtypes.FLOAT_NAMES:
+        raise click.BadParameter(f"expected one of {', '.join(dtypes.FLOAT_NAMES)}, got {value!r}")
+    return value
 
 
 @click.command()
 @click.argument("source")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--dtype", type=_dtype, help="Of floating-point tensors; as they are by default.")
 @click.option(
-    "--rename", "renames", multiple=True, metavar="PATTERN=TEXT", help="Replace a regular expression in names."
+    "--dtype",
+    metavar="DTYPE",
+    callback=_known_dtype,
+    help="Convert floating-point tensors to float64, float32, float16 or bfloat16. The default is to leave them as they are.",
+)
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="PATTERN=TEXT",
+    help="Replace a regular expression in names by a text.",
 )
 @click.option(
     "--quantize",
     metavar="CONFIG",
-    help='Quantize weights to fp8, as the quantization_config of this folder or config.json says; "fp8" for blocks of 128 x 128.',
+    help='Quantize weights to fp8, as the quantization_config of this folder or config.json says, or "fp8" for blocks of '
+    "128 x 128.",
 )
 @click.option(
-    "--weights", multiple=True, metavar="PATTERN", help="Quantize those whose names match, not those of layers."
+    "--weights",
+    multiple=True,
+    metavar="PATTERN",
+    help="Quantize the weights whose names match this regular expression. The default is those of layers.",
 )
-@click.option("--prefix", default="", help="Of a DCP folder: where in it the model is.")
+@click.option("--prefix", default="", help="Take the model at this place in a DCP folder, such as app.model.")
 @click.option(
     "--max-shard-gb",
     type=_size,
     default=5.0,
     show_default=True,
-    help="Of the tensors in a file, unless it has only one.",
+    help="Write files of at most this many GB. A larger tensor gets a file of its own.",
 )
-@click.option("--file", "files", multiple=True, type=_file, help="Also copy it into FOLDER.")
-@click.option("--checksums", is_flag=True, help="Also write the digests of all files, to checksums.json.")
+@click.option("--file", "files", multiple=True, type=_file, help="Copy this file into FOLDER as well.")
+@click.option("--checksums", is_flag=True, help="Write the digests of all files to checksums.json as well.")
 @click.option("--overwrite", is_flag=True, help="Replace FOLDER, with all that is in it.")
 @variant_option
 @json_option
@@ -55,11 +72,16 @@ def convert(
     source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], quantize: str | None, weights: tuple[str, ...],
     prefix: str, max_shard_gb: float, files: tuple[str, ...], checksums: bool, overwrite: bool, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
-    """Write the tensors of SOURCE to FOLDER, as safetensors files.
+    """Rewrite a checkpoint as safetensors files.
 
     SOURCE is as for inspect. FOLDER appears when it is complete, and on disk. Under torchrun the ranks divide the work:
     torchrun --nproc-per-node 4 -m epload convert SOURCE FOLDER.
     """
+    from epload.checkpoint.base import Checkpoint
+    from epload.mapping.mapping import Rename
+    from epload.mapping.quantize import Quantize
+    from epload.saving.convert import convert as rewrite
+
     rules = []
     for rename in renames:
         pattern, separator, text = rename.partition("=")
@@ -90,6 +112,10 @@ def convert(
 @contextmanager
 def _ranks() -> Iterator[Topology | None]:
     """Yields the ranks that torchrun has started; None without it."""
+    import torch.distributed as dist
+
+    from epload.ranks.topology import Topology
+
     if not dist.is_torchelastic_launched():
         yield None
         return

@@ -1,4 +1,4 @@
-"""``epload doctor``: whether this machine is fit for loads, and what to do where it is not."""
+"""Checks for ``epload doctor``: whether this machine is fit for loads, and what to do where it is not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import click
 import torch
 import torch.distributed as dist
 
-from epload.cli.output import json_option, print_json, show, table
 from epload.native.info import build_info
 from epload.observe.render import count, show_bytes
 from epload.planning.schedule import SYNC_WAVE_BYTES
@@ -144,23 +142,3 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "name lookup": check_lookup,
     "store": check_store,
 }
-
-
-@click.command()
-@json_option
-def doctor(as_json: bool) -> int:
-    """Check this machine: build, devices, memory, limits, network.
-
-    Each check is ok, warn (loads may be slow, or fail in some modes) or fail, with what to do. Exits with 1 if one fails. A
-    build that does not fit the installed torch fails at import, of every command, with how to rebuild it.
-    """
-    findings = {name: check() for name, check in CHECKS.items()}
-    if as_json:
-        keys = ("check", "status", "found", "advice")
-        print_json({"findings": [dict(zip(keys, (name, *row), strict=True)) for name, row in findings.items()]})
-    else:
-        show(table([("check", "", "found"), *((name, status, found) for name, (status, found, _) in findings.items())]))
-        if advice := [(name, advice) for name, (_, _, advice) in findings.items() if advice]:
-            show()
-            show(table([("check", "what to do"), *advice]))
-    return int(any(status == "fail" for status, _, _ in findings.values()))

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
-_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
-"""A number that is a whole part of a name between dots or underscores."""
+_NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
+"""A number without leading zeros, which would be lost, as in ``layers.3`` or ``block3``."""
 Numbers = tuple[int, ...]
 Value = TypeVar("Value", bound=Hashable)
 

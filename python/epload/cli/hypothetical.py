@@ -1,4 +1,4 @@
-"""Ranks that do not run: a model on meta, parallelized as one rank of a job would, in one process without peers."""
+"""Plans a load for ranks that do not run: a model on meta, parallelized as one rank of a job would be, in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -20,13 +20,110 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from epload.mapping.mapping import Mapping
-from epload.model.targets import Targets
+from epload.checkpoint.manifest import Manifest
+from epload.errors import ModelMismatch
+from epload.loading.hints import check_match, unfilled_error
+from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
+from epload.mapping.resolve import resolve_mapping, with_quantization_of
+from epload.model.initialization import compute_missing
+from epload.model.targets import Targets, collect
+from epload.planning.choose import choose_readers
+from epload.planning.plan import LoadPlan, make_plan
+from epload.planning.schedule import READERS, WAVE_BYTES, buckets_per_wave, wave_limit
+from epload.planning.traffic import traffic
+from epload.planning.waves import wave_bytes
 
+_MAX_RANKS = 8
+"""Largest number of ranks that are planned. They are spread evenly; others are taken to keep as much as the one before them."""
 AXES = ("replicate", "fsdp", "tp")
 """The axes of a mesh over which a model is parallelized here; a factory that takes the mesh may use others."""
 Sizes = dict[str, int]
 Factory = Callable[[DeviceMesh], nn.Module]
+
+
+def plan_job(
+    manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence[range], rules: AnyMapping = "auto"
+) -> dict[str, Any]:
+    """Plans a load by all ranks of a job into the model that a factory makes. Returns what is printed as JSON.
+
+    Args:
+        nodes: the ranks of each.
+        rules: the mapping.
+
+    Raises:
+        ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
+    """
+    last = nodes[-1][-1]
+    ranks = sorted({i * last // (_MAX_RANKS - 1) for i in range(_MAX_RANKS)})
+    with first_rank(sizes) as mesh:
+        model = factory(mesh)
+        targets = collect(model)
+        mapping = resolve_mapping(rules, model, targets.index, manifest.names)
+        manifest = with_quantization_of(model, manifest)
+        unfilled = _unfilled(model, targets)
+        targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
+    wave = wave_limit(manifest.nbytes, WAVE_BYTES)
+    per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
+    plans = {rank: make_plan(manifest, targets_of[rank], mapping, wave // per_wave["every"]) for rank in ranks}
+    objects, payload = manifest.in_object_storage, plans[0].payload
+    read_by = {rank: plan.spanned if objects else plan.owned for rank, plan in plans.items()}
+    by_node = [[read_by[max(rank for rank in ranks if rank <= member)] for member in node] for node in nodes]
+    read = {"per_node": len(nodes) * payload, "every": sum(map(sum, by_node))}
+    modes = []
+    for readers in READERS:
+        of_mode = make_plan(manifest, targets, mapping, wave // per_wave[readers])
+        received, sent = traffic(of_mode.sizes, per_wave[readers], nodes, readers)
+        modes.append(
+            {
+                "readers": readers,
+                "buckets": len(of_mode.buckets),
+                "bucket_bytes": of_mode.largest,
+                "staging": 0 if readers == "every" else 2 * wave_bytes(of_mode.sizes, per_wave[readers]),  # of a node
+                "read": read.get(readers, payload),  # by all ranks together
+                "received": received,  # by each node from other nodes
+                "sent": sent,
+            }
+        )
+    all_read = manifest.locations is not None or last == 0
+    choice, reason = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
+    fit = _fit(manifest, plans[0], mapping)
+    return {
+        "fit": fit | {"initialized": sorted(targets.unsaved_meta), "error": fit["error"] or unfilled},
+        "nbytes": payload,
+        "tensors": plans[0].tensor_count,
+        "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
+        "modes": modes,
+        "choice": choice,  # the readers of "auto", if every rank sees the checkpoint
+        "reason": reason,
+    }
+
+
+def _unfilled(model: nn.Module, targets: Targets) -> str:
+    """Returns the error that a load would raise for tensors on meta that are in no checkpoint and that the model cannot compute;
+    empty if there are none."""
+    dtypes = {name: tensor.dtype for name, tensor in targets.unsaved_meta.items()}
+    try:
+        computed, _ = compute_missing(model, targets.unsaved_meta, dtypes, 0)
+    except ModelMismatch as mismatch:
+        return str(mismatch)
+    unfilled = sorted(targets.unsaved_meta.keys() - computed.keys())
+    return str(unfilled_error(unfilled, False)) if unfilled else ""
+
+
+def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> dict[str, Any]:
+    """Describes how the keys of the checkpoint and the model fit, and the error that a load with ``strict=True`` would raise."""
+    ignored, error = set(ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected)), ""
+    try:
+        check_match(manifest, plan, mapping, strict=True, ignore_mismatched_shapes=False)
+    except ModelMismatch as mismatch:
+        error = str(mismatch)
+    return {
+        "matched": plan.tensor_count,
+        "missing": [name for name in plan.missing if name not in ignored],
+        "unexpected": [name for name in plan.unexpected if name not in ignored],
+        "mismatched": plan.mismatched,
+        "error": error,
+    }
 
 
 def parse_mesh(text: str) -> Sizes:

@@ -6,20 +6,33 @@ import click
 
 from epload.cli.checkpoints import diff, inspect, verify
 from epload.cli.convert import convert
-from epload.cli.doctor import doctor, full_build_info
-from epload.cli.output import Commands, facts, json_option, print_json, show
+from epload.cli.output import Commands, facts, json_option, print_json, show, table
 from epload.cli.plan import plan
-from epload.native.info import build_info
+
+
+def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        import epload
+
+        show(f"epload, version {epload.__version__}")
+        context.exit()
 
 
 @click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(build_info()["version"], prog_name="epload")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Loads model weights into sharded PyTorch models.
+    """Work with the checkpoints that epload loads into sharded PyTorch models.
 
-    Commands exit with 0; with 1 if they failed, or found what they look for (NaN, differences, a failed check); with 2 for wrong
-    arguments.
+    Each command exits with 0 if all is well; with 1 if it failed, or found what it looks for (NaN, differences, a failed check);
+    and with 2 for wrong arguments.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -29,6 +42,8 @@ def main(context: click.Context) -> None:
 @json_option
 def info(as_json: bool) -> None:
     """Show the version and the options of this build."""
+    from epload.cli.doctor import full_build_info
+
     built = full_build_info()
     if as_json:
         print_json(built)
@@ -36,5 +51,27 @@ def info(as_json: bool) -> None:
         show(facts(*((key, str(value)) for key, value in built.items())))
 
 
-for command in (inspect, verify, diff, plan, doctor, convert):
+@main.command()
+@json_option
+def doctor(as_json: bool) -> int:
+    """Check this machine: build, devices, memory, limits, network.
+
+    Each check is ok, warn (loads may be slow, or fail in some modes) or fail, with what to do. Exits with 1 if one fails. A
+    build that does not fit the installed torch fails in every command, with how to rebuild it.
+    """
+    from epload.cli.doctor import CHECKS
+
+    findings = {name: check() for name, check in CHECKS.items()}
+    if as_json:
+        keys = ("check", "status", "found", "advice")
+        print_json({"findings": [dict(zip(keys, (name, *row), strict=True)) for name, row in findings.items()]})
+    else:
+        show(table([("check", "", "found"), *((name, status, found) for name, (status, found, _) in findings.items())]))
+        if advice := [(name, advice) for name, (_, _, advice) in findings.items() if advice]:
+            show()
+            show(table([("check", "what to do"), *advice]))
+    return int(any(status == "fail" for status, _, _ in findings.values()))
+
+
+for command in (inspect, verify, diff, plan, convert):
     main.add_command(command)

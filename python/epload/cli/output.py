@@ -16,7 +16,9 @@ from epload.errors import LoadError, redact
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""
 variant_option = click.option(
-    "--variant", default="", help="Of the weights in a folder, e.g. fp16; by default those without a variant."
+    "--variant",
+    default="",
+    help="Read this variant of the weights in a folder, such as fp16. The default is the one without.",
 )
 
 

@@ -11,6 +11,7 @@ from epload.loading.inputs import LocalInputs
 from epload.loading.missing import Missing
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import below_fp32_warning
+from epload.native.info import __version__
 from epload.planning.plan import LoadPlan
 from epload.report import LoadReport
 
@@ -88,6 +89,7 @@ class AgreedLoad:
         report.ignored_keys = [*self.ignored_keys, *self.manifest.ignored]
         report.tied_keys, report.casts = list(plan.tied), plan.casts
         report.tensors, report.nbytes, report.buckets = plan.tensor_count, plan.payload, len(plan.buckets)
+        report.epload_version = __version__
         report.source = redact(self.manifest.source)
         report.kept_in_fp32 = list(targets.kept_in_fp32)
         if warning := below_fp32_warning(targets):

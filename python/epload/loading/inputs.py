@@ -72,13 +72,14 @@ class InputReader:
             raise ValueError("expected an open HierarchicalLoader, got one that was closed; make a new one")
         request.check()
         model, modules = request.model, None
-        unchanged = self.snapshot.read(model, (request.dtypes, request.parts)) if self.snapshot is not None else None
+        unchanged = self.snapshot.read(model, _options(request)) if self.snapshot is not None else None
         if unchanged is not None:
             targets, devices = unchanged
         else:
             modules = Modules(model)
             targets = _collect(request, modules)
-            devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), self._resources.streams)
+            offloaded, group = cpu_offloaded_ids(modules.fsdp_groups), self._resources.topology.group
+            devices = devices_of(targets, offloaded, self._resources.streams, request.place, group)
         check_backend(self._resources.topology.group, devices[0])
         self._resources.prepare(devices[0])
         local_modules = any(isinstance(part, LocalModules) for part in request.parts)
@@ -134,13 +135,18 @@ class InputReader:
             targets = _collect(request, modules)
             if not targets.matches(inputs.targets):
                 return
-        options = request.dtypes, request.parts
-        self.snapshot = Snapshot(request.model, modules, targets, (inputs.device, inputs.materialize_on), options)
+        devices = inputs.device, inputs.materialize_on
+        self.snapshot = Snapshot(request.model, modules, targets, devices, _options(request))
 
     def close(self) -> None:
         """Drops what was kept for the next load, which fails."""
         self._closed = True
         self.snapshot = self.manifest = None
+
+
+def _options(request: Request) -> tuple[object, ...]:
+    """Returns what targets and devices depend on besides the model."""
+    return request.dtypes, request.parts, request.place
 
 
 def _collect(request: Request, modules: Modules) -> Targets:

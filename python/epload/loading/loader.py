@@ -118,6 +118,7 @@ class HierarchicalLoader:
         strict: bool = True,
         ignore_mismatched_shapes: bool = False,
         dtype: AnyDTypes = None,
+        device: torch.device | str | None = None,
         init_missing: InitMissing | None = None,
         outer_shards: Sequence[OuterShard] = (),
         local_modules: Sequence[LocalModules] = (),
@@ -129,7 +130,7 @@ class HierarchicalLoader:
         """Fills the model's parameters and persistent buffers, in place. Collective over the topology's ranks.
 
         Args:
-            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, init_missing, variant, checksums: as for
+            model, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, device, init_missing, variant, checksums: as for
                 :func:`epload.load`.
             outer_shards, local_modules, prefix, trace: as in :class:`LoadOptions`.
 
@@ -146,7 +147,7 @@ class HierarchicalLoader:
                     trace = trace or bool(os.environ.get("EPLOAD_TRACE"))
                     request = Request(
                         module, checkpoint, mapping, strict, ignore_mismatched_shapes, dtype, parts, init_missing, prefix,
-                        variant, trace, checksums, self._as_pretrained and module is model,  # not Megatron-Core's
+                        variant, trace, device, checksums, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
             finally:

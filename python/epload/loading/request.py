@@ -14,6 +14,7 @@ from torch import nn
 from epload.checkpoint.checksums import AnyChecksums as AnyChecksums
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
+from epload.model.devices import requested_device
 from epload.model.expert_parallel import LocalModules, OuterShard, Parts
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
@@ -105,6 +106,7 @@ class Request:
     prefix: str = ""
     variant: str = ""
     trace: bool = False
+    device: torch.device | str | None = None
     checksums: AnyChecksums = False
     as_pretrained: bool = True
     """False to do no more for a transformers model than for others: no dtypes of ``from_pretrained``, no non-persistent buffers
@@ -114,6 +116,11 @@ class Request:
     def dtypes(self) -> DTypes:
         """The dtypes that ``dtype`` asks for. Raises ValueError or TypeError if one is none."""
         return requested_dtypes(self.dtype)
+
+    @cached_property
+    def place(self) -> torch.device | None:
+        """The device that ``device`` asks for, with its index. Raises as :func:`requested_device`."""
+        return requested_device(self.device)
 
     @property
     def resets(self) -> bool:
@@ -135,7 +142,7 @@ class Request:
             if not isinstance(value := getattr(self, option), of_type):
                 noun = "string" if of_type is str else "bool"
                 raise TypeError(f"expected {option} to be a {noun}, got {value!r}")
-        self.dtypes  # noqa: B018 raises if one is none
+        self.dtypes, self.place  # noqa: B018 raise if one is none
         if self.resets and isinstance(model, MegatronChunks):
             raise ValueError(
                 "expected init_missing to be a function for a Megatron-Core model, whose modules hold shards and do not know the "

@@ -59,6 +59,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         if resources.options.verify and not (load.inputs.checkpoint is not None and load.inputs.checkpoint.verified):
             with report.timed("verify"):
                 _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
+            report.verified = True
         control.doing = "initializes what the checkpoint lacks"
         local.rescale()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)

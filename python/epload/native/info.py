@@ -9,7 +9,7 @@ import torch
 from epload.native import ops
 from epload.native.extension import _C, LIBRARY
 
-VERSION: str = _C.version
+__version__: str = _C.version
 
 
 def build_info() -> dict[str, Any]:

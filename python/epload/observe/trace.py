@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -98,10 +98,15 @@ def merge_events(ranks: Iterable[Events]) -> list[Events]:
     return merged
 
 
-def save_trace(ranks: Iterable[Events], path: str | PathLike[str]) -> None:
-    """Writes events in the Trace Event Format. Each rank is a process, and each of its threads a track."""
+def save_trace(ranks: Iterable[Events], path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
+    """Writes events in the Trace Event Format. Each rank is a process, and each of its threads a track.
+
+    Args:
+        metadata: facts about the whole operation, by name.
+    """
     described = [event for events in ranks for event in _describe(events)]
-    Path(path).write_text(json.dumps({"traceEvents": described, "displayTimeUnit": "ms"}, allow_nan=False))
+    content = {"traceEvents": described, "displayTimeUnit": "ms", "otherData": dict(metadata)}
+    Path(path).write_text(json.dumps(content, allow_nan=False))
 
 
 def _describe(events: Events) -> Iterator[dict[str, Any]]:
