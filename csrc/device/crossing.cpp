@@ -239,8 +239,14 @@ void Crossing::fill_pieces() {
     loads_.back().nbytes = nbytes;
   };
   for (auto& region : regions) {
-    if (const int64_t room = piece_bytes_ - aligned(nbytes);
-        region.is_run && room >= piece_bytes_ / kSplitShare && region.row > room) {
+    while (region.is_run) {
+      int64_t room = piece_bytes_ - aligned(nbytes);
+      if (room < piece_bytes_ / kSplitShare) {
+        room = piece_bytes_;
+      }
+      if (region.row <= room) {
+        break;
+      }
       auto first = region;
       first.row = first.copy.size[0] = room;
       add(first);
