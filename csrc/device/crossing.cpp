@@ -20,12 +20,12 @@
 namespace epload {
 namespace {
 
-constexpr int64_t kSplitShare = 8;            // of a piece: a run is divided for as much room
-constexpr int64_t kShortBytes = 256 << 10;    // shorter runs into tensors on CPU are read together
-constexpr int64_t kRowBytes = 512;            // shorter rows are not picked out of the file one by one
-constexpr int64_t kRegionAlignment = 16;      // in a piece: of the widest access of a device
-constexpr int64_t kRequestBytes = 4 << 20;    // of rows that are read together, with what lies between them
-constexpr int64_t kManyRows = 64;             // fewer take no time worth saving
+constexpr int64_t kSplitShare = 8;         // of a piece: a run is divided for as much room
+constexpr int64_t kShortBytes = 256 << 10; // shorter runs into tensors on CPU are read together
+constexpr int64_t kRowBytes = 512;         // shorter rows are not picked out of the file one by one
+constexpr int64_t kRegionAlignment = 16;   // in a piece: of the widest access of a device
+constexpr int64_t kRequestBytes = 4 << 20; // of rows that are read together, with what lies between them
+constexpr int64_t kManyRows = 64;          // fewer take no time worth saving
 
 int64_t aligned(int64_t at) {
   return (at + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
