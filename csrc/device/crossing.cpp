@@ -240,10 +240,8 @@ void Crossing::fill_pieces() {
   };
   for (auto& region : regions) {
     while (region.is_run) {
-      int64_t room = piece_bytes_ - aligned(nbytes);
-      if (room < piece_bytes_ / kSplitShare) {
-        room = piece_bytes_;
-      }
+      const int64_t left = piece_bytes_ - aligned(nbytes);
+      const int64_t room = left < piece_bytes_ / kSplitShare ? piece_bytes_ : left;
       if (region.row <= room) {
         break;
       }
@@ -265,20 +263,16 @@ void Crossing::arrange() {
   if (direction_ == Direction::kUnpack) {
     return;
   }
-  std::map<int64_t, int64_t> seen;
-  std::vector<std::pair<int64_t, Load>> turns;
-  for (const auto& load : loads_) {
-    turns.emplace_back(seen[place(load).first]++, load);
+  std::map<int64_t, int64_t> turns;
+  for (auto& load : loads_) {
+    load.turn = turns[place(load).first]++;
   }
-  std::stable_sort(turns.begin(), turns.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::transform(turns.begin(), turns.end(), loads_.begin(), [](const auto& turn) { return turn.second; });
+  std::stable_sort(loads_.begin(), loads_.end(), [](const Load& a, const Load& b) { return a.turn < b.turn; });
 }
 
 std::pair<int64_t, int64_t> Crossing::place(const Load& load) const {
-  if (load.gathered) {
-    return {gathered_[load.begin].file, gathered_[load.begin].offset};
-  }
-  return {runs_[load.begin].file, runs_[load.begin].offset};
+  return load.gathered ? std::pair(gathered_[load.begin].file, gathered_[load.begin].offset)
+                       : std::pair(runs_[load.begin].file, runs_[load.begin].offset);
 }
 
 // One thread's work.

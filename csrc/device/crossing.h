@@ -75,7 +75,8 @@ class Crossing {
   struct Load {
     bool gathered;
     int64_t begin, end;
-    int64_t nbytes; // in the piece
+    int64_t nbytes;   // in the piece
+    int64_t turn = 0; // of those of its file, where files take turns
   };
 
   class Worker;

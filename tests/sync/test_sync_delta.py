@@ -360,7 +360,8 @@ def replicated_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | No
                 meeting.say("address", sender.address)
             for version in range(1, 8):
                 if version == 3:
-                    meeting.hear("joined")
+                    meeting.hear("joined-0")
+                    meeting.hear("joined-1")
                 values.to_local().copy_(replica(rank, version))
                 outcomes.append(attempt(partial(sender.send_weights, version)))
                 if rank == 0:
@@ -391,7 +392,7 @@ def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
                 assert receiver.staged is not None
                 version = receiver.staged
                 receiver.commit()
-                meeting.say("one" if whole else "joined")
+                meeting.say("one" if whole else f"joined-{rank}")
                 if whole:
                     assert ((values == replica(0, version)) | (values == replica(1, version))).all()
                     if version == 5:
