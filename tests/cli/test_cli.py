@@ -78,6 +78,11 @@ def test_the_ops_are_there(code: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_refers_to_the_module_can_be_sent() -> None:
+    """Ray pickles functions with the modules that they name."""
+    assert pickle.loads(pickle.dumps(epload)) is epload
+
+
 @pytest.mark.parametrize("arguments", [["inspect"], ["nonsense"], ["info", "more"], ["inspect", "x", "--filter", "("]])
 def test_wrong_arguments_give_one_line_and_status_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments)

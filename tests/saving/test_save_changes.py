@@ -292,7 +292,12 @@ def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("2", {"base": "3", "overwrite": True}, ValueError, "changes of itself"),
         ("1", {"base": "3", "overwrite": True}, ValueError, "changes of itself"),
         ("4", {"base": "9"}, epload.CheckpointError, "no checkpoint at"),
-        ("4", {"base": "1", "files": ["1/model.safetensors"]}, ValueError, "files= and checksums= are for whole checkpoints"),
+        (
+            "4",
+            {"base": "1", "files": ["1/model.safetensors"]},
+            ValueError,
+            "files= and checksums= are for whole checkpoints",
+        ),
         ("4", {"base": "s3://bucket/1"}, ValueError, "a path next to"),
         ("4", {"base": "hf://name"}, epload.CheckpointError, "expected hf://org/name"),
         ("4", {"base": {"a": torch.ones(1)}}, TypeError, "expected base to be the path"),
