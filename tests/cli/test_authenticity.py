@@ -69,6 +69,14 @@ def test_a_listed_file_that_is_gone(folder: Path) -> None:
     assert "config.json, which" in errors
 
 
+def test_a_listed_file_of_another_folder(folder: Path, tmp_path: Path) -> None:
+    listed = sha256sum(folder)
+    listed.write_text(f"{listed.read_text()}{'0' * 64}  {tmp_path / 'other'}\n")
+    status, _, errors = run("verify", str(folder), "--checksums", str(listed))
+    assert status == 1
+    assert f"names {tmp_path / 'other'}, which is not in {folder}" in errors
+
+
 def test_convert_writes_the_list_and_says_its_digest(folder: Path, tmp_path: Path) -> None:
     status, output, _ = run("convert", str(folder), str(tmp_path / "d"), "--checksums")
     assert status == 0

@@ -24,6 +24,8 @@ def compare_files(checkpoint: Checkpoint, given: str) -> str:
         compared = {part.file.name for part in parts}
         try:
             for name in sorted(name for name in checksums.files if PurePosixPath(name).name not in compared):
+                if PurePosixPath(name).is_absolute() and not PurePosixPath(name).is_relative_to(store.path):
+                    raise CheckpointError(f"{checksums.source} names {name}, which is not in {store}")
                 (file,) = store.open_files([name])
                 parts += checksums.parts_of(file, file.read)
         except OSError as error:
