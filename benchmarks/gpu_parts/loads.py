@@ -104,7 +104,7 @@ def _backends(backend: str, device: str) -> str:
 def _load_sharded(
     rank: int, devices: list[str | int], size: Size, folder: Path, what: str
 ) -> tuple[list[Row], list[str], list[int]]:
-    """What a rank measured at the second load of each mode, what is wrong, and the GPUs on which it has a context."""
+    """Returns a rank's rows for the second load of each mode, what is wrong, and the GPUs on which it has a context."""
     if devices[rank] == "cpu":
         device = torch.device("cpu")
     else:
@@ -234,7 +234,7 @@ def _receive(rank: int, meeting: Meeting, device: str, size: Size, folder: Path,
 
 
 def _receive_versions(model: nn.Module, address: str, device: str, stage: str) -> Row:
-    """What the last of three versions took here."""
+    """Returns what the last of three versions took on this receiver."""
     with epload.WeightReceiver(model, address, timeout=60, stage=stage) as receiver:
         for _ in range(3):
             with torch.no_grad():

@@ -143,11 +143,7 @@ def main() -> None:
         }
         torchrun = [
             sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
+            *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
             __file__,
         ]
         sys.exit(subprocess.run(torchrun, env=environment).returncode)

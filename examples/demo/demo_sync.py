@@ -37,11 +37,7 @@ def config() -> Qwen3MoeConfig:
 def start(script: str, folder: str) -> subprocess.Popen[bytes]:
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.Popen(

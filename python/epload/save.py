@@ -82,19 +82,8 @@ def save(
     """
     wait_for_pending()
     job = PendingSave(
-        model,
-        path,
-        mapping,
-        names_from,
-        dtype,
-        max_shard_bytes,
-        files,
-        base,
-        checksums,
-        overwrite,
-        topology,
-        timeout,
-    )
+        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
+    )  # fmt: skip
     return job._run()
 
 
@@ -129,19 +118,8 @@ def save_async(
     global _pending
     wait_for_pending()
     job = PendingSave(
-        model,
-        path,
-        mapping,
-        names_from,
-        dtype,
-        max_shard_bytes,
-        files,
-        base,
-        checksums,
-        overwrite,
-        topology,
-        timeout,
-    )
+        model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
+    )  # fmt: skip
     job._start()
     _pending = job
     return job

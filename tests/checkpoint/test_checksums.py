@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, Topology
-from epload.checkpoint import checksums
+from epload.checkpoint import checksums, file_sets
 from epload.checkpoint.checksums import Checksums
 from epload.loading import checked_files
 from epload.model.flat_state import FlatState
@@ -45,7 +45,7 @@ def saved(folder: Path, files: int = 1, **options: Any) -> epload.SaveReport:
 
 def sha256sum(folder: Path) -> Path:
     """The list that the program writes of a folder's files."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != checksums.FILE)
+    names = sorted(path.name for path in folder.iterdir() if path.name != file_sets.CHECKSUMS)
     listed = folder.parent / "SHA256SUMS"
     listed.write_bytes(subprocess.run(["sha256sum", "--", *names], cwd=folder, capture_output=True, check=True).stdout)
     return listed
@@ -74,19 +74,19 @@ def load(source: Any, given: Any, state: dict[str, Tensor] | None = None) -> epl
 @pytest.mark.parametrize("files", [1, 3])
 def test_what_save_writes_is_what_hashlib_says(files: int, tmp_path: Path) -> None:
     report = saved(tmp_path / "a", files)
-    raw = (tmp_path / "a" / checksums.FILE).read_bytes()
+    raw = (tmp_path / "a" / file_sets.CHECKSUMS).read_bytes()
     assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     listed = json.loads(raw)
     assert (listed["algorithm"], listed["chunk_bytes"]) == ("sha256", CHUNK)
     for path in (tmp_path / "a").iterdir():
-        if path.name == checksums.FILE:
+        if path.name == file_sets.CHECKSUMS:
             continue
         content = path.read_bytes()
         chunks = [hashlib.sha256(content[i : i + CHUNK]).hexdigest() for i in range(0, len(content), CHUNK)]
         assert listed["files"].pop(path.name) == {"bytes": len(content), "chunks": chunks}
     assert not listed["files"], "nothing else is listed"
     assert saved(tmp_path / "b", files, checksums=False).checksums == ""
-    assert not (tmp_path / "b" / checksums.FILE).exists()
+    assert not (tmp_path / "b" / file_sets.CHECKSUMS).exists()
 
 
 @pytest.mark.parametrize("kind", ["true", "digest", "path", "sha256sum", "dict"])
@@ -95,7 +95,7 @@ def test_a_load_compares_all_files_first(kind: str, tmp_path: Path) -> None:
     digest = saved(folder, 3).checksums
     by_name = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("model*")}
     given: Any = {
-        "true": True, "digest": digest, "path": folder / checksums.FILE, "sha256sum": sha256sum(folder), "dict": by_name,
+        "true": True, "digest": digest, "path": folder / file_sets.CHECKSUMS, "sha256sum": sha256sum(folder), "dict": by_name,
     }[kind]  # fmt: skip
     report = load(folder, given)
     assert report.hashed == sum(path.stat().st_size for path in folder.glob("model*")), "the index, too"
@@ -150,7 +150,7 @@ def test_malformed_lists(content: bytes, text: str) -> None:
 def test_lists_that_do_not_fit(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     saved(folder)
-    listed = json.loads((folder / checksums.FILE).read_bytes())
+    listed = json.loads((folder / file_sets.CHECKSUMS).read_bytes())
     entry = listed["files"]["model.safetensors"]
 
     def given(**changes: Any) -> Path:
@@ -181,7 +181,7 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=text):
             load(folder, wrong_list)
-    (folder / checksums.FILE).unlink()
+    (folder / file_sets.CHECKSUMS).unlink()
     for given_ in (True, "sha256:" + "0" * 64):
         with pytest.raises(CheckpointError, match="no checksums are published next to"):
             load(folder, given_)
@@ -212,7 +212,7 @@ def test_the_hub_has_published_digests(tmp_path: Path) -> None:
 
 
 def load_on(rank: int, world: int, path: str, given: Any, readers: str) -> tuple[str, int]:
-    """What the load ended with, and how many bytes this rank hashed."""
+    """Returns the error of the load, empty if it succeeded, and the bytes that this rank hashed."""
     own = path.replace("RANK", str(rank))
     model = meta_net()
     with HierarchicalLoader(
@@ -287,7 +287,7 @@ def save_on(rank: int, path: str) -> str:
 
 def test_ranks_share_what_is_hashed_in_a_save(tmp_path: Path) -> None:
     (digest,) = {*ranks.run(3, save_on, str(tmp_path / "a"))}
-    raw = (tmp_path / "a" / checksums.FILE).read_bytes()
+    raw = (tmp_path / "a" / file_sets.CHECKSUMS).read_bytes()
     assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     entry = json.loads(raw)["files"]["model.safetensors"]
     content = (tmp_path / "a" / "model.safetensors").read_bytes()
@@ -299,11 +299,11 @@ def test_ranks_share_what_is_hashed_in_a_save(tmp_path: Path) -> None:
 def test_convert_writes_the_list(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     report = epload.convert(tmp_path / "a", tmp_path / "b", checksums=True)
-    raw = (tmp_path / "b" / checksums.FILE).read_bytes()
+    raw = (tmp_path / "b" / file_sets.CHECKSUMS).read_bytes()
     assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
-    assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {checksums.FILE}
+    assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {file_sets.CHECKSUMS}
     with pytest.raises(ValueError, match=r"expected files= without checksums\.json"):
-        epload.convert(tmp_path / "a", tmp_path / "c", checksums=True, files=[tmp_path / "b" / checksums.FILE])
+        epload.convert(tmp_path / "a", tmp_path / "c", checksums=True, files=[tmp_path / "b" / file_sets.CHECKSUMS])
 
 
 def test_a_configuration_that_a_load_follows_counts(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ if __name__ == "__main__":
 def test_a_save_that_the_end_of_the_process_waits_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     subprocess.run([sys.executable, tmp_path / "program.py", tmp_path / "a"], check=True, timeout=120)
-    assert (tmp_path / "a" / checksums.FILE).exists()
+    assert (tmp_path / "a" / file_sets.CHECKSUMS).exists()
 
 
 def convert_on(rank: int, source: str, path: str) -> str:
@@ -340,7 +340,7 @@ def convert_on(rank: int, source: str, path: str) -> str:
 def test_ranks_share_what_is_hashed_in_a_conversion(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     (digest,) = {*ranks.run(3, convert_on, str(tmp_path / "a"), str(tmp_path / "b"))}
-    raw = (tmp_path / "b" / checksums.FILE).read_bytes()
+    raw = (tmp_path / "b" / file_sets.CHECKSUMS).read_bytes()
     assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     assert len(json.loads(raw)["files"]) > 4, "files enough for all ranks, and an index"
     load(tmp_path / "b", sha256sum(tmp_path / "b"))

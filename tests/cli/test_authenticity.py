@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,8 @@ def test_all_files_are_compared(kind: str, name: str, folder: Path) -> None:
     status, output, _ = run("verify", str(folder), "--checksums", given)
     assert status == 0
     assert f"{5 if kind == 'list' else 4} files" in output
+    as_json = json.loads(run("verify", str(folder), "--checksums", given, "--json")[1])
+    assert as_json["checksums"] in output
     change_byte(folder / name)
     status, output, errors = run("verify", str(folder), "--checksums", given)
     assert status == 1

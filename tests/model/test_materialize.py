@@ -223,7 +223,7 @@ def test_a_buffer_of_two_modules_stays_one(private: bool) -> None:
 
 
 def test_plain_tensors_get_what_empty_like_would_give() -> None:
-    """In one module: parameters with and without a gradient, buffers, and memory that is not contiguous or that they share."""
+    """One module has parameters with and without a gradient, buffers, and memory that is not contiguous or is shared."""
     with torch.device("meta"):
         module = nn.Linear(4, 3)
         module.frozen = nn.Parameter(torch.empty(3), requires_grad=False)

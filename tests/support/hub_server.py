@@ -106,7 +106,7 @@ class HubServer:
 
 
 def _etag(file: Path) -> str:
-    """As the Hub has it: the digest that git has for a small file, and sha256 for one in its large file storage."""
+    """Returns what the Hub has: git's digest for a small file, and sha256 for one in its large file storage."""
     content = file.read_bytes()
     if file.suffix in (".safetensors", ".bin", ".pt", ".distcp"):
         return hashlib.sha256(content).hexdigest()

@@ -18,11 +18,11 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.file_sets import CHECKSUMS
 from epload.checkpoint.local_store import LocalFile
 from epload.errors import CheckpointError, redact
 from epload.files import read_regular
 
-FILE = "checksums.json"
 CHUNK_BYTES = 64 << 20
 """Bytes of the chunks whose digests ``checksums.json`` has."""
 AnyChecksums: TypeAlias = bool | str | os.PathLike[str] | Mapping[str, str]
@@ -135,9 +135,9 @@ class Checksums:
         """``digest``: expected of the list itself; empty for any, also those of the Hub's cache."""
         store = checkpoint._store
         assert store is not None
-        path = store.path_of(FILE)
+        path = store.path_of(CHECKSUMS)
         try:
-            raw = store.peek(FILE)
+            raw = store.peek(CHECKSUMS)
         except FileNotFoundError:
             files = [*checkpoint.files, *checkpoint.descriptions]
             published = {
@@ -145,8 +145,8 @@ class Checksums:
             }
             if digest or not published:
                 raise CheckpointError(
-                    f"no checksums are published next to {store}: it has no {FILE}; pass the path of a list, in the format of "
-                    "sha256sum"
+                    f"no checksums are published next to {store}: it has no {CHECKSUMS}; pass the path of a list, in the format "
+                    "of sha256sum"
                 ) from None
             return cls("the Hugging Face Hub", published)
         except OSError as error:

@@ -23,6 +23,8 @@ DCP = ".metadata"
 """The description of a DCP folder."""
 DELTA = "epload-delta.json"
 """The index of a folder with what has changed since another checkpoint. No other library reads it."""
+CHECKSUMS = "checksums.json"
+"""The digests of a folder's files: see :mod:`epload.checkpoint.checksums`."""
 _TRANSFORMERS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip

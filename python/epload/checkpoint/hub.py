@@ -24,8 +24,6 @@ from epload.errors import CheckpointError
 from epload.files import read_regular
 
 SCHEME = "hf://"
-CHECKSUMS = "checksums.json"
-"""See :mod:`epload.checkpoint.checksums`."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
@@ -160,7 +158,7 @@ def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: s
             index = json.loads(content(chosen[0]))
             in_index = dict(index["files"]) if chosen == [file_sets.DELTA] else index["weight_map"].values()
             chosen = chosen + sorted(set(in_index).intersection(names))
-    return [*(file for file in (*file_sets.CONFIGS, CHECKSUMS) if file in names), *chosen]
+    return [*(file for file in (*file_sets.CONFIGS, file_sets.CHECKSUMS) if file in names), *chosen]
 
 
 def _describe(hub: Any, name: str, revision: str, error: Exception) -> CheckpointError:

@@ -158,24 +158,24 @@ def verify(
     from epload.cli.authenticity import compare_files, verify_signature
     from epload.verify.compare import find_non_finite
 
+    authenticity = {}
     if signature is not None:
-        signed = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
+        authenticity["signature"] = verify_signature(checkpoint, signature, public_key, identity, identity_provider)
     elif public_key or identity or identity_provider:
         raise click.BadParameter("expected --signature with it", param_hint="--public-key or --identity")
     opened = _open(checkpoint, variant)
     if checksums is not None:
-        compared = compare_files(opened, checksums)
+        authenticity["checksums"] = compare_files(opened, checksums)
     manifest = opened.manifest
     number = len(manifest.names)
     with Progress(manifest.nbytes, not as_json) as bar:
         bad = list(find_non_finite(opened, bar.update))
-    if signature is not None and not as_json:
-        show(signed)
-    if checksums is not None and not as_json:
-        show(compared)
     if as_json:
-        print_json({"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad})
+        facts_of = {"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad}
+        print_json(facts_of | authenticity)
         return int(bool(bad))
+    for text in authenticity.values():
+        show(text)
     for tensor in bad:
         show(f"{tensor['name']}: {tensor['nans']} NaN and {tensor['infs']} Inf in {tensor['count']} elements")
     show(

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 
-from epload.checkpoint import checksums
+from epload.checkpoint import checksums, file_sets
 from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.ranks.control import Control
@@ -54,7 +54,7 @@ def publish(folder: Path, digests: Digests) -> str:
         for path in paths
     }
     content = checksums.render(sizes, known)
-    with open(folder / checksums.FILE, "xb") as stream:
+    with open(folder / file_sets.CHECKSUMS, "xb") as stream:
         stream.write(content)
     return checksums.digest_of(content)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.checksums import FILE as CHECKSUMS
+from epload.checkpoint.file_sets import CHECKSUMS
 from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.columns import batches
