@@ -56,6 +56,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer")
+    parser.add_argument("--width", type=int, default=1, help="factor of the layers' sizes; their bytes grow with its square")
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
     parser.add_argument(
@@ -94,7 +95,10 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     """Measures all peers between two jobs. ``case``: "loopback", or the number of rollout nodes in a testbed."""
     began = monotonic()
     linked = case != "loopback"
-    size = Size(layers=options.layers or (16 if linked else 48), experts=options.experts)
+    size = Size(
+        layers=options.layers or (16 if linked else 48), experts=options.experts, hidden=options.width * Size.hidden,
+        intermediate=options.width * Size.intermediate,
+    )  # fmt: skip
     nbytes, tensors = summary.contents(meta_model(size))
     experts = (parameter for name, parameter in meta_model(size).named_parameters() if QUANTIZED.search(name))
     quantized = sum(parameter.nbytes for parameter in experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...]
     for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
         assert seen == nodes, "nodes are in the order of their first ranks"
         assert node == next(own for own in nodes if rank in own)
+
+
+def discover_without_heartbeats(rank: int) -> int:
+    """The watch has nothing to do of itself before a quarter of the timeout has passed."""
+    beat = mock.patch("epload.ranks.watch.Watch._beat", side_effect=AssertionError("waited for a heartbeat"))
+    times = [
+        mock.patch("epload.ranks.watch._FIRST_BEAT", float("inf")),
+        mock.patch("epload.ranks.heartbeat.INTERVAL", 3600.0),
+    ]
+    with beat, times[0], times[1]:
+        return len(Topology.discover(timeout=60).node)
+
+
+def test_a_message_of_a_new_link_wakes_its_receiver() -> None:
+    assert ranks.run(3, discover_without_heartbeats) == [3] * 3
 
 
 WRONG: dict[str, tuple[Nodes, str]] = {

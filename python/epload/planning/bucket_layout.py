@@ -32,14 +32,15 @@ class BucketLayout:
         """Returns the holdings of a rank that has each entry as a local tensor. ``shapes``: of all tensors."""
         order = torch.argsort(self.tensor * len(self.slots) + self.slot)
         tensors, counts = torch.unique_consecutive(self.tensor[order], return_counts=True)
-        columns = zip(torch.split(order, counts.tolist()), torch.split(self.slot[order], counts.tolist()), strict=True)
+        entries, slots, end = order.tolist(), self.slot[order].tolist(), 0
         targets: list[tuple[int, ...]] = [()] * len(shapes)
         class_of = [NO_PART] * len(shapes)
         numbers: dict[object, int] = {}
         shares: list[Share] = []
-        for tensor, (entries, slots) in zip(tensors.tolist(), columns, strict=True):
-            targets[tensor], shape = tuple(entries.tolist()), shapes[tensor]
-            key = shape, *(self.slots[slot] for slot in slots.tolist())
+        for tensor, count in zip(tensors.tolist(), counts.tolist(), strict=True):
+            begin, end = end, end + count
+            targets[tensor], shape = tuple(entries[begin:end]), shapes[tensor]
+            key = shape, *(self.slots[slot] for slot in slots[begin:end])
             if key not in numbers:
                 numbers[key] = len(shares)
                 boxes, whole = key[1:], View.whole(shape)

@@ -109,6 +109,7 @@ class NodeConnection:
                 raise RankExited(rank, self.processes.ended[rank])
 
         self.links = connect_node(tree, token, self.timeout, check)
+        self.wake()  # so that the watch receives from them
         self.tree, self._joined = tree, True
         self.heartbeats = Heartbeats(self.connection, tree)
         if tree.leads:
