@@ -56,7 +56,9 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer")
-    parser.add_argument("--width", type=int, default=1, help="factor of the layers' sizes; their bytes grow with its square")
+    parser.add_argument(
+        "--width", type=int, default=1, help="factor of the layers' sizes; their bytes grow with its square"
+    )
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
     parser.add_argument(

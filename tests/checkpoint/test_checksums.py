@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, Topology
-from epload.checkpoint import checksums, file_sets
+from epload.checkpoint import checksums, file_sets, local_store
 from epload.checkpoint.checksums import Checksums
 from epload.loading import checked_files
 from epload.model.flat_state import FlatState
@@ -211,13 +212,16 @@ def test_the_hub_has_published_digests(tmp_path: Path) -> None:
 # ---- several ranks ----
 
 
-def load_on(rank: int, world: int, path: str, given: Any, readers: str) -> tuple[str, int]:
-    """Returns the error of the load, empty if it succeeded, and the bytes that this rank hashed."""
+def load_on(
+    rank: int, world: int, path: str, given: Any, readers: str, ranks_per_node: int = 3, mounts: str = ""
+) -> tuple[str, int]:
+    """Returns the error of the load, empty if it succeeded, and the bytes that this rank hashed. ``mounts``: a file."""
     own = path.replace("RANK", str(rank))
     model = meta_net()
-    with HierarchicalLoader(
-        Topology.from_nodes([[*range(world)]]), readers=readers, progress=False, timeout=30
-    ) as loader:
+    if mounts:
+        mock.patch.object(local_store, "_MOUNTS", Path(mounts)).start()
+    nodes = [[*range(world)[first : first + ranks_per_node]] for first in range(0, world, ranks_per_node)]
+    with HierarchicalLoader(Topology.from_nodes(nodes), readers=readers, progress=False, timeout=30) as loader:
         try:
             report = loader.load(
                 model, own, checksums=given.replace("RANK", str(rank)) if isinstance(given, str) else given
@@ -237,6 +241,43 @@ def test_ranks_share_the_files(readers: str, tmp_path: Path) -> None:
     hashed = [nbytes for _, nbytes in outcomes]
     assert sum(hashed) == total, "each byte once in the job"
     assert [nbytes > 0 for nbytes in hashed] == ([True, False, False] if readers == "one" else [True] * 3)
+
+
+MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 259:7 / / rw,relatime shared:1 master:3 - ext4 /dev/root rw
+61 27 {device} /export/models /mnt rw,relatime shared:9 - {kind} {source} rw,vers=4.2,addr=10.0.0.7
+"""
+SERVERS = [
+    ("nfs4", "10.0.0.7:/models"), ("nfs", "[fd00::7]:/models"), ("lustre", "10.0.0.7@tcp:/models"),
+    ("ceph", "10.0.0.7:6789:/models"), ("cifs", "//10.0.0.7/models"),
+]  # fmt: skip
+
+
+def test_mounts_that_all_machines_share() -> None:
+    for kind, source in SERVERS:
+        mounts = MOUNTS.format(device="0:53", kind=kind, source=source)
+        assert local_store._network_source(mounts, "0:53") == f"{kind} {source}"
+        for other in ("0:21", "259:7", "0:5", "0:531"):
+            assert not local_store._network_source(mounts, other)
+    for kind in ("xfs", "overlay", "tmpfs", "fuse.gcsfuse", "9p"):
+        assert not local_store._network_source(MOUNTS.format(device="0:53", kind=kind, source="models:/a"), "0:53")
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "xfs"])
+def test_nodes_share_what_a_server_has(kind: str, tmp_path: Path) -> None:
+    """Nodes compare each file once if a file server has it, and each for itself if it may be a copy of their own."""
+    saved(tmp_path / "a", 3)
+    total = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
+    index = (tmp_path / "a" / "model.safetensors.index.json").stat().st_size  # which ranks that join do not open
+    device = (tmp_path / "a").stat().st_dev
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS.format(device=f"{os.major(device)}:{os.minor(device)}", kind=kind, source="a:/b"))
+    outcomes = ranks.run(4, load_on, 4, str(tmp_path / "a"), True, "every", 2, str(mounts))
+    assert {text for text, _ in outcomes} == {""}
+    hashed = [nbytes for _, nbytes in outcomes]
+    assert sum(hashed) == (1 if kind == "nfs4" else 2) * total + index
+    assert all(hashed[:3])
 
 
 def test_copies_are_each_compared(tmp_path: Path) -> None:
