@@ -1,6 +1,7 @@
 #include "strided.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace epload {
 
@@ -13,6 +14,14 @@ int64_t span_of(const RegionCopy& copy) {
     elements += (copy.size[d] - 1) * copy.bucket_stride[d];
   }
   return elements * static_cast<int64_t>(c10::elementSize(copy.dtype));
+}
+
+Dims innermost_first(const RegionCopy& copy) {
+  Dims dims(copy.size.size());
+  std::iota(dims.rbegin(), dims.rend(), 0);
+  std::stable_sort(
+      dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return copy.bucket_stride[a] < copy.bucket_stride[b]; });
+  return dims;
 }
 
 bool halve(const RegionCopy& copy, RegionCopy& first, RegionCopy& second) {

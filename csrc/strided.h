@@ -17,6 +17,9 @@ struct Strided {
 // Bytes from a region's first element in the bucket to its last; 0 for one without elements.
 int64_t span_of(const RegionCopy& copy);
 
+// The dims of a region as they are nested in the bucket, which for a transposed tensor is another order than its own.
+Dims innermost_first(const RegionCopy& copy);
+
 // The halves of a region, cut where they lie farthest apart in the bucket; false if it has one element.
 bool halve(const RegionCopy& copy, RegionCopy& first, RegionCopy& second);
 

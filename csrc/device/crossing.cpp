@@ -127,7 +127,7 @@ void Crossing::add(int64_t file, const at::Tensor& tensor, const RegionCopy& cop
   }
   Gathered region{copy, file, copy.bucket_offset, item, {}, {}};
   int64_t nbytes = item; // in the piece
-  for (size_t d = copy.size.size(); d-- > 0;) {
+  for (const auto d : innermost_first(copy)) {
     const int64_t size = copy.size[d], stride = copy.bucket_stride[d] * item, gap = stride - region.row;
     // Of short rows what lies between them comes along; not when writing.
     const bool covers = direction_ == Direction::kUnpack && region.row < kRowBytes && gap >= 0 && gap <= kGapBytes;

@@ -76,6 +76,29 @@ def test_strided_in_the_file(files: Files, shape: Shape, start: Shape, size: Sha
     assert target.nbytes <= nbytes <= 4 * span, "no byte is read twice"
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((2048, 512), (1, 0)),  # bytes between the elements of a column are few
+        ((300, 3000), (1, 0)),  # and here too many to read
+        ((5, 700, 600), (0, 2, 1)),  # experts, each transposed
+        ((70, 60, 50), (2, 0, 1)),
+        ((70, 60, 50), (2, 1, 0)),
+    ],
+)
+def test_transposed(files: Files, shape: Shape, dims: Shape, dtype: torch.dtype) -> None:
+    """A tensor whose dims are in another order than in the file is read as it lies there: in few requests, each byte once."""
+    number = files.add(8 + 4 * torch.Size(shape).numel())
+    whole, part = (0,) * len(shape), tuple(n - n // 3 for n in shape)
+    for start, size in ((whole, shape), (tuple(n // 3 for n in shape), part)):
+        row = Row(number, 8, shape, dtype, start, size, 0, whole, dims)
+        target = filled(tuple(row.turned(size)), dtype)
+        nbytes = files.check([row], [target])
+        span = 1 + sum((n - 1) * stride for n, stride in zip(size, packed(list(shape)), strict=True))
+        assert target.nbytes <= nbytes <= dtype.itemsize * span
+
+
 def test_sparse_spans_are_read_in_parts(files: Files) -> None:
     """A quarter of a percent of a 16 MB span: not all of it is read."""
     number = files.add(16 << 20)
@@ -220,12 +243,14 @@ def jobs(draw: st.DrawFn) -> Job:
         cut = draw(st.integers(0, shape[0])) if dims else 0
         for low, high in {(0, cut), (cut, shape[0])} if dims else {(0, 0)}:
             stored = draw(st.sampled_from((wanted, F32, BF16, torch.int16, torch.uint8)))
-            size = (high - low, *shape[1:]) if dims else ()
+            place = (high - low, *shape[1:]) if dims else ()
+            turned = tuple(draw(st.permutations(range(dims))))
+            size = tuple(place[turned.index(dim)] for dim in range(dims))
             start = tuple(draw(st.integers(0, 2)) for _ in size)
             around = tuple(a + n + draw(st.integers(0, 2)) for a, n in zip(start, size, strict=True))
             offset = draw(st.integers(0, 300))
             at = (low, *(0,) * (dims - 1)) if dims else ()
-            rows.append(Row(draw(st.integers(0, len(sizes) - 1)), offset, around, stored, start, size, i, at))
+            rows.append(Row(draw(st.integers(0, len(sizes) - 1)), offset, around, stored, start, size, i, at, turned))
     return sizes, targets, rows, wanted
 
 

@@ -31,6 +31,12 @@ class Row:
     size: Shape
     target: int
     at: Shape
+    dims: Shape = ()
+    """Which dim of the box each dim of the target is; empty if they are the same."""
+
+    def turned(self, values: Sequence[int]) -> list[int]:
+        """Returns one value for each dim of the box as one for each dim of the target."""
+        return [values[dim] for dim in self.dims or range(len(values))]
 
 
 def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +48,7 @@ def table_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         origins.append([i, row.dtype.itemsize * sum(a * b for a, b in zip(row.start, strides, strict=True))])
         fill = [0] * (dims - len(row.shape))
         head = [row.target, -1, dtypes.code(row.dtype), len(row.shape)]
-        table.append([*head, *row.at, *fill, *row.size, *fill, *strides, *fill])
+        table.append([*head, *row.at, *fill, *row.turned(row.size), *fill, *row.turned(strides), *fill])
     files, offsets = torch.tensor([row.file for row in rows]), torch.tensor([row.offset for row in rows])
     return files, offsets, torch.tensor(origins), torch.tensor(table)
 
@@ -82,8 +88,8 @@ class Files:
         """Reads, and compares the targets' whole storages with what slicing and ``copy_`` do; returns bytes read."""
         before = [same_storage(target) for target in targets]
         for row in rows:
-            place = box(before[row.target], row.at, row.size)
-            place.copy_(box(self.tensor(row), row.start, row.size))
+            place = box(before[row.target], row.at, tuple(row.turned(row.size)))
+            place.copy_(box(self.tensor(row), row.start, row.size).permute(row.turned(range(len(row.size)))))
         *where, table = table_of(rows)
         nbytes, bad, offset, error = ops.read_regions(self.descriptors, *where, targets, table, threads)
         assert (bad, offset, error) == (-1, 0, 0)
