@@ -242,6 +242,9 @@ class ReceiverRendezvous:
         Args:
             beats: a connection of the thread's own, as a wait blocks the other one.
             timeout: of one call of the store.
+
+        Raises:
+            LoadError: the store is lost, or does not answer in time.
         """
         self._store = store
         self._beats = beats
@@ -251,11 +254,11 @@ class ReceiverRendezvous:
         """The versions that the sender sends."""
         self.offers = Announcements(PrefixStore(OFFERS, store), timeout)
         """The versions that other engines have."""
-        number = answered(lambda: store.add("receivers", 1), timeout)
+        number = _answer_of_sender(lambda: store.add("receivers", 1), timeout)
         process = f"process {os.getpid()} on {os.uname().nodename}"
         self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
         self._key = f"alive/{number}"
-        answered(lambda: beats.set(self._key, "0"), timeout)
+        _answer_of_sender(lambda: beats.set(self._key, "0"), timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
     def _beat(self) -> None:

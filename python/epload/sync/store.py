@@ -42,6 +42,10 @@ _MAX_CALL = timedelta(seconds=60)
 """Maximum time that a call of the sender's own connection takes."""
 _BANNER_SECONDS = 0.02
 """Seconds within which a front that is near says what it is; else it is asked again once a TCPStore has failed to connect."""
+_CONNECT_SECONDS = 3.0
+"""Limit of one attempt to connect. A TCPStore whose server ends meanwhile waits up to 2.4 times as long."""
+_CALL_SECONDS = 10.0
+"""Limit of a receiver's call of the store, unless it waits for something."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 
@@ -163,14 +167,15 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
     while True:
         try:
             # A TCPStore would write a warning each time that it cannot connect.
-            seconds = max(0.1, min(10.0, until - time.monotonic()))
+            seconds = max(0.1, min(_CONNECT_SECONDS, until - time.monotonic()))
             with socket.create_connection((host, port), seconds) as connection:
                 if token:
                     authenticate(connection, token, where)
                 elif asks_for_token(connection, _BANNER_SECONDS):
                     raise _no_token(where)
             target = (LOOPBACK, tunnel(host, port, where, token)) if token else (host, port)
-            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=10)), timeout)
+            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=seconds)), timeout)
+            store.set_timeout(timedelta(seconds=_CALL_SECONDS))
             break
         except (OSError, RuntimeError) as error:
             if isinstance(error, LoadError):
