@@ -162,3 +162,22 @@ def test_diff(checkpoint: Path, tmp_path: Path) -> None:
     run("diff", *narrowed, "--atol", "0.75")
     run("diff", *narrowed, "--atol", "0.74", status=1)
     run("diff", *narrowed, "--rtol", "1")
+
+
+def test_a_conversion_to_another_dtype_is_equal_within_a_tolerance(tmp_path: Path) -> None:
+    save_file({"w": torch.tensor([1.0, 1.001, -3.3])}, tmp_path / "m.safetensors")
+    run("convert", tmp_path / "m.safetensors", tmp_path / "bf16", "--dtype", "bf16")
+    text = run("diff", tmp_path / "m.safetensors", tmp_path / "bf16", status=1)
+    assert "values: w: 2 of 3 elements" in text
+    assert "1 tensor with equal values" in run("diff", tmp_path / "m.safetensors", tmp_path / "bf16", "--rtol", "0.01")
+    run("diff", tmp_path / "m.safetensors", tmp_path / "bf16", "--rtol", "0.0001", status=1)
+
+
+def test_a_rename_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    save_file({"model.w": torch.zeros(3)}, tmp_path / "m.safetensors")
+    new = tmp_path / "new"
+    arguments = ["convert", str(tmp_path / "m.safetensors"), str(new), "--rename", "^model=", "--rename", "nosuch=x"]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--rename 'nosuch' matches no tensor of" in result.stderr
+    assert not new.exists()

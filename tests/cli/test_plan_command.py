@@ -160,6 +160,25 @@ def test_a_buffer_that_nothing_computes_fails_as_the_load_does(tmp_path: Path) -
     assert str(caught.value) == f"{fit['error']} [rank 0]"
 
 
+class Resettable(nn.Module):
+    """Has a buffer that its own method computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("positions", torch.empty(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.positions.copy_(torch.arange(4))
+
+
+def test_what_modules_initialize_themselves(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "m.safetensors")
+    arguments = [tmp_path / "m.safetensors", "--model", f"{__name__}:Resettable"]
+    assert "Pass init_missing='reset_parameters'" in plan(*arguments, status=1)["fit"]["error"]
+    assert not plan(*arguments, "--init-missing", "reset_parameters")["fit"]["error"]
+
+
 RENAMES = epload.Mapping(renames={"^layers": ""})
 
 

@@ -131,7 +131,7 @@ def test_mistakes_and_dicts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         "CheckpointError: the value of harmful cannot be loaded without executing",
         "ValueError: ranks 0 and 1 pass state dicts with different values besides tensors: epoch",
         "ValueError: w is on meta",
-        "w has shape [3] in the checkpoint but [4] in the model",
+        "w has shape [3], but [4] in the model",
         "TypeError: expected a dict of tensors, got Linear, a module: pass it to epload.load",
         "{'a': {'w': tensor([1., 1., 1.]), 'lr': 0.5}} []",
         "{'a': {'w': tensor([1., 1., 1.]), 'lr': 0.5}, 'b': 3} ['b']",

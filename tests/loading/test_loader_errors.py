@@ -235,7 +235,7 @@ DIFFERENCES = {
     "header": ["its header differs"],
     "content": ["its content differs"],
     "empty": ["its size differs"],
-    "missing": ["cannot read", "No such file"],
+    "missing": ["cannot read", "a file that the source rank reads: pass the same checkpoint on every rank"],
 }
 
 
@@ -264,8 +264,13 @@ def one_differs(rank: int, device: str, folder: Path, readers: str, odd: int) ->
         path = folder / what / "model.safetensors" if rank == odd else folder / "1.safetensors"
         model = meta_net(where=device)
         if readers == "auto":
-            report = loader.load(model, path)
+            with mock.patch("epload.loading.inputs.logger.warning") as warning:
+                report = loader.load(model, path)
             problems += [f"{what}: {text}" for text in wrong(model, state_for(1), where=device)]
+            warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+            expected = f"rank {rank} gets another rank's checkpoint: {path} is not the file that the source rank has"
+            if [text.startswith(expected) for text in warned] != [True] * (rank == odd and what != "missing"):
+                problems.append(f"{what}: {warned}")
             if report.readers != "one" or "auto -> one: only rank 0" not in report.reason:
                 problems.append(f"{what}: {report.readers}, {report.reason}")
             continue

@@ -105,7 +105,7 @@ KEYS = (
     "strict=False ignores missing and unexpected keys",
 )  # fmt: skip
 SHAPES = (
-    "2 mismatched shapes: b has shape [3] in the checkpoint but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
+    "2 mismatched shapes: b has shape [3], but [4] in the model; cannot make e.gate_up of shape [4, 6, 3] "
     "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
     "ignore_mismatched_shapes=True skips parameters of mismatched shape",
 )

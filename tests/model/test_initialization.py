@@ -414,3 +414,4 @@ def test_what_the_model_cannot_compute_keeps_its_values_with_a_warning(caplog: p
         assert "window" not in warning
         loader.load(model, {"w": torch.arange(3.0) + 1})
         assert torch.equal(model.window, torch.tensor([2.0, 3.0]))
+    assert not epload.load(model, {"w": torch.arange(3.0)}, progress=False).warnings, "said once of a model"

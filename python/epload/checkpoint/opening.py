@@ -123,7 +123,14 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> C
                 f"{store.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
                 "every rank"
             )
-        for file, facts in zip(store.open([name] if is_file else names), expected, strict=True):
+        try:
+            files = store.open([name] if is_file else names)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"cannot read {error.filename}, a file that the source rank reads: pass the same checkpoint on every rank, or let "
+                'one rank read (readers="one")'
+            ) from error
+        for file, facts in zip(files, expected, strict=True):
             parts = zip(("size", "header", "content"), _facts(file)[1:], facts[1:], strict=True)
             if part := next((part for part, own, other in parts if own != other), ""):
                 raise CheckpointError(

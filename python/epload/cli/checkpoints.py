@@ -212,10 +212,11 @@ def diff(
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
 
-    FIRST and SECOND are as for inspect, and may have different formats. Values are compared across dtypes, and a different dtype
-    is a difference. Tensors with other values are sorted by their largest difference.
+    FIRST and SECOND are as for inspect, and may have different formats. Values are compared across dtypes. Tensors with other
+    values are sorted by their largest difference.
 
-    Exits with 1 if the checkpoints differ, in values by more than the tolerances.
+    Exits with 1 if the checkpoints differ, in values by more than the tolerances. A different dtype counts unless a tolerance
+    is given.
     """
     from epload.verify.compare import compare_headers, compare_values
 
@@ -236,7 +237,8 @@ def diff(
         equal = "in both, values not compared" if headers_only else "with equal values"
         others = f", {count(len(values), 'tensor')} with other values" if values else ""
         show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
-    return int(any(headers.values()) or bool(values))
+    counted = headers if not (rtol or atol) else {**headers, "dtypes": None}
+    return int(any(counted.values()) or bool(values))
 
 
 def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None) -> None:

@@ -42,13 +42,19 @@ Factory = Callable[[DeviceMesh], nn.Module]
 
 
 def plan_job(
-    manifest: Manifest, factory: Factory, sizes: Sizes, nodes: Sequence[range], rules: AnyMapping = "auto"
+    manifest: Manifest,
+    factory: Factory,
+    sizes: Sizes,
+    nodes: Sequence[range],
+    rules: AnyMapping = "auto",
+    resets: bool = False,
 ) -> dict[str, Any]:
     """Plans a load by all ranks of a job into the model that a factory makes. Returns what is printed as JSON.
 
     Args:
         nodes: the ranks of each.
         rules: the mapping.
+        resets: whether the load has ``init_missing="reset_parameters"``.
 
     Raises:
         ModelMismatch: the checkpoint does not fit the model, by other than missing, unexpected or mismatched keys.
@@ -60,7 +66,7 @@ def plan_job(
         targets = collect(model)
         mapping = resolve_mapping(rules, model, targets.index, manifest.names)
         manifest = with_quantization_of(model, manifest)
-        unfilled = _unfilled(model, targets)
+        unfilled = _unfilled(model, targets, resets)
         targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
@@ -98,16 +104,17 @@ def plan_job(
     }
 
 
-def _unfilled(model: nn.Module, targets: Targets) -> str:
-    """Returns the error that a load would raise for tensors on meta that are in no checkpoint and that the model cannot compute;
-    empty if there are none."""
-    dtypes = {name: tensor.dtype for name, tensor in targets.unsaved_meta.items()}
+def _unfilled(model: nn.Module, targets: Targets, resets: bool) -> str:
+    """Returns the error that a load would raise for tensors on meta that are in no checkpoint and that neither the model nor,
+    with ``resets``, its modules can compute; empty if there are none."""
+    unsaved = targets.unsaved_meta
+    dtypes = {name: tensor.dtype for name, tensor in unsaved.items()}
     try:
-        computed, _ = compute_missing(model, targets.unsaved_meta, dtypes, 0)
+        computed, _ = compute_missing(model, unsaved, dtypes, 0, resets=unsaved if resets else ())
     except ModelMismatch as mismatch:
         return str(mismatch)
     unfilled = sorted(targets.unsaved_meta.keys() - computed.keys())
-    return str(unfilled_error(unfilled, False)) if unfilled else ""
+    return str(unfilled_error(unfilled, resets)) if unfilled else ""
 
 
 def _fit(manifest: Manifest, plan: LoadPlan, mapping: Mapping) -> dict[str, Any]:

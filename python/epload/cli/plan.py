@@ -34,11 +34,17 @@ from epload.observe.render import count, list_keys, show_bytes
 @click.option(
     "--mapping", metavar="PACKAGE.MODULE:NAME", help="Use this epload.Mapping. The default is what the model declares."
 )
+@click.option(
+    "--init-missing",
+    type=click.Choice(["reset_parameters"]),
+    help="Initialize what the checkpoint lacks by this method of its modules, as the argument of epload.load does.",
+)
 @variant_option
 @json_option
 def plan(
-    checkpoint: str, model: str | None, mesh: str, nodes: int, mapping: str | None, variant: str, as_json: bool
-) -> int:
+    checkpoint: str, model: str | None, mesh: str, nodes: int, mapping: str | None, init_missing: str | None,
+    variant: str, as_json: bool,
+) -> int:  # fmt: skip
     """Show what a load would do, without its ranks.
 
     Prints which names match, the bytes of each rank, and for each choice of readers the buckets, the staging memory and the bytes
@@ -61,7 +67,7 @@ def plan(
     opened = Checkpoint.open(checkpoint, variant=variant)
     opened.close()
     on_nodes = [range(first, first + world // nodes) for first in range(0, world, world // nodes)]
-    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, rules)
+    job = plan_job(opened.manifest, find_factory(model or checkpoint), sizes, on_nodes, rules, init_missing is not None)
     if as_json:
         print_json({"world": world, "nodes": nodes, **job})
     else:

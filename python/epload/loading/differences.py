@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Set
 from typing import Any
 
@@ -19,6 +20,8 @@ _MAX_VIEWS = 4
 """Whole descriptions of models that are compared to tell where they differ."""
 _MAX_LINES = 5
 """Differences that an error shows."""
+_AROUND = 80
+"""Characters that it shows before the place where two texts differ, and a third of those behind it."""
 _MAX_MESHES, _MAX_RANKS = 4, 16
 """Meshes that an error lists at most, and ranks of each."""
 
@@ -86,10 +89,17 @@ def _raise_difference(views: dict[int, dict[str, str] | None]) -> None:
     for rank, view in others:
         for name in first:
             if name in view and first[name] != view[name]:
-                a, b = f"{name}: {first[name]}", f"{name}: {view[name]}"
-                lines.append(f"rank {reference} has {a!r} where rank {rank} has {b!r}")
+                a, b = _around_difference(first[name], view[name])
+                lines.append(f"rank {reference} has {name + ': ' + a!r} where rank {rank} has {name + ': ' + b!r}")
     listed = "\n  ".join(lines[:_MAX_LINES])
     raise ManifestMismatch(f"the ranks disagree, nothing was moved:\n  {listed}")
+
+
+def _around_difference(*texts: str) -> list[str]:
+    """Returns of each text what is around the first place where they differ, or all of it if it is short."""
+    begin = max(len(os.path.commonprefix(texts)) - _AROUND, 0)
+    shown = [("..." if begin else "") + text[begin : begin + 4 * _AROUND] for text in texts]
+    return [part + "..." * (len(text) > begin + 4 * _AROUND) for part, text in zip(shown, texts, strict=True)]
 
 
 # ---- device meshes ----

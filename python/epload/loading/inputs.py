@@ -10,6 +10,7 @@ import torch
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.core.log import logger
 from epload.errors import CheckpointError
 from epload.loading.request import Request
 from epload.loading.resources import Resources
@@ -105,9 +106,11 @@ class InputReader:
         if joins and not (auto and manifest.locations is None):
             try:
                 inputs.checkpoint = self._use(Checkpoint.join(source, manifest, self._progress), source)
-            except (CheckpointError, TypeError):
+            except (CheckpointError, TypeError) as error:
                 if not auto:
                     raise
+                if not isinstance(error.__cause__, OSError):  # it has another checkpoint, not none
+                    logger.warning("rank %d gets another rank's checkpoint: %s", self._resources.topology.rank, error)
         self.manifest = inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
         return self.manifest
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epload.core.attempt import Attempt
 from epload.core.default_device import callers_default_device
@@ -24,6 +25,9 @@ from epload.observe.render import list_keys
 from epload.planning.plan import LoadPlan
 from epload.ranks.control import Control
 from epload.report import LoadReport
+
+_warned = WeakSet[nn.Module]()
+"""Models whose buffers a report has warned of."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +162,12 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         LoadError: the hook leaves a tensor unfilled that held no values.
     """
     targets, model = inputs.targets, request.model
-    if missing.unsaved:
+    if missing.unsaved and model not in _warned:
+        _warned.add(model)
         report.warnings.append(
-            f"no checkpoint has non-persistent buffers, and the model cannot compute {list_keys(sorted(missing.unsaved))}; they "
-            "keep their values, which after to_empty() are those of uninitialized memory"
+            f"non-persistent buffers are in no checkpoint, and the model cannot compute {list_keys(sorted(missing.unsaved))}: they "
+            "keep their values. If the model comes from to_empty(), they are uninitialized memory: set them, or leave the model on "
+            "meta, so that the load initializes them or says that it cannot"
         )
     computed = missing.computed
     if not computed and not missing.unfilled:

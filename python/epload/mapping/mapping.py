@@ -67,13 +67,18 @@ class Convert:
             (Stack(0), Concatenate(1)),
         )
         Convert((r"qkv\\.weight$",), ("q.weight", "k.weight", "v.weight"), (Split(0, "targets"),))
+
+    Keys that differ in other groups are converted apart, so that one rule can serve weights and biases::
+
+        Convert((r"q\\.(weight|bias)$", r"k\\.(weight|bias)$"), (r"qk.\\1",), (Concatenate(0),))
+
+    ``scopes`` are prefixes of keys. If there are any, the rule applies only to keys that start with one, and to what follows it.
     """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
     scopes: tuple[str, ...] = ()
-    """Prefixes of keys. Unless empty, the rule applies only to keys that start with one, and to the rest of such a key."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if there are no sources or targets, a source is not a regular expression, or a target refers to

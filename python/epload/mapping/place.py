@@ -148,7 +148,7 @@ class _Placer:
                 self.placed[source] = ((target, self._whole[shape]),)
             else:
                 other = "" if target == name else f"{target} has shape "
-                text = f"{list(shape)} in the checkpoint but {other}{list(self.targets[target])} in the model"
+                text = f"{list(shape)}, but {other}{list(self.targets[target])} in the model"
                 self.mismatches.append((target, (source,), f"{name} has shape {text}"))
 
     def _fill(self, target: str, source: int) -> None:
