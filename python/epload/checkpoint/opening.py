@@ -127,8 +127,8 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> C
             files = store.open([name] if is_file else names)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"cannot read {error.filename}, a file that the source rank reads: pass the same checkpoint on every rank, or let "
-                'one rank read (readers="one")'
+                f"cannot read {error.filename}, a file that the source rank reads: pass the same checkpoint on every rank, or "
+                'let one rank read (readers="one")'
             ) from error
         for file, facts in zip(files, expected, strict=True):
             parts = zip(("size", "header", "content"), _facts(file)[1:], facts[1:], strict=True)

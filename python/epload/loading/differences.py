@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Set
 from typing import Any
 
@@ -97,7 +96,8 @@ def _raise_difference(views: dict[int, dict[str, str] | None]) -> None:
 
 def _around_difference(*texts: str) -> list[str]:
     """Returns of each text what is around the first place where they differ, or all of it if it is short."""
-    begin = max(len(os.path.commonprefix(texts)) - _AROUND, 0)
+    same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len({*letters}) > 1), min(map(len, texts)))
+    begin = max(same - _AROUND, 0)
     shown = [("..." if begin else "") + text[begin : begin + 4 * _AROUND] for text in texts]
     return [part + "..." * (len(text) > begin + 4 * _AROUND) for part, text in zip(shown, texts, strict=True)]
 

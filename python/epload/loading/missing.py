@@ -165,9 +165,9 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     if missing.unsaved and model not in _warned:
         _warned.add(model)
         report.warnings.append(
-            f"non-persistent buffers are in no checkpoint, and the model cannot compute {list_keys(sorted(missing.unsaved))}: they "
-            "keep their values. If the model comes from to_empty(), they are uninitialized memory: set them, or leave the model on "
-            "meta, so that the load initializes them or says that it cannot"
+            f"non-persistent buffers are in no checkpoint, and the model cannot compute {list_keys(sorted(missing.unsaved))}: "
+            "they keep their values. If the model comes from to_empty(), they are uninitialized memory: set them, or leave the "
+            "model on meta, so that the load initializes them or says that it cannot"
         )
     computed = missing.computed
     if not computed and not missing.unfilled:
