@@ -192,6 +192,8 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
             if name != "joiner":
                 raise
             # The trainer has ended before.
+            if mine and fault.dies:
+                seeds.act(fault.kind, TIMEOUT)
             return {"calls": [(None, str(error), 0.0)], "wrong": wrong, "left": left_over()}
         if mine and fault.kind == "late":
             meeting.say("late")
@@ -214,9 +216,10 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
                 except AssertionError as error:
                     wrong.append(f"version {receiver.version}: {error}")
             found.append((receiver.version, text, seconds))
-            if mine and handing_on and number == VERSIONS and fault.dies:
-                seeds.act(fault.kind, TIMEOUT)  # nobody has asked for its version
-            if receiver.version == VERSIONS or "store is lost" in text or "closed" in text:
+            ended = receiver.version == VERSIONS or "store is lost" in text or "closed" in text
+            if mine and fault.dies and (ended or number == VERSIONS):
+                seeds.act(fault.kind, TIMEOUT)  # nobody has asked for its version, or the trainer has ended before
+            if ended:
                 break
         receiver.close()
     return {"calls": found, "wrong": wrong, "left": left_over()}
