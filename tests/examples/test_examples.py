@@ -41,6 +41,7 @@ PRINTS = {
     "hsdp": LOSS,
     "lightning_fsdp2": TRAINED,
     "lora_peft": TRAINED,
+    "own_model": rf"{LOSS}, (?P=first) of transformers' model of what was saved",
     "resume": rf"{LOSS}, (?P<later>\d+\.\d{{4}}) after 4 steps, (?P=later) if resumed after 2",
     "save": rf"{LOSS}, (?P<later>\d+\.\d{{4}}) when saved, (?P=later) of the saved model",
     "tensor_parallel": LOSS,
@@ -53,6 +54,7 @@ ALSO = {
     "accelerate_fsdp2": (r"^FSDPQwen3MoeForCausalLM on 2 ranks$", LOADED),
     "expert_parallel": (r"^4 of 8 experts on this rank$",),
     "lightning_fsdp2": (r"^loaded 25 tensors",),
+    "own_model": (r"^loaded 69 tensors",),
     "save": (r"^saved 69 tensors",),
     "trace": (r"^epload/read/nbytes = \d+$",),
     "trainer": (r"^FSDPQwen3MoeForCausalLM on 2 ranks$", LOADED),
@@ -219,8 +221,9 @@ def test_recipes_for_accelerators_say_so_and_stop(name: str, checkpoints: Path) 
 
 
 def test_recipes_are_short() -> None:
-    assert "shorter than 70 lines" in PAGE
-    assert [recipe.name for recipe in EXAMPLES.glob("*.py") if len(recipe.read_text().splitlines()) >= 70] == []
+    assert "shorter than 70 lines but for the model of one's own" in PAGE
+    long = [recipe.name for recipe in EXAMPLES.glob("*.py") if len(recipe.read_text().splitlines()) >= 70]
+    assert long == ["own_model.py"]
 
 
 def test_only_these_recipes_need_an_accelerator() -> None:
