@@ -19,6 +19,7 @@ constexpr int64_t kPartBytes = 1 << 20;      // that a thread takes at once
 constexpr int64_t kBytesPerThread = 8 << 20; // below this a thread costs more than it saves
 constexpr int64_t kStreamTotal = 512 << 10;  // from this on, unpacking bypasses the caches, which it would fill,
 constexpr int64_t kStreamRun = 1 << 10;      // for runs of at least this size
+constexpr int64_t kTile = 32;                // rows of so many items fit into the nearest cache on both sides
 
 // memcpy that neither fetches the cache lines that it overwrites nor evicts others. Other threads see what it wrote
 // after a fence.
@@ -54,6 +55,31 @@ void copy_items(char* to, const char* from, int64_t count, int64_t to_stride, in
   }
 }
 
+// Rows of items on both sides, and the distances between rows and between items, in bytes.
+struct Items {
+  int64_t rows, count;
+  int64_t to_row, to_item, from_row, from_item;
+};
+
+// Tile by tile: where one side is transposed, a cache line that a tile has fetched is used for all of its items.
+template <int64_t kItem>
+void copy_tiles(char* to, const char* from, const Items& items) {
+  for (int64_t first = 0; first < items.rows; first += kTile) {
+    const int64_t last = std::min(items.rows, first + kTile);
+    for (int64_t begin = 0; begin < items.count; begin += kTile) {
+      const int64_t count = std::min(items.count - begin, kTile);
+      for (int64_t row = first; row < last; ++row) {
+        copy_items<kItem>(
+            to + row * items.to_row + begin * items.to_item,
+            from + row * items.from_row + begin * items.from_item,
+            count,
+            items.to_item,
+            items.from_item);
+      }
+    }
+  }
+}
+
 // `count` rows of dim `dim`, or all of a run without dims. Runs are in bytes.
 void copy_rows(
     const Strided& s,
@@ -68,16 +94,24 @@ void copy_rows(
     stream&& s.run >= kStreamRun ? stream_copy(to, from, s.run) : static_cast<void>(std::memcpy(to, from, s.run));
     return;
   }
-  if (dim + 1 == s.size.size()) {
+  if (const size_t left = s.size.size() - dim; left <= 2) {
+    const size_t last = s.size.size() - 1;
+    const Items items{
+        left == 2 ? count : 1,
+        left == 2 ? s.size[last] : count,
+        to_stride[dim],
+        to_stride[last],
+        from_stride[dim],
+        from_stride[last]};
     switch (s.run) {
       case 1:
-        return copy_items<1>(to, from, count, to_stride[dim], from_stride[dim]);
+        return copy_tiles<1>(to, from, items);
       case 2:
-        return copy_items<2>(to, from, count, to_stride[dim], from_stride[dim]);
+        return copy_tiles<2>(to, from, items);
       case 4:
-        return copy_items<4>(to, from, count, to_stride[dim], from_stride[dim]);
+        return copy_tiles<4>(to, from, items);
       case 8:
-        return copy_items<8>(to, from, count, to_stride[dim], from_stride[dim]);
+        return copy_tiles<8>(to, from, items);
       default:
         break;
     }

@@ -56,6 +56,24 @@ def test_lazy_views_are_resolved_or_refused(lazy: str) -> None:
     assert torch.equal(bucket, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
+@pytest.mark.parametrize("dims", [(1, 0), (0, 2, 1), (2, 1, 0), (1, 2, 0), (3, 1, 0, 2)])
+def test_transposed_regions_larger_than_a_tile(dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    """What lies around the region stays as it is."""
+    shape = {2: (65, 70), 3: (33, 40, 67), 4: (3, 35, 34, 5)}[len(dims)]
+    values = (torch.arange(torch.Size(shape).numel()) % 251).to(dtype).reshape(shape)
+    bucket, turned = as_bytes(values.reshape(-1)).clone(), values.permute(dims)
+    row = Row(0, 0, dtype, [1] * len(dims), list(turned.shape), list(turned.stride()))
+    target = torch.full([n + 2 for n in turned.shape], 9, dtype=dtype)
+    expected, inner = target.clone(), tuple(slice(1, n + 1) for n in turned.shape)
+    expected[inner] = turned
+    ops.unpack(bucket, [target], table_of([row], len(dims)))
+    assert torch.equal(target, expected)
+    again = torch.zeros_like(bucket)
+    ops.pack(again, [target], table_of([row], len(dims)))
+    assert torch.equal(again, bucket)
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
