@@ -111,6 +111,7 @@ def refused(rank: int, meeting: Meeting) -> list[str]:
         outcome(partial(epload.load, model, address, readers="one")),
         outcome(partial(epload.load, model, "epload://nowhere")),
         outcome(partial(epload.load, other, address, timeout=20, progress=False)),
+        outcome(partial(epload.load, model, address, timeout=20, progress=False, verify=True)),
     ]
     assert all(parameter.is_meta for parameter in model.parameters())
     meeting.say("loaded-0")
@@ -122,6 +123,7 @@ def test_what_cannot_be_loaded_from_a_running_job_is_refused() -> None:
     assert "expected readers='every' for epload://" in errors[0]
     assert "expected an address such as" in errors[1]
     assert "Unexpected" in errors[2] or "unexpected" in errors[2]
+    assert errors[3].startswith("verify=True is up to the job at 127.0.0.1:")
 
 
 def nothing_there(rank: int, meeting: Meeting) -> str:

@@ -55,6 +55,12 @@ class Checkpoint(ABC):
     """The module ``opening``, set by the package, since the formats are subclasses of this class."""
 
     @property
+    def cannot_verify(self) -> str:
+        """Says why ``verify=True`` is rejected; empty if it is not."""
+        again = "reads the checkpoint again after the load, but this one can be read once: leave out consume=True"
+        return again if self.read_once else ""
+
+    @property
     @abstractmethod
     def manifest(self) -> Manifest:
         """Names, shapes and dtypes, known without reading any tensor. Asked for often, so that it should be computed once."""

@@ -93,10 +93,8 @@ class InputReader:
         if self._resources.topology.rank != options.src and not has_own:
             return None
         opened = Checkpoint.open(source, self.manifest, request.prefix, request.variant, self._progress)
-        if opened.read_once and options.verify:
-            raise ValueError(
-                "verify=True reads the checkpoint again after the load, but this one can be read once: leave out consume=True"
-            )
+        if options.verify and opened.cannot_verify:
+            raise ValueError(f"verify=True {opened.cannot_verify}")
         return self._use(opened, source)
 
     def join(self, inputs: LocalInputs, source: Any, manifest: Manifest) -> Manifest:

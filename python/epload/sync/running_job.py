@@ -80,6 +80,13 @@ class RunningJob(ReceivedCheckpoint):
             self._opened = replace(manifest, source=f"{_SCHEME}{self._address}"), offer.verify
 
     @property
+    def cannot_verify(self) -> str:
+        self.prepare()
+        assert self._opened is not None
+        job = f"is up to the job at {self._address}, whose versions are not verified: pass it to its WeightSender and receivers"
+        return "" if self._opened[1] else job
+
+    @property
     def manifest(self) -> Manifest:
         self.prepare()
         assert self._opened is not None
