@@ -8,7 +8,7 @@ from campaigns.census.classes import LIST, auto_classes, listed, sample
 from campaigns.census.pool import census
 from epload.mapping.transformers import SUPPORTED
 
-COUNT = 14
+COUNT = 15
 
 
 def test_a_sample_loads_as_the_library_does() -> None:

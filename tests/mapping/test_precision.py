@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -27,6 +29,15 @@ from transformers import (
 import epload
 from support import ranks
 from support.jobs import Job, Meeting, run
+
+
+def mamba() -> PreTrainedModel:
+    """Has an infinite number in its configuration, which JSON has not."""
+    return Mamba2ForCausalLM(
+        Mamba2Config(
+            vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4, num_heads=4, head_dim=16, n_groups=2
+        )
+    )
 
 
 def deepseek() -> PreTrainedModel:
@@ -250,7 +261,7 @@ def test_saves(make: Make, tmp_path: Path) -> None:
     assert dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("make", [deepseek, ernie, t5])
+@pytest.mark.parametrize("make", [deepseek, ernie, t5, mamba])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", make, "float32")

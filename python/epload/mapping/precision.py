@@ -102,7 +102,7 @@ def model_by_config(
 
         kind = getattr(transformers, config["architectures"][0])
         with torch.device("meta"), preserve_generators():
-            model: nn.Module = kind._from_config(kind.config_class.from_dict(dict(config)), dtype=dtype)
+            model: nn.Module = kind._from_config(kind.config_class.from_dict(_with_floats(config)), dtype=dtype)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         placed = place(from_model(model), manifest.names, manifest.shapes, shapes, mismatches=[])
         if not any(placed):
@@ -110,6 +110,17 @@ def model_by_config(
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
     return model, placed
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns a configuration with the floats that JSON lacks, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_floats(item) for name, item in value.items()}
 
 
 def below_fp32_warning(targets: Targets) -> str:

@@ -184,8 +184,16 @@ def convert_of(converter: Any, config: Any) -> Convert:
     targets = tuple(re.sub(r"\\(\d)", r"\\g<\1>", pattern) for pattern in literal)
     names = [type(operation).__name__ for operation in converter.operations]
     # What permutations depend on besides shapes; the rest of the configuration shows in the shapes of the model.
-    heads = [getattr(part, "num_attention_heads", 0) for part in (config, *vars(config).values())]
+    heads = [_number_of_heads(part) for part in (config, *vars(config).values())]
     settings = [str(sorted(vars(operation).items(), key=str)) for operation in converter.operations]
     arguments = (*settings, str([*filter(None, heads)]))
     operation = Operation(" + ".join(names), arguments, partial(_run_converter, converter, config))
     return Convert(tuple(sources), targets, (operation,), _scopes(converter))
+
+
+def _number_of_heads(config: Any) -> Any:
+    """Returns that of a configuration or of each of its layers; 0 if it has none."""
+    try:
+        return getattr(config, "num_attention_heads", 0)
+    except RuntimeError:  # as transformers raises if it differs between layers
+        return str(config.per_layer_config)

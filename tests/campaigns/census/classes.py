@@ -12,6 +12,7 @@ ALWAYS = (
     "LlavaForConditionalGeneration", "FalconH1ForCausalLM", "Gemma3nForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "FunnelForMaskedLM", "GroundingDinoModel", "EncodecModel",
     "DeepseekV3ForCausalLM", "MarianMTModel", "CLIPModel", "Mamba2ForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration",
+    "Dots3NoteForCausalLM",
 )  # fmt: skip
 """Composite models, and those with initializers of their own, which are in every sample."""
 
