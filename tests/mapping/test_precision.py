@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
+    DebertaConfig,
+    DebertaForMaskedLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -37,6 +39,13 @@ def mamba() -> PreTrainedModel:
         Mamba2Config(
             vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4, num_heads=4, head_dim=16, n_groups=2
         )
+    )
+
+
+def deberta() -> PreTrainedModel:
+    """Makes biases in float32 whatever its dtype is, without a list that says so."""
+    return DebertaForMaskedLM(
+        DebertaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
     )
 
 
@@ -261,13 +270,21 @@ def test_saves(make: Make, tmp_path: Path) -> None:
     assert dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("make", [deepseek, ernie, t5, mamba])
+@pytest.mark.parametrize("make", [deepseek, ernie, t5, mamba, deberta])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", make, "float32")
     epload.convert(folder, tmp_path / "narrow", dtype=dtype, files=[f"{folder}/config.json"])
     expected = type(make()).from_pretrained(folder, dtype=dtype)
     assert differences(type(make()).from_pretrained(tmp_path / "narrow", dtype=dtype), expected) == []
+
+
+def test_a_save_of_what_a_class_makes_in_float32(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "float32", deberta, "float32")
+    epload.save(DebertaForMaskedLM.from_pretrained(folder), tmp_path / "saved", dtype="bfloat16")
+    expected = DebertaForMaskedLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert differences(DebertaForMaskedLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16), expected) == []
+    assert expected.deberta.encoder.layer[0].attention.self.q_bias.dtype == torch.float32
 
 
 def test_a_conversion_of_an_unknown_model_is_refused(tmp_path: Path) -> None:

@@ -90,6 +90,17 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
     return in_fp32
 
 
+def made_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
+    """Returns which of a model's tensors its class makes in float32 if it has this dtype: ``nn.Linear(..., dtype=torch.float32)``,
+    and buffers. ``from_pretrained`` does not round them, and no list names them."""
+    in_fp32: set[str] = set()
+    for module, pairs in _pretrained_models(model, Modules(model), names):
+        if (new := new_on_meta(module, dtype=dtype)) is not None:
+            made = {name for name, tensor in new.state_dict().items() if tensor.dtype == torch.float32}
+            in_fp32 |= {name for inner, name in pairs if inner in made}
+    return in_fp32
+
+
 def model_by_config(
     config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype
 ) -> tuple[nn.Module, list[tuple[Place, ...]]]:
