@@ -91,8 +91,8 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
 
 
 def made_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
-    """Returns which of a model's tensors its class makes in float32 if it has this dtype: ``nn.Linear(..., dtype=torch.float32)``,
-    and buffers. ``from_pretrained`` does not round them, and no list names them."""
+    """Returns which of a model's tensors its class makes in float32 also if the model has this dtype, such as the weight of
+    ``nn.Linear(..., dtype=torch.float32)``. ``from_pretrained`` does not round them, and no list names them."""
     in_fp32: set[str] = set()
     for module, pairs in _pretrained_models(model, Modules(model), names):
         if (new := new_on_meta(module, dtype=dtype)) is not None:
