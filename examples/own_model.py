@@ -1,4 +1,4 @@
-"""A model of your own: fused where its checkpoint is not, with other names, and a table of its own.
+"""A model of your own: fused where its checkpoint is not, with other names, and a table more.
 
 torchrun --standalone --nproc-per-node 2 examples/own_model.py tiny/moe tiny/own
 """

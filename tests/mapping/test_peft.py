@@ -112,6 +112,28 @@ def test_a_base_checkpoint_fills_the_originals_and_the_copies(tmp_path: Path) ->
     all_fine(ranks.run(2, _base, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("options", "stale"),
+    [
+        ({}, False),
+        ({"init_lora_weights": "gaussian"}, False),
+        ({"init_lora_weights": "pissa"}, True),
+        ({"use_dora": True}, True),
+    ],
+)
+def test_an_adapter_that_comes_from_other_base_weights(options: dict[str, Any], stale: bool, tmp_path: Path) -> None:
+    """PEFT computes some adapters from the base weights, and a load of other base weights says that they no longer fit."""
+    draw(base()).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
+    model = peft.get_peft_model(base(), config)
+    report = epload.load(model, tmp_path / "base", strict=False, progress=False)
+    assert ["keeps values that PEFT has computed" in text for text in report.warnings] == [True] * stale
+    peft.get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), config).save_pretrained(
+        tmp_path / "adapter"
+    )
+    assert not epload.load(model, tmp_path / "adapter", strict=False, progress=False).warnings
+
+
 def _two_adapters(rank: int, folder: Path) -> list[str]:
     model = adapted("modules_to_save")
     model.add_adapter("other", CONFIGS["modules_to_save"]())

@@ -17,7 +17,7 @@ from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
-from epload.model.initialization import Attributes, init_missing_calls, params_ignoring_meta
+from epload.model.initialization import Attributes, init_missing_calls, params_ignoring_meta, stale_adapters
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
@@ -172,6 +172,11 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     computed = missing.computed
     if not computed and not missing.unfilled:
         return
+    if stale := stale_adapters(model, missing.unfilled - missing.uninitialized):
+        report.warnings.append(
+            f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before (DoRA, PiSSA, OLoRA, "
+            "trainable tokens and the like): load its checkpoint next, or make a new adapter after the base weights are loaded"
+        )
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
     tensors |= {name: tensor_at(model, name) for name in {*targets.unsaved_meta, *targets.unsaved_buffers}}
 

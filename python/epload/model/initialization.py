@@ -172,6 +172,22 @@ def is_adapter(module: nn.Module) -> bool:
     return is_peft or (callable(getattr(type(module), "reset_lora_parameters", None)) and hasattr(module, "lora_A"))
 
 
+def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
+    """Returns the adapters of PEFT that were computed from other base weights than those that a load has filled.
+
+    Args:
+        kept: names of tensors that keep the values that they had.
+    """
+    stale = []
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        method = getattr(config, "init_lora_weights", True)
+        of_weights = isinstance(method, str) and method not in ("gaussian", "orthogonal")
+        of_weights |= any(getattr(config, name, None) for name in ("use_dora", "trainable_token_indices"))
+        if of_weights and any(adapter in name.split(".") for name in kept):
+            stale.append(adapter)
+    return stale
+
+
 def class_before_fsdp(cls: type) -> Any:
     """Returns the class of a module before ``fully_shard`` replaced it by a subclass of its own."""
     return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
