@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+import epload
 from epload import HierarchicalLoader, LoadError, Topology
 from support import ranks
 from support.checks import all_fine
@@ -51,6 +52,35 @@ class Wrapped(Tensor):
         unwrapped, options = tree_map_only(cls, lambda it: it.inner, (args, kwargs or {}))
         result = func(*unwrapped, **options)
         return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+class Halved(Wrapped):
+    """Keeps half of its elements' values, and hands ops that it does not know the whole values, as a quantized weight does."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        unwrapped, options = tree_map_only(cls, lambda it: it.inner * 2, (args, kwargs or {}))
+        return func(*unwrapped, **options)
+
+
+def test_a_tensor_that_hands_out_copies_is_refused() -> None:
+    net, state = (
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict(),
+    )
+    net[1].weight = nn.Parameter(Halved(torch.ones(2, 3)), requires_grad=False)
+    before = net[0].weight.clone()
+    for verify in (False, True):
+        with pytest.raises(
+            epload.ModelMismatch, match=r"1\.weight is a Halved, which hands out copies of its elements"
+        ):
+            epload.load(net, state, verify=verify, progress=False)
+    assert torch.equal(net[0].weight, before)
+    net[1].weight = nn.Parameter(Wrapped(torch.ones(2, 3)), requires_grad=False)
+    epload.load(net, state, progress=False)
+    assert torch.equal(net[1].weight.inner, state["1.weight"])
 
 
 def plain_net() -> nn.Module:

@@ -1,4 +1,5 @@
-"""Looks at the memory of plain tensors: elements that share it, and elements that nothing has written since they were poisoned.
+"""Looks at the memory of tensors: elements that share it, elements that nothing has written since they were poisoned, and tensors
+that have none.
 
 Version counters would miss writes through ``tensor.data``, and comparing values would require the right ones.
 """
@@ -9,6 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from epload.core import dtypes
+from epload.native import ops
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
 """Maximum number of elements of tensors that are compared element by element where strides do not decide; larger ones count as
@@ -67,6 +71,29 @@ def _addresses(tensor: Tensor) -> Tensor:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
     return offsets.reshape(-1) * tensor.element_size() + tensor.data_ptr()
+
+
+def wraps_tensors(kind: type[Tensor]) -> bool:
+    """Returns True for a class whose tensors may have no memory of their own, as those of libraries for quantized weights."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def keeps_writes(tensor: Tensor) -> bool:
+    """Returns True if an op of epload that writes to a tensor changes it. Of a class that hands ops a copy of its elements, such as
+    dequantized ones, the copy would be filled. Tries it with the first element, which then gets its own bytes back."""
+    if tensor.is_meta or not tensor.numel():
+        return True
+    dims = tensor.dim()
+    row = torch.tensor([[0, 0, dtypes.code(tensor.dtype), dims, *[0] * dims, *[1] * (2 * dims)]], device="cpu")
+    element, read = torch.empty(2, tensor.dtype.itemsize, dtype=torch.uint8, device=tensor.device).unbind()
+    try:
+        ops.pack(element, [tensor], row)
+        ops.unpack(~element, [tensor], row)
+        ops.pack(read, [tensor], row)
+        ops.unpack(element, [tensor], row)
+    except (RuntimeError, ValueError, NotImplementedError, TypeError):
+        return False
+    return torch.equal(read, ~element)
 
 
 def poison(tensor: Tensor) -> None:

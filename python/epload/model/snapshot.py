@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from epload.model import dtensor
+from epload.model.memory import wraps_tensors
 from epload.model.modules import Modules
 from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
@@ -49,7 +50,7 @@ class Snapshot:
         unique = modules.unique
         collections: list[Any] = [d for m in unique for d in (m._parameters, m._buffers, m._modules)]
         # Which tensors are aliases depends on addresses, and modules that customize their state dict may return anything.
-        if targets.has_aliases or not targets.plain or any(map(_wraps_tensors, {*map(type, targets.local())})):
+        if targets.has_aliases or not targets.plain or any(map(wraps_tensors, {*map(type, targets.local())})):
             return
         if not all(isinstance(d, dict) for d in collections):  # TorchScript
             return
@@ -138,11 +139,6 @@ class Snapshot:
 def _clear(lists: tuple[list[Any], ...], _: object) -> None:
     for collections in lists:
         collections.clear()
-
-
-def _wraps_tensors(kind: type[Tensor]) -> bool:
-    """Returns True for tensors that have no memory of their own, as those of libraries for quantized weights."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _overlap(memory: Tensor) -> bool:
