@@ -258,6 +258,13 @@ def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
     assert not (tmp_path / "saved" / "executed").exists()
 
 
+def test_a_tensor_that_was_not_contiguous_is_refused(tmp_path: Path) -> None:
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.weight, .*not in row-major order, .* save it contiguous"):
+        epload.load(nn.Conv2d(3, 8, 3), tmp_path)
+
+
 def test_chunks_that_overlap(tmp_path: Path) -> None:
     for rank in (1, 2):
         info = json.dumps({"w": {"saved_offsets": [rank - 1, 0]}})

@@ -104,6 +104,10 @@ def _byte_range(tensor: Any, members: Mapping[int, int]) -> StoredTensor:
         # Checked against the archive: torch's private offset must never lead to a wrong byte.
         if tensor.dtype in dtypes.SAFETENSORS.values() and members.get(begin, -1) >= offset + tensor.nbytes:
             return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin + offset)
+    if plain and not tensor.is_contiguous():
+        raise ValueError(
+            "its elements are not in row-major order, as those of a transposed or channels_last tensor: save it contiguous()"
+        )
     raise ValueError("its bytes are not one range of an uncompressed zip archive")
 
 

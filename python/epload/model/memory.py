@@ -79,8 +79,8 @@ def wraps_tensors(kind: type[Tensor]) -> bool:
 
 
 def keeps_writes(tensor: Tensor) -> bool:
-    """Returns True if an op of epload that writes to a tensor changes it. Of a class that hands ops a copy of its elements, such as
-    dequantized ones, the copy would be filled. Tries it with the first element, which then gets its own bytes back."""
+    """Returns True if an op of epload that writes to a tensor changes it. A class may hand ops a copy of its elements, such as
+    dequantized ones, and the copy would be filled. Tries it with the first element, which then gets its own bytes back."""
     if tensor.is_meta or not tensor.numel():
         return True
     dims = tensor.dim()

@@ -156,8 +156,8 @@ def collect(
 
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
-            that overlap in memory; one whose class hands out copies; a model that is flattened (FSDP1); if ``filled``, a state-dict entry that is not the model's
-            own storage, or a module that changes values in its ``load_state_dict``.
+            that overlap in memory; a model that is flattened (FSDP1); if ``filled``, a state-dict entry that is not the model's
+            own storage, a tensor whose class hands out copies, or a module that changes values in its ``load_state_dict``.
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
@@ -202,8 +202,8 @@ def collect(
     for name, local in zip(targets.names, targets.local() if filled else (), strict=filled):
         if memory.wraps_tensors(type(local)) and not memory.keeps_writes(local):
             raise ModelMismatch(
-                f"{name} is a {type(local).__name__}, which hands out copies of its elements, so that it cannot be filled in place; "
-                "load the weights before they are wrapped or quantized"
+                f"{name} is a {type(local).__name__}, which hands out copies of its elements, so that it cannot be filled in "
+                "place; load the weights before they are wrapped or quantized"
             )
     check_patterns(expert_parallel, targets.names)
     return targets
