@@ -238,7 +238,7 @@ def _misfits(rank: int, folder: Path) -> list[str]:
             "1 parameter missing from the checkpoint: base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight",
         ),
         "stray": ("1 unexpected checkpoint key: base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",),
-        "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8] in the checkpoint"),
+        "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8], but "),
     }.items():
         error = error_of(lambda file=file: epload.load(model, folder / f"{file}.safetensors", progress=False))
         problems += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
