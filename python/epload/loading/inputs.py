@@ -107,7 +107,9 @@ class InputReader:
             except (CheckpointError, TypeError) as error:
                 if not auto:
                     raise
-                if not isinstance(error.__cause__, OSError):  # it has another checkpoint, not none
+                if (
+                    isinstance(error, CheckpointError) and error.__cause__ is None
+                ):  # it has another checkpoint, not none
                     logger.warning("rank %d gets another rank's checkpoint: %s", self._resources.topology.rank, error)
         self.manifest = inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
         return self.manifest
