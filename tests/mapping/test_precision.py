@@ -287,6 +287,16 @@ def test_a_save_of_what_a_class_makes_in_float32(tmp_path: Path) -> None:
     assert expected.deberta.encoder.layer[0].attention.self.q_bias.dtype == torch.float32
 
 
+def test_a_save_in_a_wider_dtype(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "bfloat16", deepseek, "bfloat16")
+    model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    epload.save(model, tmp_path / "saved", dtype="float32")
+    values = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    expected = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(expected[name], value.float()) for name, value in model.state_dict().items())
+
+
 def test_a_conversion_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", deepseek, "float32")
     config = json.loads(Path(folder, "config.json").read_text())

@@ -107,9 +107,8 @@ class InputReader:
             except (CheckpointError, TypeError) as error:
                 if not auto:
                     raise
-                if (
-                    isinstance(error, CheckpointError) and error.__cause__ is None
-                ):  # it has another checkpoint, not none
+                # Else it has no checkpoint, for another reason.
+                if isinstance(error, CheckpointError) and error.__cause__ is None:
                     logger.warning("rank %d gets another rank's checkpoint: %s", self._resources.topology.rank, error)
         self.manifest = inputs.checkpoint.manifest if inputs.checkpoint is not None else manifest
         return self.manifest

@@ -92,9 +92,10 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
 
 def made_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
     """Returns which of a model's tensors its class makes in float32 also if the model has this dtype, such as the weight of
-    ``nn.Linear(..., dtype=torch.float32)``. ``from_pretrained`` does not round them, and no list names them."""
+    ``nn.Linear(..., dtype=torch.float32)``. ``from_pretrained`` does not round them, and no list names them. None if the dtype is
+    not narrower."""
     in_fp32: set[str] = set()
-    for module, pairs in _pretrained_models(model, Modules(model), names):
+    for module, pairs in _pretrained_models(model, Modules(model), names) if dtype.itemsize < 4 else ():
         if (new := new_on_meta(module, dtype=dtype)) is not None:
             made = {name for name, tensor in new.state_dict().items() if tensor.dtype == torch.float32}
             in_fp32 |= {name for inner, name in pairs if inner in made}
