@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, Topology
-from epload.checkpoint import checksums, file_sets, local_store
+from epload.checkpoint import checksums, file_sets
 from epload.checkpoint.checksums import Checksums
 from epload.loading import checked_files
 from epload.model.flat_state import FlatState
-from support import ranks
+from support import ranks, s3_server
 from support.checks import all_fine
 from support.hub_server import HubServer, pointing, serving
 from support.small_model import meta_net, state_for, wrong
@@ -213,15 +212,12 @@ def test_the_hub_has_published_digests(tmp_path: Path) -> None:
 
 
 def load_on(
-    rank: int, world: int, path: str, given: Any, readers: str, ranks_per_node: int = 3, mounts: str = ""
+    rank: int, world: int, path: str, given: Any, readers: str, nodes: list[list[int]] | None = None
 ) -> tuple[str, int]:
-    """Returns the error of the load, empty if it succeeded, and the bytes that this rank hashed. ``mounts``: a file."""
+    """Returns the error of the load, empty if it succeeded, and the bytes that this rank hashed."""
     own = path.replace("RANK", str(rank))
-    model = meta_net()
-    if mounts:
-        mock.patch.object(local_store, "_MOUNTS", Path(mounts)).start()
-    nodes = [[*range(world)[first : first + ranks_per_node]] for first in range(0, world, ranks_per_node)]
-    with HierarchicalLoader(Topology.from_nodes(nodes), readers=readers, progress=False, timeout=30) as loader:
+    model, topology = meta_net(), Topology.from_nodes(nodes or [[*range(world)]])
+    with HierarchicalLoader(topology, readers=readers, progress=False, timeout=30) as loader:
         try:
             report = loader.load(
                 model, own, checksums=given.replace("RANK", str(rank)) if isinstance(given, str) else given
@@ -243,41 +239,31 @@ def test_ranks_share_the_files(readers: str, tmp_path: Path) -> None:
     assert [nbytes > 0 for nbytes in hashed] == ([True, False, False] if readers == "one" else [True] * 3)
 
 
-MOUNTS = """\
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 259:7 / / rw,relatime shared:1 master:3 - ext4 /dev/root rw
-61 27 {device} /export/models /mnt rw,relatime shared:9 - {kind} {source} rw,vers=4.2,addr=10.0.0.7
-"""
-SERVERS = [
-    ("nfs4", "10.0.0.7:/models"), ("nfs", "[fd00::7]:/models"), ("lustre", "10.0.0.7@tcp:/models"),
-    ("ceph", "10.0.0.7:6789:/models"), ("cifs", "//10.0.0.7/models"),
-]  # fmt: skip
+def load_objects(rank: int, address: str, url: str) -> tuple[str, int]:
+    os.environ.update(s3_server.environment(address))
+    return load_on(rank, 4, url, True, "every", [[0, 1], [2, 3]])
 
 
-def test_mounts_that_all_machines_share() -> None:
-    for kind, source in SERVERS:
-        mounts = MOUNTS.format(device="0:53", kind=kind, source=source)
-        assert local_store._network_source(mounts, "0:53") == f"{kind} {source}"
-        for other in ("0:21", "259:7", "0:5", "0:531"):
-            assert not local_store._network_source(mounts, other)
-    for kind in ("xfs", "overlay", "tmpfs", "fuse.gcsfuse", "9p"):
-        assert not local_store._network_source(MOUNTS.format(device="0:53", kind=kind, source="models:/a"), "0:53")
-
-
-@pytest.mark.parametrize("kind", ["nfs4", "xfs"])
-def test_nodes_share_what_a_server_has(kind: str, tmp_path: Path) -> None:
-    """Nodes compare each file once if a file server has it, and each for itself if it may be a copy of their own."""
+def test_nodes_share_objects_and_not_files(tmp_path: Path) -> None:
+    """Nodes compare each object once, and each its own files, which may be copies. A changed object is an error on all."""
     saved(tmp_path / "a", 3)
     total = sum(path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors"))
     index = (tmp_path / "a" / "model.safetensors.index.json").stat().st_size  # which ranks that join do not open
-    device = (tmp_path / "a").stat().st_dev
-    mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS.format(device=f"{os.major(device)}:{os.minor(device)}", kind=kind, source="a:/b"))
-    outcomes = ranks.run(4, load_on, 4, str(tmp_path / "a"), True, "every", 2, str(mounts))
+    outcomes = ranks.run(4, load_on, 4, str(tmp_path / "a"), True, "every", [[0, 1], [2, 3]])
     assert {text for text, _ in outcomes} == {""}
-    hashed = [nbytes for _, nbytes in outcomes]
-    assert sum(hashed) == (1 if kind == "nfs4" else 2) * total + index
-    assert all(hashed[:3])
+    assert sum(nbytes for _, nbytes in outcomes) == 2 * total + index
+    with s3_server.serving() as (moto, proxy):
+        moto.put_folder(tmp_path / "a", "a")
+        outcomes = ranks.run(4, load_objects, proxy.address, f"s3://{s3_server.BUCKET}/a")
+        assert {text for text, _ in outcomes} == {""}
+        assert sum(nbytes for _, nbytes in outcomes) == total + index
+        assert all(nbytes for _, nbytes in outcomes)
+        last = max((tmp_path / "a").glob("*.safetensors"))
+        flip(last, last.stat().st_size - 1)
+        moto.put_folder(tmp_path / "a", "a")
+        texts = {text for text, _ in ranks.run(4, load_objects, proxy.address, f"s3://{s3_server.BUCKET}/a")}
+    assert len(texts) == 1, "the same on every rank"
+    assert f"{last.name} is not the file that s3://" in texts.pop()
 
 
 def test_copies_are_each_compared(tmp_path: Path) -> None:

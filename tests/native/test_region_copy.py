@@ -59,7 +59,7 @@ def test_lazy_views_are_resolved_or_refused(lazy: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
 @pytest.mark.parametrize("dims", [(1, 0), (0, 2, 1), (2, 1, 0), (1, 2, 0), (3, 1, 0, 2)])
 def test_transposed_regions_larger_than_a_tile(dims: tuple[int, ...], dtype: torch.dtype) -> None:
-    """What lies around the region stays as it is."""
+    """Copies leave alone what lies around the region."""
     shape = {2: (65, 70), 3: (33, 40, 67), 4: (3, 35, 34, 5)}[len(dims)]
     values = (torch.arange(torch.Size(shape).numel()) % 251).to(dtype).reshape(shape)
     bucket, turned = as_bytes(values.reshape(-1)).clone(), values.permute(dims)

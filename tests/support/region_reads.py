@@ -32,7 +32,7 @@ class Row:
     target: int
     at: Shape
     dims: Shape = ()
-    """Which dim of the box each dim of the target is; empty if they are the same."""
+    """The dim of the box that each dim of the target is; empty if they are in the same order."""
 
     def turned(self, values: Sequence[int]) -> list[int]:
         """Returns one value for each dim of the box as one for each dim of the target."""

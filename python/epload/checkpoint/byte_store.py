@@ -49,11 +49,6 @@ class StoredFile(ABC):
         """Equal for two processes of one machine that have opened one file in the same state; empty if that cannot be told."""
         return self.identity
 
-    @property
-    def shared_version(self) -> str:
-        """The same for processes of different machines; empty also if each machine may have a file of its own."""
-        return self.identity
-
     mapping_path: Path | None = None
     """A local path by which the open file can be memory-mapped; None if there is none."""
 

@@ -24,9 +24,6 @@ _TICK_NS = 12_000_000
 _COARSE_TICK_NS = 1_000_000_000
 """The same for file systems whose timestamps have a resolution of one second."""
 _SETTLING_ROUNDS = 5
-_MOUNTS = Path("/proc/self/mountinfo")
-_NETWORK = ("nfs", "nfs4", "lustre", "ceph", "cifs", "smb3")
-"""File systems whose mounts name the server, and whose files have the same inode numbers and times on each of its clients."""
 
 
 class LocalFile(StoredFile):
@@ -62,22 +59,8 @@ class LocalFile(StoredFile):
 
     @property
     def version(self) -> str:
-        return f"{self._status.st_dev} {self._state}"
-
-    @property
-    def shared_version(self) -> str:
-        device = f"{os.major(self._status.st_dev)}:{os.minor(self._status.st_dev)}"
-        try:
-            served_from = _network_source(_MOUNTS.read_text(), device)
-        except OSError:
-            return ""
-        return served_from and f"{served_from} {self._state}"
-
-    @property
-    def _state(self) -> str:
-        """All that tells it from other files of its file system, and from itself at another time."""
         status = self._status
-        return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+        return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
     def reopen(self) -> None:
         """Opens the path again.
@@ -148,22 +131,6 @@ def _difference(before: os.stat_result, now: os.stat_result) -> str:
     if (now.st_mtime_ns, now.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
         attributes = "" if now.st_mtime_ns != before.st_mtime_ns else ", or its attributes were"
         return f"was modified{attributes} ({time.strftime('at %Y-%m-%d %H:%M:%S UTC', time.gmtime(now.st_ctime))})"
-    return ""
-
-
-def _network_source(mounts: str, device: str) -> str:
-    """Returns the file system and the server of a mount, equal on all machines that have mounted the same; empty if the files are
-    this machine's own, or may be.
-
-    Args:
-        mounts: content of ``/proc/self/mountinfo`` (https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html).
-        device: of the mount, as ``major:minor``.
-    """
-    for line in mounts.splitlines():
-        mount, _, file_system = line.partition(" - ")
-        if mount.split(" ")[2] == device:
-            kind, source, *_ = file_system.split(" ")
-            return f"{kind} {source}" if kind in _NETWORK else ""
     return ""
 
 

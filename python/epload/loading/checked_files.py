@@ -20,7 +20,7 @@ from epload.transfer.affinity import read_threads
 def check_files(given: AnyChecksums, load: AgreedLoad, topology: Topology, report: LoadReport) -> None:
     """Compares all files with the list that the caller gives, if it does. Collective.
 
-    Ranks that have opened the same files share them. What another node has on its own disks may be another copy.
+    Ranks of a node that have opened the same files share them, since another node may have another copy. All ranks share objects.
 
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; CheckpointError if a file is another one, or is not in the list.
@@ -31,13 +31,9 @@ def check_files(given: AnyChecksums, load: AgreedLoad, topology: Topology, repor
     listed = Attempt(lambda: None if checkpoint is None else Checksums.read(given, checkpoint))
     view = None
     if listed.result is not None and checkpoint is not None:
-        place = [file.shared_version for file in checkpoint.files]
-        if not all(place):
-            versions = [file.version for file in checkpoint.files]
-            place = [
-                f"node {topology.nodes.index(topology.node)}" if all(versions) else f"rank {topology.rank}",
-                *versions,
-            ]
+        versions = [f"{file} {file.identity}" if file.identity else file.version for file in checkpoint.files]
+        where = f"node {topology.nodes.index(topology.node)}" if all(versions) else f"rank {topology.rank}"
+        place = versions if all(file.identity for file in checkpoint.files) else [where, *versions]
         view = [listed.result.identity, hashlib.sha256(repr(place).encode()).hexdigest()]
     shares = control.agree("reading the checksums", listed.failure, view, _share)
     if listed.value is not None and checkpoint is not None:

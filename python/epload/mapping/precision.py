@@ -90,11 +90,10 @@ def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
     return in_fp32
 
 
-def made_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
-    """Returns which of a model's tensors its class makes in float32 also if the model has this dtype, such as the weight of
-    ``nn.Linear(..., dtype=torch.float32)``. ``from_pretrained`` does not round them, and no list names them. None if the dtype is
-    not narrower."""
-    in_fp32: set[str] = set()
+def left_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
+    """Returns which of a model's tensors ``from_pretrained`` does not round to this dtype: those that it keeps in float32, and
+    those that their class makes in float32 by itself, as with ``nn.Linear(..., dtype=torch.float32)``."""
+    in_fp32 = kept_in_fp32(model, names, dtype)
     for module, pairs in _pretrained_models(model, Modules(model), names) if dtype.itemsize < 4 else ():
         if (new := new_on_meta(module, dtype=dtype)) is not None:
             made = {name for name, tensor in new.state_dict().items() if tensor.dtype == torch.float32}

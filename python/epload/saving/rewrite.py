@@ -19,7 +19,7 @@ from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
 from epload.core.pieces import Piece
-from epload.mapping.precision import kept_in_fp32, made_in_fp32, model_by_config
+from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_box
 from epload.model.targets import collect
@@ -121,8 +121,7 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
     names = checkpoint.manifest.names
     try:
         model, placed = model_by_config(config, checkpoint.manifest, dtype)
-        own = list(model.state_dict())
-        in_fp32 = kept_in_fp32(model, own, dtype) | made_in_fp32(model, own, dtype)
+        in_fp32 = left_in_fp32(model, list(model.state_dict()), dtype)
         return {n for n, places in zip(names, placed, strict=True) if any(target in in_fp32 for target, _ in places)}
     except ValueError as error:
         raise ValueError(

@@ -17,7 +17,7 @@ from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.mapping.mapping import AnyMapping, quantize_rule
-from epload.mapping.precision import kept_in_fp32, made_in_fp32
+from epload.mapping.precision import left_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp
@@ -67,7 +67,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         if isinstance(model, MegatronChunks):
             exempt = in_float32(manifest.names)
         else:
-            in_fp32 = kept_in_fp32(model, targets.index, dtype) | made_in_fp32(model, targets.index, dtype)
+            in_fp32 = left_in_fp32(model, targets.index, dtype)
             pairs = zip(manifest.names, placed, strict=True)
             exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
         manifest = with_dtype(manifest, dtype, exempt)
