@@ -3,6 +3,8 @@ receiving node, or on each rank's device."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -85,3 +87,30 @@ def test_memory_is_bounded(where: str, stage: str) -> None:
     version = WEIGHTS if stage == "host" else 0  # pages that the ranks of a node share count for each of them
     assert all(above <= waves for above in sent), [above // MB for above in sent]
     assert all(above <= waves + version for above in received), [above // MB for above in received]
+
+
+def _send_until_closed(rank: int, meeting: Meeting) -> None:
+    with epload.WeightSender(nn.Linear(64, 64), ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+        meeting.say("where", sender.address)
+        sender.send_weights(1)
+        meeting.hear("closed")
+
+
+def _close_uncollected(rank: int, meeting: Meeting) -> list[bool]:
+    receiver = epload.WeightReceiver(nn.Linear(64, 64), meeting.hear("where"), timeout=30, stage="host")
+    receiver.receive_weights()
+    receiver.commit()
+    assert receiver._generation is not None
+    assert receiver._generation.node_version is not None
+    memory = weakref.ref(receiver._generation.node_version.memory)
+    gc.collect()
+    gc.disable()
+    held = memory() is not None
+    receiver.close()
+    meeting.say("closed")
+    return [held, memory() is None]
+
+
+def test_a_receiver_frees_its_version_when_it_is_closed() -> None:
+    """It does so at once: a version has the size of the model, and the garbage collector may come late or never."""
+    assert run([Job(1, _send_until_closed), Job(1, _close_uncollected)])[1] == [[True, True]]
