@@ -13,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from epload import CheckpointError
 from epload.integrations.dcp import StorageReader
-from support import ranks
+from support import fp8, ranks
 from support.checks import all_fine, full_values
 from support.dcp_checkpoints import BF16, FORMATS, MODELS, folder_of, save_all, sharded
 
@@ -100,7 +102,11 @@ def whole(rank: int, folder: Path) -> list[str]:
     for model in MODELS:
         path = folder_of(folder, model, "whole")
         for dtype in (None, BF16):
-            ours, theirs = state_of(model, "whole", dtype), state_of(model, "whole", dtype)
+            # fp8 without scales stays fp8.
+            lost = {key for key, t in state_of(model, "whole").items() if dtype is not None and t.dtype is fp8.FP8}
+            ours, theirs = (
+                {key: t for key, t in state_of(model, "whole", dtype).items() if key not in lost} for _ in range(2)
+            )
             dcp.load(ours, storage_reader=StorageReader(path))
             dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(path)))
             problems += [f"{model} {dtype}{text}" for text in differ(ours, theirs)]
@@ -110,6 +116,46 @@ def whole(rank: int, folder: Path) -> list[str]:
 def test_safetensors_folders_load_as_with_torchs_reader_also_into_another_dtype(tmp_path: Path) -> None:
     save_whole(tmp_path)
     all_fine(ranks.run(4, whole, tmp_path))
+
+
+def fp8_loads(rank: int, folder: Path) -> list[str]:
+    """The shards of two ranks begin and end inside blocks."""
+    mesh = init_device_mesh("cpu", (2,))
+    problems = []
+    for dtype in (torch.float32, BF16):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            full = {name: t for name, t in fp8.checkpoint().items() if not name.endswith("_scale_inv")}
+            ours, theirs = (
+                {
+                    n: distribute_tensor(torch.zeros(t.shape, dtype=dtype), mesh, [placement])
+                    for n, t in full.items()
+                    if t.ndim == 2
+                }
+                for _ in range(2)
+            )
+            dcp.load(ours, storage_reader=StorageReader(folder))
+            dcp.load(theirs, storage_reader=QuantizedHuggingFaceStorageReader(str(folder), target_dtype=dtype))
+            problems += [f"{dtype} {placement}{text}" for text in differ(ours, theirs)]
+    return problems
+
+
+def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path) -> None:
+    fp8.store(tmp_path)
+    all_fine(ranks.run(2, fp8_loads, tmp_path))
+
+
+def test_fp8_weights_stay_fp8_in_fp8_and_need_their_scales_elsewhere(tmp_path: Path) -> None:
+    weight, scale = fp8.weight(3)
+    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    state = {"w": torch.zeros_like(weight), "w_scale_inv": torch.zeros_like(scale)}
+    dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert torch.equal(state["w"].float(), weight.float())
+    assert torch.equal(state["w_scale_inv"], scale)
+    save_file({"w": weight, "v": scale}, tmp_path / "model.safetensors")
+    wide = {"v": torch.zeros_like(scale), "w": torch.zeros(weight.shape)}
+    with pytest.raises(dcp.api.CheckpointException, match="but its scale w_scale_inv is not in the checkpoint"):
+        dcp.load(wide, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert not wide["v"].any()
 
 
 # ---- one process ----

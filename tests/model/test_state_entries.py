@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor
 
 import epload
-from epload import Topology
+from epload import Mapping, Topology
 from epload.checkpoint.manifest import Manifest
+from epload.mapping import Concatenate, Convert
 from epload.saving.model_reader import ModelReader
 from epload.sync.targets import ModelTarget
 from support import ranks
@@ -156,6 +158,65 @@ def test_saves_and_senders_read_copies_and_receivers_refuse_them(tmp_path: Path)
     ModelReader(model).read()
     with pytest.raises(epload.ModelMismatch, match=re.escape(HOOK)):
         ModelTarget(model, "auto", strict=True).holdings(Manifest((), (), (), ""))
+
+
+class Translated(nn.Module):
+    """Its state dict has other tensors than it has, as those of torchtitan's fused projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 9, bias=False)
+        self.register_state_dict_post_hook(_show_parts)
+        self.register_load_state_dict_pre_hook(_take_parts)
+
+
+def _show_parts(module: Translated, state: dict[str, Tensor], prefix: str, _: object) -> None:
+    fused = state.pop(f"{prefix}inner.weight")
+    whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
+    state |= {f"{prefix}{name}.weight": part.clone() for name, part in zip("qkv", whole.chunk(3), strict=True)}
+
+
+def _take_parts(module: Translated, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    state[f"{prefix}inner.weight"] = torch.cat([state.pop(f"{prefix}{name}.weight") for name in "qkv"])
+
+
+def translated() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), Translated())
+
+
+PARTS = Mapping(
+    converts=(Convert(tuple(rf"1\.{name}\.weight" for name in "qkv"), ("1.inner.weight",), (Concatenate(0),)),)
+)
+
+
+def _by_own_names(rank: int, folder: Path) -> list[str]:
+    problems = []
+    state = values_of(translated())
+    reference = translated()
+    reference.load_state_dict(state)
+    for kind in ("with storage", "on meta", "sharded"):
+        model = on_meta(translated) if kind == "on meta" else translated()
+        if kind == "sharded":
+            fully_shard(model)
+        for mapping, text in (("auto", "has a load_state_dict hook"), (Mapping(), "1 parameter missing")):
+            try:
+                epload.load(model, state, mapping=mapping, progress=False)
+                problems.append(f"{kind}: loaded")
+            except epload.ModelMismatch as error:
+                problems += [] if text in str(error) else [f"{kind}: {error}"]
+        epload.load(model, state, mapping=PARTS, progress=False)
+        for name, parameter in model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if not torch.equal(whole, reference.get_parameter(name)):
+                problems.append(f"{kind}: {name} is {whole}")
+        epload.save(model, folder / kind, mapping=PARTS, names_from=state)
+        saved = load_file(folder / kind / "model.safetensors")
+        problems += [f"{kind}: saved {n} as {saved[n]}" for n in state if not torch.equal(saved[n], state[n])]
+    return problems
+
+
+def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(tmp_path: Path) -> None:
+    all_fine(ranks.run(2, _by_own_names, tmp_path))
 
 
 class Secretive(nn.Module):

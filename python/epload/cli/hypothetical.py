@@ -63,7 +63,7 @@ def plan_job(
     ranks = sorted({i * last // (_MAX_RANKS - 1) for i in range(_MAX_RANKS)})
     with first_rank(sizes) as mesh:
         model = factory(mesh)
-        targets = collect(model)
+        targets = collect(model, own_names=isinstance(rules, Mapping))
         mapping = resolve_mapping(rules, model, targets.index, manifest.names)
         manifest = with_quantization_of(model, manifest)
         unfilled = _unfilled(model, targets, resets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import UserList
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -31,7 +31,11 @@ from epload.checkpoint.file_checkpoint import OpenFiles
 from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.manifest import FileFacts
 from epload.checkpoint.opening import unreadable
+from epload.core import dtypes
+from epload.core.placement import Box
 from epload.errors import CheckpointError
+from epload.integrations.read_tensor import read_tensor
+from epload.mapping.scales import Scaling, dequantize, scaling_of_box
 
 _READ_BYTES = 64 << 20
 """Read at a time, and so the size of the buffer for tensors that are not on CPU."""
@@ -40,7 +44,8 @@ _READ_BYTES = 64 << 20
 class StorageReader(TorchStorageReader):
     """Reads checkpoints for ``dcp.load``: safetensors files as ``HuggingFaceStorageReader`` does, and DCP's own folders as
     ``FileSystemReader`` does, with the same result, planners and collectives. What each rank keeps goes from the files into its
-    tensors directly, in large parallel reads. Tensors are converted to the dtype that they are loaded into.
+    tensors directly, in large parallel reads. Tensors are converted to the dtype that they are loaded into. fp8 weights are
+    multiplied by their scales, as by ``QuantizedHuggingFaceStorageReader``, unless they stay in fp8.
 
     Entries of a DCP folder that are no tensors are read by torch's own reader, which unpickles them.
 
@@ -101,12 +106,18 @@ class StorageReader(TorchStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises CheckpointError: a file cannot be read, or has changed since it was opened."""
+        """
+        Raises:
+            CheckpointError: a file cannot be read, or has changed since it was opened.
+            ModelMismatch: an fp8 weight has no scale that applies. Nothing has been read.
+        """
         assert self._checkpoint is not None
         items, planned = plan.items, self._planned
         if isinstance(items, _PickledItems) and items.items is None and planned and items.pickled == planned.pickled:
             items = planned.data  # which nobody has looked at
         objects, batches, room = [], list[list[ReadItem]](), 0
+        scalings: dict[int, tuple[int, Scaling]] = {}
+        """The number of the scale, and what is multiplied, of items by their identity."""
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(item)
@@ -115,10 +126,14 @@ class StorageReader(TorchStorageReader):
                     batches.append([])
                     room = _READ_BYTES
                 batches[-1].append(item)
-                dtype = self._checkpoint.manifest.dtypes[self._number_of[item.storage_index.fqn]]
+                number = self._number_of[item.storage_index.fqn]
+                dtype = self._checkpoint.manifest.dtypes[number]
                 room -= prod(item.lengths) * dtype.itemsize
+                if dtype in dtypes.FP8 and (into := planner.resolve_tensor(item).dtype) != dtype:
+                    manifest, box = self._checkpoint.manifest, _box_of(item)
+                    scalings[id(item)] = scaling_of_box(manifest, self._number_of, number, box, into)
         for batch in batches:
-            self._read(self._checkpoint, batch, planner)
+            self._read(self._checkpoint, batch, planner, scalings)
         if changed := self._checkpoint.changed():
             raise CheckpointError(f"{changed} while it was loaded; tensors may be partly overwritten")
         self._close()
@@ -135,8 +150,14 @@ class StorageReader(TorchStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).exists()
 
-    def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Reads the boxes of the checkpoint's tensors that some items ask for."""
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+        scalings: Mapping[int, tuple[int, Scaling]],
+    ) -> None:
+        """Reads the boxes of the checkpoint's tensors that some items ask for, and multiplies fp8 weights by their scales."""
         tensors, targets, boxes = [], [], []
         for item in items:
             tensor = planner.resolve_tensor(item).detach()
@@ -147,11 +168,13 @@ class StorageReader(TorchStorageReader):
                 )
             tensors.append(tensor)
             targets.append(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu"))
-            box = tuple(item.storage_offsets), tuple(item.lengths)
-            boxes.append((self._number_of[item.storage_index.fqn], box))
+            boxes.append((self._number_of[item.storage_index.fqn], _box_of(item)))
         if checkpoint.read_regions(regions_of_boxes(checkpoint.manifest, boxes, targets)) is None:
             raise CheckpointError(f"{checkpoint.manifest.source}: its tensors are no byte ranges of files")
         for item, tensor, target in zip(items, tensors, targets, strict=True):
+            if id(item) in scalings:
+                scale, scaling = scalings[id(item)]
+                dequantize(scaling, target, read_tensor(checkpoint, scale).reshape(scaling.counts))
             if tensor is not target:
                 tensor.copy_(target)
             planner.commit_tensor(item, tensor)
@@ -180,6 +203,10 @@ class _PickledItems(UserList[ReadItem]):
         if self.items is not None:
             self.pickled = pickle.dumps(self.items)
         return _PickledItems, (None, self.pickled)
+
+
+def _box_of(item: ReadItem) -> Box:
+    return tuple(item.storage_offsets), tuple(item.lengths)
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:

@@ -14,6 +14,7 @@ from epload.core.log import logger
 from epload.errors import CheckpointError
 from epload.loading.request import Request
 from epload.loading.resources import Resources
+from epload.mapping.mapping import Mapping
 from epload.mapping.precision import set_dtypes
 from epload.model.devices import check_backend, devices_of
 from epload.model.expert_parallel import LocalModules
@@ -152,6 +153,6 @@ def _options(request: Request) -> tuple[object, ...]:
 
 
 def _collect(request: Request, modules: Modules) -> Targets:
-    targets = collect(request.model, request.parts, modules)
+    targets = collect(request.model, request.parts, modules, own_names=isinstance(request.mapping, Mapping))
     set_dtypes(request.model, modules, targets, request.dtypes, request.as_pretrained)
     return targets

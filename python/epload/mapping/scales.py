@@ -197,6 +197,24 @@ def box_scaling(start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Scali
     return Scaling(0, _box_view(start, size, shape), shape, blocks, 1, first, _grid(size, blocks))
 
 
+def scaling_of_box(
+    manifest: Metadata, number: dict[str, int], weight: int, box: Box, dtype: torch.dtype
+) -> tuple[int, Scaling]:
+    """Returns the number of an fp8 weight's scale, and how a box of the weight, in a tensor of its own, is multiplied by it.
+
+    Args:
+        number: of each tensor of the manifest, by name.
+        weight: its number.
+        dtype: of the tensor with the box.
+
+    Raises:
+        ModelMismatch: as :func:`with_scales`.
+    """
+    scale, shape = _scale_of(manifest, number, weight, [dtype]), manifest.shapes[weight]
+    blocks = _block_shape(manifest, weight, scale)
+    return scale, Scaling(0, _box_view(*box, shape), shape, blocks, 1, (0,) * len(shape), _grid(shape, blocks))
+
+
 @lru_cache(maxsize=1024)
 def is_shared(regions: tuple[tuple[Layout, View], ...], shape: Shape, blocks: Shape) -> bool:
     """Returns True if ranks may have parts of one block of a weight, or need the scale of a block of which they have nothing.

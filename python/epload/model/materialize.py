@@ -57,12 +57,15 @@ def materialize(
     plain: dict[int, Tensor] = {}
     owners: list[tuple[dict[str, Any], str, int]] = []
     """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
+    holder_of: dict[int, tuple[dict[str, Any], str]] = {}
+    """One dict, and the name in it, for each tensor on meta."""
     for module in modules.unique:
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for owned in tensor_dicts:
             for name, tensor in owned.items():
                 if tensor is None or not tensor.is_meta:
                     continue
+                holder_of[id(tensor)] = owned, name
                 if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
                     parameters[id(tensor)] = tensor
                 else:
@@ -82,10 +85,15 @@ def materialize(
     elif parameters:
         empty = _empty_like(parameters.values(), destination)
         model._apply(lambda tensor: empty.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
-    # Plain parameters and buffers are new objects; look them up by name.
-    if any(tensor.is_meta for tensor in targets.tensors):
+    # Plain parameters and buffers are new objects.
+    for i, tensor in enumerate(targets.tensors):
+        if tensor.is_meta and (holder := holder_of.get(id(tensor))) is not None:
+            targets.tensors[i] = holder[0][holder[1]]
+    if any(tensor.is_meta for tensor in targets.tensors):  # views, which hooks make
         state = model.state_dict(keep_vars=True)
-        targets.tensors[:] = [state[name] for name in targets.names]
+        targets.tensors[:] = [
+            state.get(name, tensor) for name, tensor in zip(targets.names, targets.tensors, strict=True)
+        ]
     targets.has_meta = False
 
 

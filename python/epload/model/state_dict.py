@@ -1,7 +1,8 @@
 """Reads the state dict of a model, and refuses models of which a load could not fill every entry in place.
 
 A module whose hooks or methods only rename its tensors is filled as any other. One that returns copies, or that changes values in
-its ``load_state_dict``, is refused by name: writing to the entries would not fill the model as torch does.
+its ``load_state_dict``, is refused by name: writing to the entries would not fill the model as torch does. With a mapping of the caller,
+which names the model's own tensors, it is filled by these names, provided that its state dict uses none of them.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _MAX_LISTED = 5
 
 
 def read_state(
-    model: nn.Module, modules: Modules, filled: bool
+    model: nn.Module, modules: Modules, filled: bool, own_names: bool
 ) -> tuple[list[NamedTensor], set[str], dict[str, Tensor], bool]:
     """Returns the tensors of a model's state dict, the names of its non-persistent buffers that have storage, the meta tensors
     that are not in the state dict, and True if no module has custom loading or customizes its state dict.
 
     If no module customizes its state dict, takes the tensors from the modules directly, a fifth of the time of
-    ``state_dict()``. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
+    ``state_dict()``. With ``own_names``, a module whose state dict shows none of its tensors under its own name, but others, has its
+    own. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
     """
     for cls, prefix in modules.classes.items():
         _check_supported(prefix[:-1] or "the model", cls)
@@ -61,6 +63,12 @@ def read_state(
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
+        if own_names:
+            hooked = (prefix for prefix, _ in (*customized, *custom_loading))
+            returned, own = _replace_by_own(returned, entries, hooked)
+            customized, custom_loading = (
+                [entry for entry in some if not entry[0].startswith(own)] for some in (customized, custom_loading)
+            )
         if filled:
             returned = _fillable(model, customized, custom_loading, returned)
         is_returned = storage_filter([tensor for _, tensor in returned])
@@ -70,6 +78,26 @@ def read_state(
     unsaved_buffers = {name for name, tensor in unsaved if not tensor.is_meta}
     unsaved_meta = {name: tensor for name, tensor in unsaved if tensor.is_meta and id(tensor) not in saved}
     return entries, unsaved_buffers, unsaved_meta, plain
+
+
+def _replace_by_own(
+    shown: Sequence[NamedTensor], own: Sequence[NamedTensor], hooked: Iterable[str]
+) -> tuple[list[NamedTensor], tuple[str, ...]]:
+    """Returns the entries of a state dict, in which modules have their own tensors if it shows none of these under its name, and the
+    prefixes of these modules.
+
+    Args:
+        own: the model's own parameters and persistent buffers.
+        hooked: prefixes of the modules to look at.
+    """
+    names = {name for name, _ in shown}
+    hidden = tuple(
+        prefix
+        for prefix in dict.fromkeys(hooked)
+        if (inner := [name for name, _ in own if name.startswith(prefix)]) and names.isdisjoint(inner)
+    )
+    entries = [entry for entry in shown if not entry[0].startswith(hidden)]
+    return [*entries, *(entry for entry in own if entry[0].startswith(hidden))], hidden
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:

@@ -149,8 +149,11 @@ def collect(
     expert_parallel: Parts = (),
     modules: Modules | None = None,
     filled: bool = True,
+    own_names: bool = False,
 ) -> Targets:
     """Collects the parameters and persistent buffers of a model, under their names in its state dict, to be filled or only read.
+
+    With ``own_names``, modules whose hooks show other tensors than they have are collected by the names of their own.
 
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
 
@@ -162,7 +165,7 @@ def collect(
     """
     modules = modules or Modules(model)
     modules.reshard()
-    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled)
+    entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled, own_names)
     targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}

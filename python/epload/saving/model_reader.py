@@ -17,10 +17,10 @@ from epload.model.targets import Targets, collect
 class ModelReader:
     """Reads one model, again and again: only what has changed since is collected anew."""
 
-    def __init__(self, model: nn.Module, filled: bool = False) -> None:
-        """``filled``: see :func:`epload.model.targets.collect`."""
+    def __init__(self, model: nn.Module, filled: bool = False, own_names: bool = False) -> None:
+        """``filled``, ``own_names``: see :func:`epload.model.targets.collect`."""
         self.model = model
-        self._filled = filled
+        self._filled, self._own_names = filled, own_names
         self._snapshot: Snapshot | None = None
         self.has_adapters = False
         """True if a module is of PEFT, or a layer of another library's adapters, once :meth:`read` was called."""
@@ -37,7 +37,7 @@ class ModelReader:
             return state[0]
         modules = Modules(self.model)
         self.has_adapters = any(is_adapter(module) or is_from_package(module, "peft") for module in modules.unique)
-        targets = collect(self.model, modules=modules, filled=self._filled)
+        targets = collect(self.model, modules=modules, filled=self._filled, own_names=self._own_names)
         set_dtypes(self.model, modules, targets, None)
         for name, tensor in zip(targets.names, targets.tensors, strict=True):
             if tensor.is_meta:

@@ -16,7 +16,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
-from epload.mapping.mapping import AnyMapping, quantize_rule
+from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
@@ -58,7 +58,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         ModelMismatch, ValueError: see :func:`epload.saving.catalog.catalog`, :func:`epload.saving.model_reader.ModelReader`,
             :func:`with_dtype` and :class:`epload.saving.quantized.QuantizedModel`.
     """
-    targets = ModelReader(model).read()
+    targets = ModelReader(model, own_names=isinstance(mapping, Mapping)).read()
     manifest, placed, padded = catalog(model, targets, mapping, names_from)
     shapes = manifest.shapes
     holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)

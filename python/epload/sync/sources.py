@@ -14,7 +14,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
 from epload.core.views import View
 from epload.errors import ModelMismatch
-from epload.mapping.mapping import AnyMapping, quantize_rule
+from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.place import Place
 from epload.mapping.wrappers import AdapterFile, adapter_file, adapters_in_base, names_added_by_adapters, unwrap
 from epload.model.targets import Targets
@@ -72,7 +72,7 @@ class SentModel:
         """
         check_selection(only, mapping != "auto" or names_from is not None)
         self._model = model
-        self._reader = ModelReader(model)
+        self._reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
         self._base: nn.Module = unwrap(model, ())[0]
         self._only = only
         self._mapping = mapping

@@ -89,7 +89,7 @@ class ModelTarget(Target):
                 "expected a model that is not Megatron-Core's, which sends versions and does not receive them"
             )
         self._model = model
-        self._reader = ModelReader(model, filled=True)
+        self._reader = ModelReader(model, filled=True, own_names=isinstance(mapping, Mapping))
         self._base: nn.Module = unwrap(model, ())[0]
         self._mapping = mapping
         self._strict = strict
