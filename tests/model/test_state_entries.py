@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor
 
 import epload
 from epload import Mapping, Topology
@@ -21,7 +20,7 @@ from epload.mapping import Concatenate, Convert
 from epload.saving.model_reader import ModelReader
 from epload.sync.targets import ModelTarget
 from support import ranks
-from support.checks import all_fine, local_of
+from support.checks import all_fine, full_tensor, local_of
 from support.models import on_meta
 
 
@@ -172,8 +171,8 @@ class Translated(nn.Module):
 
 def _show_parts(module: Translated, state: dict[str, Tensor], prefix: str, _: object) -> None:
     fused = state.pop(f"{prefix}inner.weight")
-    whole = fused.full_tensor() if isinstance(fused, DTensor) else fused
-    state |= {f"{prefix}{name}.weight": part.clone() for name, part in zip("qkv", whole.chunk(3), strict=True)}
+    parts = zip("qkv", full_tensor(fused).chunk(3), strict=True)
+    state |= {f"{prefix}{name}.weight": part.clone() for name, part in parts}
 
 
 def _take_parts(module: Translated, state: dict[str, Tensor], prefix: str, *_: object) -> None:
@@ -206,9 +205,8 @@ def _by_own_names(rank: int, folder: Path) -> list[str]:
                 problems += [] if text in str(error) else [f"{kind}: {error}"]
         epload.load(model, state, mapping=PARTS, progress=False)
         for name, parameter in model.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(whole, reference.get_parameter(name)):
-                problems.append(f"{kind}: {name} is {whole}")
+            if not torch.equal(full_tensor(parameter), reference.get_parameter(name)):
+                problems.append(f"{kind}: {name} is {full_tensor(parameter)}")
         epload.save(model, folder / kind, mapping=PARTS, names_from=state)
         saved = load_file(folder / kind / "model.safetensors")
         problems += [f"{kind}: saved {n} as {saved[n]}" for n in state if not torch.equal(saved[n], state[n])]

@@ -48,6 +48,10 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def differences(expected: nn.Module, loaded: nn.Module) -> Iterator[str]:
     """Yields the differences of two models of one rank: names, ties, placements, local shapes, dtypes, bits."""
     ours, theirs = expected.state_dict(keep_vars=True), loaded.state_dict(keep_vars=True)

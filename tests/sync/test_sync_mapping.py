@@ -15,7 +15,7 @@ import epload
 from epload.mapping import Concatenate, Convert, Mapping, Rename
 from epload.model.targets import collect
 from epload.saving.catalog import catalog
-from support.checks import all_fine
+from support.checks import all_fine, full_tensor
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome
 from support.sync_jobs import send_model
@@ -79,6 +79,53 @@ def serve(rank: int, meeting: Meeting) -> list[str]:
 
 def test_a_mapping_fuses_and_renames() -> None:
     all_fine(run([Job(2, partial(send_model, receivers=2), (make_trainer,)), Job(2, serve)])[1])
+
+
+class Hidden(nn.Module):
+    """An engine's tensors, which its state dict shows as the trainer's: collectives in hooks make copies of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Engine()
+        self.register_state_dict_post_hook(_show_parts)
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def _show_parts(module: Hidden, state: dict[str, Tensor], prefix: str, _: object) -> None:
+    names = [name for name in state if name.startswith(prefix)]
+    full = {name.removeprefix(f"{prefix}inner."): full_tensor(state.pop(name)) for name in names}
+    q, k = full.pop("qk").split([8, 4])
+    state |= {f"{prefix}q.weight": q.clone(), f"{prefix}k.weight": k.clone()}
+    state |= {prefix + name.replace("ln", "norm"): value for name, value in full.items()}
+
+
+def make_hidden(number: int = 0) -> nn.Module:
+    model = Hidden().bfloat16()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + 100 * i + number)
+    return fully_shard(model)
+
+
+INNER = Mapping(
+    renames=(Rename(r"^norm\.", "inner.ln."),),
+    converts=(Convert((r"^q\.weight$", r"^k\.weight$"), ("inner.qk",), (Concatenate(0),)),),
+)
+
+
+def receive_hidden(rank: int, meeting: Meeting) -> list[str]:
+    model, expected = make_hidden(7), make_hidden()
+    with epload.WeightReceiver(model, meeting.hear("address"), mapping=INNER, timeout=60) as receiver:
+        receiver.receive_weights()
+        receiver.commit()
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    return [f"{name} is {full_tensor(a)}" for (name, a), b in pairs if not torch.equal(full_tensor(a), full_tensor(b))]
+
+
+def test_a_mapping_names_what_hooks_hide_in_both_jobs() -> None:
+    names = {name: torch.zeros(t.shape) for name, t in Trainer().state_dict().items()}
+    send = partial(send_model, receivers=2, mapping=INNER, names_from=names)
+    all_fine(run([Job(2, send, (make_hidden,)), Job(2, receive_hidden)])[1])
 
 
 def receive_tied(rank: int, meeting: Meeting) -> list[str]:

@@ -63,14 +63,14 @@ def read_state(
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
+        hidden = _hide_own(returned, entries, [*customized, *custom_loading])
         if own_names:
-            hooked = (prefix for prefix, _ in (*customized, *custom_loading))
-            returned, own = _replace_by_own(returned, entries, hooked)
-            customized, custom_loading = (
-                [entry for entry in some if not entry[0].startswith(own)] for some in (customized, custom_loading)
-            )
+            returned = [entry for entry in returned if not entry[0].startswith(hidden)]
+            returned += [entry for entry in entries if entry[0].startswith(hidden)]
+            customized = [named for named in customized if not named[0].startswith(hidden)]
+            custom_loading = [named for named in custom_loading if not named[0].startswith(hidden)]
         if filled:
-            returned = _fillable(model, customized, custom_loading, returned)
+            returned = _fillable(model, customized, custom_loading, returned, hidden)
         is_returned = storage_filter([tensor for _, tensor in returned])
         unsaved += [(name, tensor) for name, tensor in entries if tensor.is_meta and not is_returned(tensor)]
         entries = returned
@@ -80,24 +80,18 @@ def read_state(
     return entries, unsaved_buffers, unsaved_meta, plain
 
 
-def _replace_by_own(
-    shown: Sequence[NamedTensor], own: Sequence[NamedTensor], hooked: Iterable[str]
-) -> tuple[list[NamedTensor], tuple[str, ...]]:
-    """Returns the entries of a state dict, in which modules have their own tensors if it shows none of these under its name, and the
-    prefixes of these modules.
+def _hide_own(
+    shown: Sequence[NamedTensor], own: Sequence[NamedTensor], customized: Iterable[NamedModule]
+) -> tuple[str, ...]:
+    """Returns the prefixes of customized modules of which a state dict shows other tensors than they have, and none of these.
 
     Args:
         own: the model's own parameters and persistent buffers.
-        hooked: prefixes of the modules to look at.
     """
     names = {name for name, _ in shown}
-    hidden = tuple(
-        prefix
-        for prefix in dict.fromkeys(hooked)
-        if (inner := [name for name, _ in own if name.startswith(prefix)]) and names.isdisjoint(inner)
-    )
-    entries = [entry for entry in shown if not entry[0].startswith(hidden)]
-    return [*entries, *(entry for entry in own if entry[0].startswith(hidden))], hidden
+    prefixes = dict.fromkeys(prefix for prefix, _ in customized)
+    own_of = {prefix: [name for name, _ in own if name.startswith(prefix)] for prefix in prefixes}
+    return tuple(prefix for prefix, inner in own_of.items() if inner and names.isdisjoint(inner))
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
@@ -183,32 +177,39 @@ def _fillable(
     customized: Sequence[NamedModule],
     custom_loading: Sequence[NamedModule],
     entries: Sequence[NamedTensor],
+    hidden: tuple[str, ...],
 ) -> list[NamedTensor]:
     """Returns the entries without extra state, which is not loaded. Lists of modules have parents first.
+
+    Args:
+        hidden: prefixes of modules that a mapping of the caller can fill.
 
     Raises ModelMismatch if a module has custom loading, or an entry is not the model's own storage."""
     for prefix, module in custom_loading:
         if names := [name for name, _ in entries if name.startswith(prefix)]:
             custom = describe_custom_loading(prefix[:-1], module)
-            raise _not_fillable(f"{custom}, which does not run when tensors are filled in place", names, prefix)
+            problem = f"{custom}, which does not run when tensors are filled in place"
+            raise _not_fillable(problem, names, prefix, prefix.startswith(hidden))
     is_owned = storage_filter([*model.parameters(), *model.buffers()])
     copies = {name for name, tensor in entries if not is_owned(tensor) and not name.endswith(_EXTRA_STATE)}
     for prefix, module in reversed(customized) if copies else ():  # the innermost module first
         copied = [(name, tensor) for name, tensor in tensor_entries(module, prefix) if name in copies]
         if names := [name for name, tensor in copied if not is_owned(tensor)]:
             problem = f"{prefix[:-1] or 'the model'} ({type(module).__name__}) returns copies in its state dict"
-            raise _not_fillable(f"{problem}, and filling a copy would not fill the model", names, prefix)
+            problem += ", and filling a copy would not fill the model"
+            raise _not_fillable(problem, names, prefix, prefix.startswith(hidden))
     if copies:
         raise _not_fillable("the model returns copies in its state dict", sorted(copies), "")
     return [(name, tensor) for name, tensor in entries if is_owned(tensor)]
 
 
-def _not_fillable(problem: str, names: Sequence[str], prefix: str) -> ModelMismatch:
+def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bool = False) -> ModelMismatch:
     listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
     way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
+    remove = "" if is_hidden else "remove the hook or method for the load, and "
     return ModelMismatch(
-        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or remove the hook or method for the load, "
-        "and map the checkpoint's names to those of the parameters with mapping="
+        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or {remove}"
+        "map the checkpoint's names to those of the parameters with mapping="
     )
 
 
