@@ -158,6 +158,20 @@ def test_fp8_weights_stay_fp8_in_fp8_and_need_their_scales_elsewhere(tmp_path: P
     assert not wide["v"].any()
 
 
+def test_quantized_integers_are_not_converted(tmp_path: Path) -> None:
+    packed = torch.arange(12, dtype=torch.int8).reshape(3, 4)
+    save_file(
+        {"l.weight": packed, "l.weight_scale": torch.ones(3, 1), "ids": packed.clone()}, tmp_path / "model.safetensors"
+    )
+    state = {"ids": torch.zeros(3, 4)}
+    dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert torch.equal(state["ids"], packed.float())
+    state = {"l.weight": torch.zeros(3, 4)}
+    with pytest.raises(dcp.api.CheckpointException, match="a quantized weight that l.weight_scale belongs to"):
+        dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert not state["l.weight"].any()
+
+
 # ---- one process ----
 
 

@@ -29,11 +29,12 @@ from epload.checkpoint import dcp
 from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.file_checkpoint import OpenFiles
 from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.manifest import FileFacts
+from epload.checkpoint.manifest import FileFacts, Manifest
 from epload.checkpoint.opening import unreadable
+from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.core.placement import Box
-from epload.errors import CheckpointError
+from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.read_tensor import read_tensor
 from epload.mapping.scales import Scaling, dequantize, scaling_of_box
 
@@ -109,7 +110,8 @@ class StorageReader(TorchStorageReader):
         """
         Raises:
             CheckpointError: a file cannot be read, or has changed since it was opened.
-            ModelMismatch: an fp8 weight has no scale that applies. Nothing has been read.
+            ModelMismatch: an fp8 weight has no scale that applies, or a quantized weight is loaded in another way. Nothing has been
+                read.
         """
         assert self._checkpoint is not None
         items, planned = plan.items, self._planned
@@ -129,9 +131,12 @@ class StorageReader(TorchStorageReader):
                 number = self._number_of[item.storage_index.fqn]
                 dtype = self._checkpoint.manifest.dtypes[number]
                 room -= prod(item.lengths) * dtype.itemsize
-                if dtype in dtypes.FP8 and (into := planner.resolve_tensor(item).dtype) != dtype:
-                    manifest, box = self._checkpoint.manifest, _box_of(item)
-                    scalings[id(item)] = scaling_of_box(manifest, self._number_of, number, box, into)
+                if dtype in (*dtypes.FP8, *dtypes.INTEGERS) and (into := planner.resolve_tensor(item).dtype) != dtype:
+                    manifest = self._checkpoint.manifest
+                    if dtype in dtypes.FP8:
+                        scalings[id(item)] = scaling_of_box(manifest, self._number_of, number, _box_of(item), into)
+                    elif into.is_floating_point:
+                        _check_not_packed(manifest, number, into)
         for batch in batches:
             self._read(self._checkpoint, batch, planner, scalings)
         if changed := self._checkpoint.changed():
@@ -203,6 +208,17 @@ class _PickledItems(UserList[ReadItem]):
         if self.items is not None:
             self.pickled = pickle.dumps(self.items)
         return _PickledItems, (None, self.pickled)
+
+
+def _check_not_packed(manifest: Manifest, number: int, into: torch.dtype) -> None:
+    """Raises ModelMismatch if a tensor of integers is a quantized weight, which has scales or the like next to it."""
+    name, stored = manifest.names[number], manifest.dtypes[number]
+    beside = quantized_with(manifest.names, manifest.dtypes, manifest.shapes)
+    if (companion := next((other for other, weight in beside.items() if weight == name), None)) is not None:
+        raise ModelMismatch(
+            f"{name} is {dtypes.name(stored)} in the checkpoint, a quantized weight that {companion} belongs to, and "
+            f"{dtypes.name(into)} in the state dict: pass a checkpoint that was dequantized"
+        )
 
 
 def _box_of(item: ReadItem) -> Box:
