@@ -83,6 +83,26 @@ def test_a_tensor_that_hands_out_copies_is_refused() -> None:
     assert torch.equal(net[1].weight.inner, state["1.weight"])
 
 
+class Opaque(Wrapped):
+    """Knows no operation that reads its elements."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_that_cannot_be_read_is_refused_before_anything_is_loaded() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    before = net[0].weight.clone()
+    state: dict[str, Tensor] = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict()
+    state["1.weight"] = Opaque(state["1.weight"])
+    with pytest.raises(epload.CheckpointError, match=r"1\.weight is a Opaque, whose elements cannot be read as bytes"):
+        epload.load(net, state, progress=False)
+    assert torch.equal(net[0].weight, before)
+
+
 def plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 

@@ -282,3 +282,19 @@ def test_extra_state_stays_as_it_is(kept: Any) -> None:
     report = epload.load(model, {"weight": torch.ones(3, 2), "bias": torch.ones(3)}, progress=False)
     assert report.tensors == 2
     assert torch.equal(model.weight, torch.ones(3, 2))
+
+
+def test_packed_weights_are_refused_by_name(tmp_path: Path) -> None:
+    class Packed(nn.Linear):
+        """Its weights are one entry of the state dict that is not a tensor, as those of dynamically quantized layers."""
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}packed"] = (destination.pop(f"{prefix}weight"), None)
+
+    model = nn.Sequential(nn.Linear(2, 2), Packed(2, 3))
+    text = re.escape("1.packed is a tuple in the state dict and not a tensor")
+    with pytest.raises(epload.ModelMismatch, match=text):
+        epload.load(model, model.state_dict(), progress=False)
+    with pytest.raises(epload.ModelMismatch, match=text):
+        epload.save(model, tmp_path / "c")

@@ -58,6 +58,13 @@ def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
     all_fine(ranks.run(4, _unfilled))
 
 
+def test_what_a_hook_fills_is_not_warned_of() -> None:
+    model, state = on_meta(Stray), {"w": torch.ones(3, 2), "v": torch.ones(5)}
+    report = epload.load(model, state, init_missing=lambda module, *_: module.table.fill_(3), progress=False)
+    assert torch.equal(model.table, torch.full((4,), 3.0))
+    assert report.warnings == []
+
+
 # ---- initializers ----
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import epload
@@ -59,6 +60,23 @@ def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest
     assert same(read_folder(tmp_path / "new"), STATE)
     assert report.files > 1
     assert epload.Checkpoint.open(tmp_path / "new").manifest.nbytes == report.nbytes
+
+
+def test_what_headers_say_is_kept_if_files_agree(tmp_path: Path) -> None:
+    """diffusers stores the strength of LoRA layers there, torchao how weights are packed."""
+    (source := tmp_path / "source").mkdir()
+    for number, name in enumerate("ab", 1):
+        metadata = {"format": "np", "lora": "32", f"{name}._data": "int8", "differs": name, "DCP_VERSION": "1.0"}
+        save_file({name: torch.ones(2)}, source / f"model-{number:05}-of-00002.safetensors", metadata)
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for limit in (8, 100):
+        epload.convert(source, tmp_path / f"{limit}", max_shard_bytes=limit)
+        files = sorted((tmp_path / f"{limit}").glob("*.safetensors"))
+        assert len(files) == (2 if limit == 8 else 1)
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                assert opened.metadata() == {"format": "pt", "lora": "32", "a._data": "int8", "b._data": "int8"}
 
 
 def test_renames_as_a_dict(tmp_path: Path) -> None:

@@ -78,9 +78,10 @@ def test_a_rank_that_does_not_come_to_a_communicator_is_an_error(dies: bool, sem
             Job(1, never_connects, (dies,), dying=(0,) if dies else (), setup=setup),
         ]
     )
-    text, _, seconds, _ = sent[0][0]
+    text, _, seconds, ended = sent[0][0]
     assert "rank 1 has exited" in text if dies else "no communicator" in text
     assert seconds < 8
+    assert time.time() - ended < 30  # the sender closes while a thread of its waits up to 60 s for the communicator
     if not dies:
         assert received == [(False, True)]
 

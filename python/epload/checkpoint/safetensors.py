@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 from math import prod
 from typing import Any
@@ -86,6 +87,20 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
             f"{file}: {what}: the header describes {position} bytes, the last of them {previous[:200]}, and the file has {size}"
         )
     return _with_starts(file, tensors, metadata)
+
+
+def metadata_of(files: Iterable[StoredFile]) -> dict[str, str]:
+    """Returns the ``__metadata__`` of safetensors files among these, except what describes the division into files, and what two
+    files contradict each other about."""
+    values: dict[str, set[str]] = {}
+    for file in files:
+        if file.name.endswith(".safetensors"):
+            header = json.loads(file.read(8, int.from_bytes(file.read(0, 8), "little")))
+            metadata = header.get("__metadata__")
+            for key, value in metadata.items() if isinstance(metadata, dict) else ():
+                if isinstance(value, str) and not key.startswith("DCP_"):
+                    values.setdefault(key, set()).add(value)
+    return {key: value for key, (value, *others) in values.items() if not others}
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

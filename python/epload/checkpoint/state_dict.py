@@ -64,7 +64,7 @@ class StateDictCheckpoint(Checkpoint):
             store: the files that the tensors were loaded or mapped from; owned by the checkpoint from now on.
 
         Raises:
-            CheckpointError: a tensor is sparse, quantized or on meta.
+            CheckpointError: a tensor is sparse, quantized or on meta, or of a class whose elements cannot be read as bytes.
             TypeError: a tensor is a DTensor.
         """
         for name, tensor in tensors.items():
@@ -73,6 +73,11 @@ class StateDictCheckpoint(Checkpoint):
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
                 raise CheckpointError(
                     f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})"
+                )
+            if type(tensor) not in (Tensor, torch.nn.Parameter) and tensor.numel() and not _is_readable(tensor):
+                raise CheckpointError(
+                    f"{source}: {name} is a {type(tensor).__name__}, whose elements cannot be read as bytes; dequantize or unwrap it "
+                    "first"
                 )
         self._tensors = dict(tensors)
         self._consumed = consumed
@@ -137,6 +142,16 @@ def _bytes_of(tensor: Tensor) -> Tensor | None:
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Returns False for a tensor of a class of its own whose first element cannot be read."""
+    try:
+        if _bytes_of(tensor) is None:
+            _copied(tensor.detach(), Piece(0, 0, 0, tensor.element_size()))
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _copied(tensor: Tensor, piece: Piece) -> tuple[Tensor, int]:

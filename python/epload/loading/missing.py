@@ -135,7 +135,7 @@ def compute_missing(
         frozenset((uninitialized | unfilled) - filled),
         frozenset(uninitialized - filled),
         holders,
-        frozenset(unsaved.keys() - filled - holders.keys()),
+        frozenset(unsaved.keys() - filled - holders.keys() - uninitialized),
     )
 
 

@@ -97,7 +97,7 @@ def _hide_own(
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
     """Returns the tensors of ``model.state_dict(keep_vars=True)``.
 
-    Raises ModelMismatch: an entry is a ShardedTensor."""
+    Raises ModelMismatch: an entry is a ShardedTensor, or neither a tensor nor extra state."""
     entries = []
     for name, value in model.state_dict(keep_vars=True).items():
         if type(value).__name__ == "ShardedTensor":
@@ -106,6 +106,11 @@ def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
             )
         if isinstance(value, Tensor):
             entries.append((prefix + name, value))
+        elif value is not None and not name.endswith(_EXTRA_STATE):
+            raise ModelMismatch(
+                f"{prefix}{name} is a {type(value).__name__} in the state dict and not a tensor, as of modules with packed weights, "
+                "which cannot be loaded or saved tensor by tensor: use torch.save and load_state_dict for this model"
+            )
     return entries
 
 

@@ -119,7 +119,8 @@ class Group:
         """
         self._enter_device()
         index, size = self.ranks.index(rank), len(self.ranks)
-        group = dist.ProcessGroup(PrefixStore("group/", store.inner), index, size)
+        own = store.inner if set(backends.values()) == {"gloo"} else _with_own_connection(store.inner)
+        group = dist.ProcessGroup(PrefixStore("group/", own), index, size)
         built: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, name in backends.items():
             if name not in built:
@@ -127,7 +128,7 @@ class Group:
                 with _no_error_handling() if device is not None and name == "nccl" else nullcontext():
                     # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the
                     # process exits, when Python code can no longer run.
-                    inner = PrefixStore(prefix, store if name == "gloo" else store.inner)
+                    inner = PrefixStore(prefix, store if name == "gloo" else own)
                     built[name] = self._make_backend(name, inner, index, size, timeout)
             group._register_backend(torch.device(kind_of_device), *built[name])
         # The default backend is chosen as by torch: NCCL or XCCL, else a plugin, else gloo.
@@ -207,6 +208,15 @@ class Group:
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
         self._group = None
+
+
+def _with_own_connection(store: Store) -> Store:
+    """Returns the same store over another connection: a TCPStore answers nobody else on the one on which a thread waits for a key, and
+    the wait for a member that does not come lasts until the timeout."""
+    try:
+        return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch does not declare it
+    except RuntimeError:  # a store that is written in Python
+        return store
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

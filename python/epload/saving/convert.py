@@ -17,6 +17,7 @@ import torch
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.safetensors import metadata_of
 from epload.core.attempt import Attempt
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
@@ -133,7 +134,7 @@ def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[in
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
     """Returns the files of the new checkpoint. For a delta, which has the model's small files in its index, these are written
     next to the new index, unless the dtype changes or ``files`` replaces them."""
-    layout = lay_out(new, max_shard_bytes)
+    layout = lay_out(new, max_shard_bytes, metadata_of(checkpoint.files))
     if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
         copied = {Path(file).name for file in files}
         layout.index.update({name: text for name, text in checkpoint.config.items() if name not in copied})

@@ -6,9 +6,10 @@ Format: https://huggingface.co/docs/safetensors. File names and index are those 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -39,8 +40,13 @@ class FilesLayout:
     """Content of the index by its name; empty for a single file, which needs none."""
 
 
-def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
+def lay_out(
+    manifest: Manifest, max_shard_bytes: int, metadata: Mapping[str, str] = MappingProxyType({})
+) -> FilesLayout:
     """Distributes tensors over files of up to ``max_shard_bytes``, in their order.
+
+    Args:
+        metadata: of each file's header, besides its format.
 
     Raises:
         ValueError: a tensor's name or dtype is none that the format has.
@@ -54,7 +60,7 @@ def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
     layout = FilesLayout(files, [], [], file, offset, sum(sizes), {})
     weight_map = {}
     for number, shard in enumerate(shards):
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
         end = 0
         # The widest elements first, so that each tensor starts at a multiple of its element size.
         for i in sorted(shard, key=lambda i: -dtypes[i].itemsize):
@@ -75,8 +81,8 @@ def lay_out(manifest: Manifest, max_shard_bytes: int) -> FilesLayout:
         layout.sizes.append(8 + len(text) + end)
         offset[shard] += 8 + len(text)
     if len(files) > 1:
-        metadata = {"total_parameters": sum(map(prod, manifest.shapes)), "total_size": layout.nbytes}
-        content = {"metadata": metadata, "weight_map": {name: weight_map[name] for name in names}}
+        totals = {"total_parameters": sum(map(prod, manifest.shapes)), "total_size": layout.nbytes}
+        content = {"metadata": totals, "weight_map": {name: weight_map[name] for name in names}}
         layout.index["model.safetensors.index.json"] = json.dumps(content, indent=2).encode()
     return layout
 
