@@ -167,7 +167,7 @@ def test_quantized_integers_are_not_converted(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
     assert torch.equal(state["ids"], packed.float())
     state = {"l.weight": torch.zeros(3, 4)}
-    with pytest.raises(dcp.api.CheckpointException, match="a quantized weight that l.weight_scale belongs to"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"a quantized weight that l\.weight_scale belongs to"):
         dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
     assert not state["l.weight"].any()
 

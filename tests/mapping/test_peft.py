@@ -134,6 +134,15 @@ def test_an_adapter_that_comes_from_other_base_weights(options: dict[str, Any], 
     assert not epload.load(model, tmp_path / "adapter", strict=False, progress=False).warnings
 
 
+def test_a_merged_adapter_is_warned_of(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path)
+    model = adapted("lora")
+    assert epload.load(model, tmp_path, strict=False, progress=False).warnings == []
+    model.merge_adapter()
+    (warning,) = epload.load(model, tmp_path, strict=False, progress=False).warnings
+    assert "adapter default is merged into base weights" in warning
+
+
 def _two_adapters(rank: int, folder: Path) -> list[str]:
     model = adapted("modules_to_save")
     model.add_adapter("other", CONFIGS["modules_to_save"]())

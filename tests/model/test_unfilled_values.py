@@ -65,6 +65,17 @@ def test_what_a_hook_fills_is_not_warned_of() -> None:
     assert report.warnings == []
 
 
+def test_attributes_that_stay_on_meta_are_warned_of() -> None:
+    model, state = on_meta(Stray), {"w": torch.ones(3, 2), "v": torch.ones(5)}
+    model.frequencies, model.by_axis = [torch.empty(2, device="meta"), None], {"x": torch.empty(2, device="meta")}
+    report = epload.load(model, state, init_missing=lambda module, *_: module.table.fill_(3), progress=False)
+    (warning,) = report.warnings
+    assert "no load fills them: 2 tensors: frequencies, by_axis. Set" in warning
+    assert not any(
+        "no load fills" in warning for warning in epload.load(model, state, strict=False, progress=False).warnings
+    )
+
+
 # ---- initializers ----
 
 

@@ -110,8 +110,7 @@ class StorageReader(TorchStorageReader):
         """
         Raises:
             CheckpointError: a file cannot be read, or has changed since it was opened.
-            ModelMismatch: an fp8 weight has no scale that applies, or a quantized weight is loaded in another way. Nothing has been
-                read.
+            ModelMismatch: an fp8 weight has no scale that applies, or a weight is quantized in another way. Nothing is read.
         """
         assert self._checkpoint is not None
         items, planned = plan.items, self._planned

@@ -17,7 +17,7 @@ from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
-from epload.model.initialization import Attributes, init_missing_calls, params_ignoring_meta, stale_adapters
+from epload.model.initialization import Attributes, init_missing_calls, is_adapter, params_ignoring_meta, stale_adapters
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
@@ -155,6 +155,15 @@ def _unsaved_buffers(request: Request, inputs: LocalInputs) -> dict[str, Tensor]
     return buffers
 
 
+def warn_of_attributes(inputs: LocalInputs, report: LoadReport) -> None:
+    """Warns of tensors on meta that modules hold in other ways than as parameters and buffers."""
+    if inputs.modules is not None and (paths := inputs.modules.attributes_on_meta()):
+        report.warnings.append(
+            f"attributes that are neither parameters nor buffers are still on meta, and no load fills them: {list_keys(paths)}. "
+            "Set them, or build the model under accelerate.init_empty_weights(), which leaves them on CPU"
+        )
+
+
 def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: int, report: LoadReport) -> None:
     """Fills what the checkpoint does not: with what the model has computed, then by the caller's hook.
 
@@ -168,6 +177,11 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
             f"non-persistent buffers are in no checkpoint, and the model cannot compute {list_keys(sorted(missing.unsaved))}: "
             "they keep their values. If the model comes from to_empty(), they are uninitialized memory: set them, or leave the "
             "model on meta, so that the load initializes them or says that it cannot"
+        )
+    if merged := sorted({name for m in model.modules() if is_adapter(m) for name in getattr(m, "merged_adapters", ())}):
+        report.warnings.append(
+            f"adapter {', '.join(merged)} is merged into base weights: those that were loaded are without it, and unmerge_adapter() "
+            "would subtract it from them; adapter weights that were loaded have no effect. Call unmerge_adapter() before the load"
         )
     computed = missing.computed
     if not computed and not missing.unfilled:

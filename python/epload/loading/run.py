@@ -12,7 +12,7 @@ from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
 from epload.loading.checked_files import check_files
 from epload.loading.engines import make_engine
-from epload.loading.missing import fill_missing
+from epload.loading.missing import fill_missing, warn_of_attributes
 from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
@@ -63,6 +63,8 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         control.doing = "initializes what the checkpoint lacks"
         local.rescale()
         fill_missing(request, load.inputs, load.missing, topology.rank, report)
+        if load.meta:
+            warn_of_attributes(load.inputs, report)
         _finish(topology, load, report)
 
 

@@ -36,6 +36,18 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def reshard(module: FSDPModule) -> None:
+    """Puts one FSDP module back into its sharded state: writes to unsharded parameters would be lost.
+
+    ``FSDPModule.reshard`` does nothing if a forward pass has failed, or has run only a part of what is gathered together, and the
+    module stays unsharded after it. And the next pass would still use what was gathered ahead.
+    """
+    module.reshard()
+    for group in parameter_groups(module):
+        group.wait_for_unshard()
+        group._to_sharded()
+
+
 def fsdp_shard_axes(modules: Iterable[FSDPModule]) -> dict[int, int]:
     """Returns the mesh axis along which FSDP shards each parameter, by the parameter's id; only for parameters whose placements
     or coordinates do not describe their shards.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from epload.model import dtensor
@@ -37,6 +37,23 @@ class Modules:
             children = reversed(module._modules.items())
             pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 
+    def attributes_on_meta(self) -> list[str]:
+        """Returns the paths of plain attributes, neither parameters nor buffers, that are or contain tensors on meta."""
+        paths = []
+        for prefix, module in self.named:
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    parts = (
+                        value.values()
+                        if isinstance(value, dict)
+                        else value
+                        if isinstance(value, list | tuple)
+                        else [value]
+                    )
+                    if any(isinstance(part, Tensor) and part.is_meta for part in parts):
+                        paths.append(prefix + name)
+        return paths
+
     @cached_property
     def unique(self) -> list[nn.Module]:
         """Each module once."""
@@ -67,4 +84,4 @@ class Modules:
     def reshard(self) -> None:
         """Reshards what FSDP2 shards: a forward pass leaves the root unsharded, and writes to it would be lost."""
         for module in self.fsdp:
-            module.reshard()
+            dtensor.reshard(module)

@@ -92,7 +92,7 @@ class Snapshot:
             return None
         for reference in self._fsdp_modules:
             if (fsdp_module := reference()) is not None:
-                fsdp_module.reshard()
+                dtensor.reshard(fsdp_module)
         values, sizes, keys = self._read_modules()
         if (
             [*map(id, values)] != self._ids

@@ -1,8 +1,8 @@
 """Reads the state dict of a model, and refuses models of which a load could not fill every entry in place.
 
 A module whose hooks or methods only rename its tensors is filled as any other. One that returns copies, or that changes values in
-its ``load_state_dict``, is refused by name: writing to the entries would not fill the model as torch does. With a mapping of the caller,
-which names the model's own tensors, it is filled by these names, provided that its state dict uses none of them.
+its ``load_state_dict``, is refused by name: writing to the entries would not fill the model as torch does. With a mapping of the
+caller, which names the model's own tensors, it is filled by these names, provided that its state dict uses none of them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def read_state(
     that are not in the state dict, and True if no module has custom loading or customizes its state dict.
 
     If no module customizes its state dict, takes the tensors from the modules directly, a fifth of the time of
-    ``state_dict()``. With ``own_names``, a module whose state dict shows none of its tensors under its own name, but others, has its
-    own. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
+    ``state_dict()``. With ``own_names``, a module whose state dict shows none of its tensors under its own name, but others, has
+    its own. Raises ModelMismatch for a module or an entry that cannot be read, or, if ``filled``, filled.
     """
     for cls, prefix in modules.classes.items():
         _check_supported(prefix[:-1] or "the model", cls)
@@ -108,8 +108,8 @@ def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
             entries.append((prefix + name, value))
         elif value is not None and not name.endswith(_EXTRA_STATE):
             raise ModelMismatch(
-                f"{prefix}{name} is a {type(value).__name__} in the state dict and not a tensor, as of modules with packed weights, "
-                "which cannot be loaded or saved tensor by tensor: use torch.save and load_state_dict for this model"
+                f"{prefix}{name} is a {type(value).__name__} in the state dict and not a tensor, as of modules with packed "
+                "weights, which cannot be loaded or saved tensor by tensor: use torch.save and load_state_dict for this model"
             )
     return entries
 

@@ -211,8 +211,8 @@ class Group:
 
 
 def _with_own_connection(store: Store) -> Store:
-    """Returns the same store over another connection: a TCPStore answers nobody else on the one on which a thread waits for a key, and
-    the wait for a member that does not come lasts until the timeout."""
+    """Returns the same store over another connection: a TCPStore answers nobody else on one on which a thread waits for a key,
+    and the wait for a member that does not come lasts until the timeout."""
     try:
         return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch does not declare it
     except RuntimeError:  # a store that is written in Python

@@ -70,10 +70,12 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        control.end()
-        call.topology.groups.end_load()
-        with _lock:
-            _current = None
+        try:
+            control.end()
+            call.topology.groups.end_load()
+        finally:  # an interrupt here must not make the process reject all later calls
+            with _lock:
+                _current = None
 
 
 def _refuse(call: Call, number: int, other: Call) -> Exception:

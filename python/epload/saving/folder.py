@@ -43,8 +43,8 @@ class NewFolder:
         if nbytes > free:
             raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite, layout)
-        folder.temporary.mkdir()
         try:
+            folder.temporary.mkdir()
             for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
                 folder.add(name, header)
                 os.truncate(folder.temporary / name, size)
