@@ -76,8 +76,8 @@ class StateDictCheckpoint(Checkpoint):
                 )
             if type(tensor) not in (Tensor, torch.nn.Parameter) and tensor.numel() and not _is_readable(tensor):
                 raise CheckpointError(
-                    f"{source}: {name} is a {type(tensor).__name__}, whose elements cannot be read as bytes; dequantize or unwrap "
-                    "it first"
+                    f"{source}: {name} is a {type(tensor).__name__}, whose elements cannot be read as bytes; dequantize or "
+                    "unwrap it first"
                 )
         self._tensors = dict(tensors)
         self._consumed = consumed

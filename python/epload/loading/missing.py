@@ -180,8 +180,9 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         )
     if merged := sorted({name for m in model.modules() if is_adapter(m) for name in getattr(m, "merged_adapters", ())}):
         report.warnings.append(
-            f"adapter {', '.join(merged)} is merged into base weights: those that were loaded are without it, and unmerge_adapter() "
-            "would subtract it from them; adapter weights that were loaded have no effect. Call unmerge_adapter() before the load"
+            f"adapter {', '.join(merged)} is merged into base weights: those that were loaded are without it, and "
+            "unmerge_adapter() would subtract it from them; adapter weights that were loaded have no effect. Call "
+            "unmerge_adapter() before the load"
         )
     computed = missing.computed
     if not computed and not missing.unfilled:
