@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -298,3 +299,27 @@ def test_packed_weights_are_refused_by_name(tmp_path: Path) -> None:
         epload.load(model, model.state_dict(), progress=False)
     with pytest.raises(epload.ModelMismatch, match=text):
         epload.save(model, tmp_path / "c")
+
+
+def test_methods_of_one_module_count_as_those_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        self.weight.data.copy_(state[f"{prefix}weight"] * 2)
+
+    def save(self: Any, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach() / 2
+
+    values = {"0.weight": torch.ones(3, 2)}
+    for method in ("load_state_dict", "_load_from_state_dict"):
+        model: Any = nn.Sequential(nn.Linear(2, 3, bias=False))
+        setattr(model[0], method, MethodType(load, model[0]))
+        with pytest.raises(epload.ModelMismatch, match=re.escape(f"0 (Linear) has a {method} of its own")):
+            epload.load(model, values, progress=False)
+    model = nn.Sequential(nn.Linear(2, 3, bias=False))
+    model[0]._save_to_state_dict = MethodType(save, model[0])
+    epload.save(model, tmp_path / "c")
+    assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], model[0].weight / 2)
+    monkeypatch.setattr(nn.Bilinear, "_load_from_state_dict", load)
+    with pytest.raises(epload.ModelMismatch, match=r"0 \(Bilinear\) has a _load_from_state_dict of its own"):
+        epload.load(
+            nn.Sequential(nn.Bilinear(1, 1, 1)), {"0.weight": torch.ones(1, 1, 1)}, strict=False, progress=False
+        )

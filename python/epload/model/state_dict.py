@@ -25,6 +25,8 @@ _HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "megatron",
 """Packages whose load hooks only rename keys of old checkpoints, handle sharding, which is done anyway, or take extra state."""
 _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
+_STATE_METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
+_LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _EXTRA_STATE = "_extra_state"
 """Last part of the name under which torch puts what ``get_extra_state`` returns."""
 _MAX_LISTED = 5
@@ -49,7 +51,7 @@ def read_state(
     entries: list[NamedTensor] = []
     unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
-        if module._state_dict_hooks or type(module) in own_state:
+        if module._state_dict_hooks or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
             customized.append((prefix, module))
         if _custom_loading(module):
             custom_loading.append((prefix, module))
@@ -138,8 +140,7 @@ def _check_supported(path: str, cls: type) -> None:
 
 
 def _has_own_state(cls: type[nn.Module]) -> bool:
-    methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
-    owners = (next(base for base in cls.__mro__ if method in base.__dict__) for method in methods)
+    owners = (next(base for base in cls.__mro__ if method in base.__dict__) for method in _STATE_METHODS)
     return any(
         owner is not nn.Module and owner.__module__.partition(".")[0] not in _ONLY_EXTRA_STATE for owner in owners
     )
@@ -152,6 +153,9 @@ def describe_custom_loading(path: str, module: nn.Module) -> str:
 
 
 def _custom_loading(module: nn.Module) -> str:
+    for method in _LOAD_METHODS:
+        if method in vars(module) and not _is_harmless(getattr(vars(module)[method], "__module__", None)):
+            return f"a {method} of its own"
     if custom := _custom_load_method(type(module)):  # type: ignore[arg-type]  # a class is hashable
         return custom
     for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
@@ -166,8 +170,9 @@ def _custom_loading(module: nn.Module) -> str:
 @cache
 def _custom_load_method(cls: type) -> str:
     for base in cls.__mro__:
-        for method in ("load_state_dict", "_load_from_state_dict"):
-            if method in base.__dict__ and not _is_harmless(base.__module__):
+        for method in _LOAD_METHODS:  # which another package may have replaced
+            own = base.__dict__.get(method)
+            if own is not None and not _is_harmless(getattr(own, "__module__", base.__module__)):
                 return f"a {method} of its own"
     return ""
 
