@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -431,3 +433,31 @@ def test_topologies_that_differ_between_ranks() -> None:
     assert len(set(texts)) == 1
     assert "topologies differ" in texts[0]
     assert "rank 3" in texts[0]
+
+
+def test_a_load_that_fails_frees_model_and_checkpoint(tmp_path: Path) -> None:
+    """At once, and not when the garbage collector comes: who tries again needs the memory."""
+
+    def attempt(fails: str) -> list[weakref.ref[Any]]:
+        model, state = nn.Linear(4, 4), {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+        if fails == "match":
+            del state["bias"]
+        try:
+            if fails == "save":
+                epload.save(model, tmp_path / "file" / "folder")
+            else:
+                epload.load(model, tmp_path / "none" if fails == "open" else state, progress=False)
+        except epload.LoadError:
+            return [weakref.ref(model), weakref.ref(state["weight"])]
+        return []
+
+    (tmp_path / "file").write_text("")
+    gc.collect()
+    gc.disable()
+    try:
+        for fails in ("match", "open", "save"):
+            references = attempt(fails)
+            assert references
+            assert [reference() for reference in references] == [None, None], fails
+    finally:
+        gc.enable()

@@ -205,8 +205,11 @@ class Control(Rounds):
                 # None: the load has succeeded on all ranks, and this one was interrupted while it returned.
                 if failure is not None and isinstance(error, Exception):
                     shared = failure.error()
-                    if (type(shared), str(shared)) != (type(error), str(error)):
-                        raise shared from error
+                    try:
+                        if (type(shared), str(shared)) != (type(error), str(error)):
+                            raise shared from error
+                    finally:
+                        del shared  # whose traceback has this frame
                 raise
 
     # ---- rounds ----
@@ -231,6 +234,11 @@ class Control(Rounds):
                 on every rank that is alive.
         """
         report = encode_report(what, failure, view)
+        while (
+            failure is not None
+        ):  # its text is in the report; its frames would keep the model until a garbage collection
+            failure.__traceback__ = None
+            failure = failure.__cause__ or failure.__context__
 
         def reduce_all(views: Views) -> str:
             return reduce_reports(what, views, reduce)
