@@ -178,7 +178,8 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
             "they keep their values. If the model comes from to_empty(), they are uninitialized memory: set them, or leave the "
             "model on meta, so that the load initializes them or says that it cannot"
         )
-    if merged := sorted({name for m in model.modules() if is_adapter(m) for name in getattr(m, "merged_adapters", ())}):
+    adapters = filter(is_adapter, model.modules()) if getattr(model, "peft_config", None) else ()
+    if merged := sorted({name for module in adapters for name in getattr(module, "merged_adapters", ())}):
         report.warnings.append(
             f"adapter {', '.join(merged)} is merged into base weights: those that were loaded are without it, and "
             "unmerge_adapter() would subtract it from them; adapter weights that were loaded have no effect. Call "

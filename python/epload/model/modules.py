@@ -42,16 +42,8 @@ class Modules:
         paths = []
         for prefix, module in self.named:
             for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    parts = (
-                        value.values()
-                        if isinstance(value, dict)
-                        else value
-                        if isinstance(value, list | tuple)
-                        else [value]
-                    )
-                    if any(isinstance(part, Tensor) and part.is_meta for part in parts):
-                        paths.append(prefix + name)
+                if name not in ("_parameters", "_buffers", "_modules") and _is_on_meta(value):
+                    paths.append(prefix + name)
         return paths
 
     @cached_property
@@ -85,3 +77,11 @@ class Modules:
         """Reshards what FSDP2 shards: a forward pass leaves the root unsharded, and writes to it would be lost."""
         for module in self.fsdp:
             dtensor.reshard(module)
+
+
+def _is_on_meta(value: Any) -> bool:
+    """Returns True for a tensor on meta, and for a list, tuple or dict with one."""
+    parts = list(value.values()) if isinstance(value, dict) else value
+    return any(
+        isinstance(part, Tensor) and part.is_meta for part in (parts if isinstance(parts, list | tuple) else [parts])
+    )

@@ -90,10 +90,15 @@ def _hide_own(
     Args:
         own: the model's own parameters and persistent buffers.
     """
-    names = {name for name, _ in shown}
-    prefixes = dict.fromkeys(prefix for prefix, _ in customized)
-    own_of = {prefix: [name for name, _ in own if name.startswith(prefix)] for prefix in prefixes}
-    return tuple(prefix for prefix, inner in own_of.items() if inner and names.isdisjoint(inner))
+    names, prefixes = {name for name, _ in shown}, {prefix for prefix, _ in customized}
+    having, showing = set[str](), set[str]()
+    for name, _ in own:
+        path = name.split(".")
+        around = prefixes.intersection("".join(f"{part}." for part in path[:depth]) for depth in range(len(path)))
+        having |= around
+        if name in names:
+            showing |= around
+    return tuple(sorted(having - showing))
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:

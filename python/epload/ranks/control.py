@@ -234,9 +234,7 @@ class Control(Rounds):
                 on every rank that is alive.
         """
         report = encode_report(what, failure, view)
-        while (
-            failure is not None
-        ):  # its text is in the report; its frames would keep the model until a garbage collection
+        while failure is not None:  # its frames would keep the model until a garbage collection
             failure.__traceback__ = None
             failure = failure.__cause__ or failure.__context__
 
