@@ -436,7 +436,7 @@ def test_topologies_that_differ_between_ranks() -> None:
 
 
 def test_a_load_that_fails_frees_model_and_checkpoint(tmp_path: Path) -> None:
-    """At once, and not when the garbage collector comes: who tries again needs the memory."""
+    """The garbage collector need not come first: who tries again needs the memory."""
 
     def attempt(fails: str) -> list[weakref.ref[Any]]:
         model, state = nn.Linear(4, 4), {"weight": torch.ones(4, 4), "bias": torch.ones(4)}

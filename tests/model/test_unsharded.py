@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,25 +52,22 @@ class Net(nn.Module):
 X = torch.arange(8.0).reshape(2, 4)
 
 
-def failed_forward(model: Any) -> None:
-    model.body.layers[1].fails = True
-    try:
+def fail(model: Any, layer: Any) -> None:
+    """Runs a pass that fails in a layer."""
+    layer.fails = True
+    with suppress(RuntimeError):
         model(X)
-    except RuntimeError:
-        pass
-    finally:
-        model.body.layers[1].fails = False
+    layer.fails = False
+
+
+def failed_forward(model: Any) -> None:
+    fail(model, model.body.layers[1])
 
 
 def prefetched(model: Any) -> None:
-    model.body.layers[0].set_modules_to_forward_prefetch([model.body.layers[1], model.body.layers[2]])
-    model.body.layers[0].fails = True
-    try:
-        model(X)
-    except RuntimeError:
-        pass
-    finally:
-        model.body.layers[0].fails = False
+    first, *others = model.body.layers
+    first.set_modules_to_forward_prefetch(others)
+    fail(model, first)
 
 
 def part_of_a_group(model: Any) -> None:

@@ -234,7 +234,8 @@ class Control(Rounds):
                 on every rank that is alive.
         """
         report = encode_report(what, failure, view)
-        while failure is not None:  # its frames would keep the model until a garbage collection
+        # Its frames would keep the model until a garbage collection.
+        while failure is not None and failure.__traceback__ is not None:
             failure.__traceback__ = None
             failure = failure.__cause__ or failure.__context__
 
