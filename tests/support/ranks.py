@@ -74,13 +74,15 @@ def run(
             if process.is_alive():
                 process.kill()
                 errors.setdefault(rank, "did not exit after its value was returned")
+            elif rank in errors:
+                errors[rank] += f" (exit status {process.exitcode})"
         for rank in dying:
-            if errors.pop(rank, None) != "died":
+            if not errors.pop(rank, "").startswith("died"):
                 errors[rank] = f"was to die, but returned {values.pop(rank, None)}"
         if errors:
             for rank in range(world):
                 if stack := _read(Path(folder) / f"stack-{rank}"):
-                    errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s:\n{stack}"
+                    errors[rank] = f"{errors.get(rank, '')}\nstack at the limit of {limit} s, or in a crash:\n{stack}"
             raise RankFailed("\n".join(f"---- rank {rank}: {text}" for rank, text in sorted(errors.items())))
         return [values.get(rank) for rank in range(world)]
 
@@ -185,6 +187,7 @@ def _main(
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     with open(os.path.join(folder, f"stack-{rank}"), "w") as stacks:
+        faulthandler.enable(stacks)
         faulthandler.dump_traceback_later(limit, file=stacks, exit=True)
         try:
             store = dist.TCPStore("127.0.0.1", port, is_master=False) if port else None
