@@ -56,7 +56,7 @@ def save(
             quantized.
         max_shard_bytes: maximum bytes of the tensors in a file, unless it has only one tensor.
         files: files to copy into the folder, such as those of a tokenizer. The ``config.json`` and ``generation_config.json`` of
-            a transformers model are written anyway.
+            a model of transformers or diffusers are written anyway.
         base: path of a checkpoint in any format, or a model on the Hub, perhaps itself saved with a base. Only what differs from
             it is written, to a folder that stores the base's digest and its relative path or commit. epload reads the two
             together; other libraries do not.

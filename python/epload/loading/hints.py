@@ -133,5 +133,5 @@ def unfilled_error(names: Sequence[str], resets: bool) -> ModelMismatch:
     return ModelMismatch(
         f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
         f"{list_first(names)}. {advice}init_missing=hook(module, path, names) to initialize them, or build the model with values "
-        "for them"
+        "for them, as under accelerate.init_empty_weights(), which leaves only parameters on meta"
     )

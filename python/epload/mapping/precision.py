@@ -1,8 +1,9 @@
-"""The dtypes that transformers gives the tensors of its models.
+"""The dtypes that transformers and diffusers give the tensors of their models.
 
-``from_pretrained`` keeps in float32 what a class lists in ``_keep_in_fp32_modules`` (for float16) and
+``from_pretrained`` of transformers keeps in float32 what a class lists in ``_keep_in_fp32_modules`` (for float16) and
 ``_keep_in_fp32_modules_strict`` (for bfloat16 too), such as the routers and correction biases of Mixture-of-Experts models, and
-leaves alone the tensors to which a class gives a dtype of its own.
+leaves alone the tensors to which a class gives a dtype of its own. That of diffusers keeps in float32 all tensors with a name
+from ``_keep_in_fp32_modules`` in their path, and gives all others the dtype, buffers too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import strip_wrappers, unwrap
-from epload.model.initialization import is_pretrained, new_on_meta, preserve_generators
+from epload.model.initialization import is_diffusers, is_pretrained, new_on_meta, preserve_generators
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
@@ -57,7 +58,7 @@ def set_dtypes(
     for pattern in requested if isinstance(requested, Mapping) else ():
         if not any(re.search(pattern, name) for name in targets.index):
             raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
-    assigned, in_fp32 = _dtypes_in_transformers(model, modules, targets, requested) if as_pretrained else ({}, set())
+    assigned, in_fp32 = _pretrained_dtypes(model, modules, targets, requested) if as_pretrained else ({}, set())
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
         scales = quantized_with(targets.names, targets.dtypes, shapes)  # to round them would change the weights
@@ -95,7 +96,7 @@ def left_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
     those that their class makes in float32 by itself, as with ``nn.Linear(..., dtype=torch.float32)``."""
     in_fp32 = kept_in_fp32(model, names, dtype)
     for module, pairs in _pretrained_models(model, Modules(model), names) if dtype.itemsize < 4 else ():
-        if (new := new_on_meta(module, dtype=dtype)) is not None:
+        if is_pretrained(type(module)) and (new := new_on_meta(module, dtype=dtype)) is not None:
             made = {name for name, tensor in new.state_dict().items() if tensor.dtype == torch.float32}
             in_fp32 |= {name for inner, name in pairs if inner in made}
     return in_fp32
@@ -104,16 +105,14 @@ def left_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -
 def model_by_config(
     config: Mapping[str, Any], manifest: Metadata, dtype: torch.dtype
 ) -> tuple[nn.Module, list[tuple[Place, ...]]]:
-    """Returns the model on meta that a checkpoint's ``config.json`` names, a class of transformers, and the places of the
-    checkpoint's tensors in it. Code next to the configuration is not run.
+    """Returns the model on meta that a checkpoint's ``config.json`` names, a class of transformers or diffusers, and the places
+    of the checkpoint's tensors in it. Code next to the configuration is not run.
 
     Raises ValueError if the class is unknown, or the checkpoint does not fit it."""
     try:
-        import transformers
-
-        kind = getattr(transformers, config["architectures"][0])
         with torch.device("meta"), preserve_generators():
-            model: nn.Module = kind._from_config(kind.config_class.from_dict(_with_floats(config)), dtype=dtype)
+            model = _from_config(config, dtype)
+        kind = type(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         placed = place(from_model(model), manifest.names, manifest.shapes, shapes, mismatches=[])
         if not any(placed):
@@ -121,6 +120,19 @@ def model_by_config(
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
     return model, placed
+
+
+def _from_config(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    if "_class_name" in config:
+        import diffusers
+
+        made: nn.Module = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+        return made
+    import transformers
+
+    kind = getattr(transformers, config["architectures"][0])
+    model: nn.Module = kind._from_config(kind.config_class.from_dict(_with_floats(config)), dtype=dtype)
+    return model
 
 
 def _with_floats(value: Any) -> Any:
@@ -153,21 +165,26 @@ def _requested_dtype(name: str, requested: DTypes) -> torch.dtype | None:
 
 
 def _kept_names(pretrained: Any, dtype: torch.dtype) -> Callable[[str], object]:
-    """Returns a search in names for what a transformers model keeps in float32 if it has this dtype."""
+    """Returns a search in names for what a model keeps in float32 if it has this dtype."""
+    if is_diffusers(type(pretrained)):
+        kept = pretrained._keep_in_fp32_modules or ()
+        in_fp32 = {kept} if isinstance(kept, str) else {*kept}
+        return lambda name: not in_fp32.isdisjoint(name.split("."))
     patterns = [pattern.replace("*", ".*") for pattern in sorted(pretrained._get_dtype_plan(dtype))]
     return re.compile("|".join(patterns) or r"(?!)").search
 
 
-def _dtypes_in_transformers(
+def _pretrained_dtypes(
     model: nn.Module, modules: Modules, targets: Targets, requested: DTypes
 ) -> tuple[dict[int, torch.dtype], set[int]]:
-    """Returns the dtypes that ``from_pretrained`` gives targets of transformers models, and the targets that it keeps in float32;
-    not those that a dict of dtypes names."""
+    """Returns the dtypes that ``from_pretrained`` gives targets of models of the two libraries, and the targets that it keeps in
+    float32; not those that a dict of dtypes names."""
     assigned: dict[int, torch.dtype] = {}
     in_fp32: set[int] = set()
     for module, pairs in _pretrained_models(model, modules, targets.index):
-        # What bfloat16 keeps in float32, float16 keeps too.
-        if requested is None and not module._get_dtype_plan(torch.float16):
+        in_diffusers = is_diffusers(type(module))
+        # What bfloat16 keeps in float32, float16 keeps too. A model of diffusers has no dtype but the requested one.
+        if requested is None and (in_diffusers or not module._get_dtype_plan(torch.float16)):
             continue
         members = [(inner, name, targets.index[name]) for inner, name in pairs]
         members = [member for member in members if dtypes.is_wide(targets.tensors[member[2]].dtype)]
@@ -179,7 +196,7 @@ def _dtypes_in_transformers(
             continue
         own = sizes.most_common(1)[0][0]
         dtype = requested if isinstance(requested, torch.dtype) else own
-        new = new_on_meta(module, dtype=dtype) if dtype != own else None
+        new = new_on_meta(module, dtype=dtype) if dtype != own and not in_diffusers else None
         new_dtypes = {name: tensor.dtype for name, tensor in new.state_dict().items()} if new is not None else {}
         is_kept = _kept_names(module, dtype)
         for inner, name, number in members:
@@ -189,6 +206,8 @@ def _dtypes_in_transformers(
             if is_kept(inner):
                 assigned[number] = torch.float32
                 in_fp32.add(number)
+            elif in_diffusers and dtype == requested:
+                assigned[number] = dtype
             elif inner in new_dtypes or own_dtype != own:
                 assigned[number] = new_dtypes.get(inner, own_dtype)
     return assigned, in_fp32
@@ -197,9 +216,10 @@ def _dtypes_in_transformers(
 def _pretrained_models(
     model: nn.Module, modules: Modules, names: Collection[str]
 ) -> list[tuple[Any, list[tuple[str, str]]]]:
-    """Returns the transformers models that are not inside another one, each with its tensors' names inside it and in the whole
-    model: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the original."""
-    if not any(map(is_pretrained, modules.classes)):
+    """Returns the models of transformers and diffusers that are not inside another one, each with its tensors' names inside it
+    and in the whole model: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the
+    original."""
+    if not any(map(_is_from_library, modules.classes)):
         return []
     inner, aliases, copies = unwrap(model, names)
     originals = {copied: original for original, copied in copies}
@@ -207,7 +227,7 @@ def _pretrained_models(
     parts: list[tuple[Any, list[tuple[str, str]]]] = []
     outermost: list[str] = []
     for path, module in Modules(inner).named:
-        if not is_pretrained(type(module)) or path.startswith(tuple(outermost)):
+        if not _is_from_library(type(module)) or path.startswith(tuple(outermost)):
             continue
         outermost.append(path)
         prefix = strip_wrappers(path, aliases)
@@ -215,6 +235,10 @@ def _pretrained_models(
         pairs = [(n.removeprefix(prefix), name) for n, name in zip(inside, names, strict=True) if n.startswith(prefix)]
         parts.append((module, [pair for pair in pairs if pair[0] not in tied]))
     return parts
+
+
+def _is_from_library(kind: type[nn.Module]) -> bool:
+    return is_pretrained(kind) or is_diffusers(kind)
 
 
 def _check_fsdp_groups(modules: Modules, targets: Targets, in_fp32: Collection[int]) -> None:

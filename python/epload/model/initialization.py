@@ -165,6 +165,12 @@ def is_pretrained(kind: type[nn.Module]) -> bool:
     return transformers is not None and issubclass(kind, transformers.PreTrainedModel)
 
 
+def is_diffusers(kind: type[nn.Module]) -> bool:
+    """Returns True if the class is a model of diffusers."""
+    diffusers = sys.modules.get("diffusers.models.modeling_utils")
+    return diffusers is not None and issubclass(kind, diffusers.ModelMixin)
+
+
 def is_adapter(module: nn.Module) -> bool:
     """Returns True if a module is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")

@@ -30,7 +30,7 @@ from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder
-from epload.saving.layout import FilesLayout, lay_out
+from epload.saving.layout import DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
 from epload.saving.writer import Wrote, check_equal, check_names, write_checkpoint
@@ -63,7 +63,7 @@ def convert(
         path: the folder to write; ``path``, ``max_shard_bytes``, ``files``, ``checksums`` and ``overwrite`` are as for
             :func:`epload.save`.
         dtype: dtype of floating-point tensors of at least 16 bits, itself or its name; by default unchanged. An error if weights
-            are quantized. If a ``config.json`` next to the source names a transformers model, tensors that
+            are quantized. If a ``config.json`` next to the source names a model of transformers or diffusers, tensors that
             ``from_pretrained(dtype=)`` keeps in float32 are not changed; it is an error if the model's class is not installed.
         renames: renames of tensors, applied in order; or a dict from regular expressions to what replaces their first match.
         quantize: the rule that quantizes weights to fp8. The weights are those of the model that a ``config.json`` next to the
@@ -134,7 +134,13 @@ def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[in
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
     """Returns the files of the new checkpoint. For a delta, which has the model's small files in its index, these are written
     next to the new index, unless the dtype changes or ``files`` replaces them."""
-    layout = lay_out(new, max_shard_bytes, metadata_of(checkpoint.files))
+    whole = checkpoint
+    while isinstance(whole, DeltaCheckpoint):
+        whole = whole.base
+    files_before = whole.manifest.locations.files if whole.manifest.locations is not None else ()
+    is_diffusion = any(file.name.startswith(DIFFUSION_MODEL) for file in files_before)
+    stem = DIFFUSION_MODEL if is_diffusion else MODEL
+    layout = lay_out(new, max_shard_bytes, metadata_of(checkpoint.files), stem)
     if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
         copied = {Path(file).name for file in files}
         layout.index.update({name: text for name, text in checkpoint.config.items() if name not in copied})

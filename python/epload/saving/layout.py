@@ -1,6 +1,7 @@
 """The safetensors files of a checkpoint: which tensor is where in which of them, their headers and their index. Pure.
 
-Format: https://huggingface.co/docs/safetensors. File names and index are those of ``save_pretrained`` of transformers.
+Format: https://huggingface.co/docs/safetensors. File names and index are those of ``save_pretrained`` of transformers, or of
+diffusers for its models.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.dtypes import SAFETENSORS
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
+MODEL, DIFFUSION_MODEL = "model", "diffusion_pytorch_model"
+"""The first part of file names in transformers, and in diffusers."""
 _HEADER_ALIGNMENT = 8
 """Bytes; a header is padded to a multiple of it, so that tensors are aligned."""
 
@@ -41,21 +44,22 @@ class FilesLayout:
 
 
 def lay_out(
-    manifest: Manifest, max_shard_bytes: int, metadata: Mapping[str, str] = MappingProxyType({})
+    manifest: Manifest, max_shard_bytes: int, metadata: Mapping[str, str] = MappingProxyType({}), stem: str = MODEL
 ) -> FilesLayout:
     """Distributes tensors over files of up to ``max_shard_bytes``, in their order.
 
     Args:
         metadata: of each file's header, besides its format.
+        stem: the first part of the names of the files.
 
     Raises:
         ValueError: a tensor's name or dtype is none that the format has.
     """
     names, dtypes, sizes = manifest.names, manifest.dtypes, manifest.nbytes_of()
     shards = _divide(sizes, max_shard_bytes)
-    files = ["model.safetensors"]
+    files = [f"{stem}.safetensors"]
     if len(shards) > 1:
-        files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        files = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     file, offset = torch.zeros(2, len(names), dtype=torch.int64)
     layout = FilesLayout(files, [], [], file, offset, sum(sizes), {})
     weight_map = {}
@@ -83,7 +87,7 @@ def lay_out(
     if len(files) > 1:
         totals = {"total_parameters": sum(map(prod, manifest.shapes)), "total_size": layout.nbytes}
         content = {"metadata": totals, "weight_map": {name: weight_map[name] for name in names}}
-        layout.index["model.safetensors.index.json"] = json.dumps(content, indent=2).encode()
+        layout.index[f"{stem}.safetensors.index.json"] = json.dumps(content, indent=2).encode()
     return layout
 
 

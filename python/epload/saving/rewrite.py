@@ -116,7 +116,7 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
     config = config_next_to(checkpoint, source)
-    if not config.get("architectures"):
+    if not (config.get("architectures") or config.get("_class_name")):
         return set()
     names = checkpoint.manifest.names
     try:

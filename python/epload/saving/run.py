@@ -191,7 +191,7 @@ class PendingSave:
     def _plan(self, holdings: list[Holdings]) -> tuple[FilesLayout, WritePlan]:
         saved, topology, base = self._model.value, self._topology, self._base.value
         if base is None:
-            layout = lay_out(saved.manifest, self._max_shard_bytes)
+            layout = lay_out(saved.manifest, self._max_shard_bytes, stem=saved.stem)
         else:
             layout = base.lay_out(len(topology.ranks))
         unpadded = replace(saved.manifest, shapes=saved.shapes)

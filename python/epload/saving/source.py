@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
-from epload.model.initialization import class_before_fsdp
+from epload.model.initialization import class_before_fsdp, is_diffusers
 from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
+from epload.saving.layout import DIFFUSION_MODEL, MODEL
 from epload.saving.megatron import in_float32, megatron_config
 from epload.saving.model_reader import ModelReader
 from epload.saving.quantized import CONFIG, QuantizedModel, quantized_config
@@ -43,6 +45,8 @@ class SavedModel:
     """This rank's."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
+    stem: str
+    """The first part of the names of the files with tensors."""
     quantized: QuantizedModel | None = None
     """The model whose tensors are saved, if that is another one."""
 
@@ -71,20 +75,22 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
             pairs = zip(manifest.names, placed, strict=True)
             exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
         manifest = with_dtype(manifest, dtype, exempt)
-    rule = quantize_rule(mapping)
+    rule, stem = quantize_rule(mapping), MODEL
     if isinstance(model, MegatronChunks):
         config = megatron_config(names_from, dtype or next(model.parameters()).dtype)
     else:
-        config = _config_files(model, targets, manifest, dtype, rule)
+        inner = unwrap(model, targets.index)[0]
+        config = _config_files(inner, manifest, dtype, rule)
+        stem = DIFFUSION_MODEL if is_diffusers(type(inner)) else MODEL
     if rule is None:
-        return SavedModel(targets, manifest, shapes, holdings, config)
+        return SavedModel(targets, manifest, shapes, holdings, config, stem)
     quantized = QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule)
     shapes, in_files = quantized.manifest.shapes, dict(zip(manifest.names, manifest.shapes, strict=True))
     holdings = holdings_of_targets(shapes, quantized.manifest.dtypes, quantized.targets, quantized.placed)
     names = quantized.manifest.names
     padded_shapes = tuple(in_files.get(name, shape) for name, shape in zip(names, shapes, strict=True))
     manifest = replace(quantized.manifest, shapes=padded_shapes)
-    return SavedModel(targets, manifest, shapes, holdings, config, quantized)
+    return SavedModel(targets, manifest, shapes, holdings, config, stem, quantized)
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
@@ -105,12 +111,13 @@ def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] =
     return replace(manifest, dtypes=tuple(dtypes))
 
 
-def _config_files(
-    model: nn.Module, targets: Targets, manifest: Manifest, dtype: torch.dtype | None, rule: Quantize | None
-) -> dict[str, bytes]:
-    """Returns ``config.json`` and ``generation_config.json`` of a transformers model, as ``save_pretrained`` writes them; of
-    another one that is quantized a ``config.json`` that declares it."""
-    inner: Any = unwrap(model, targets.index)[0]
+def _config_files(inner: Any, manifest: Manifest, dtype: torch.dtype | None, rule: Quantize | None) -> dict[str, bytes]:
+    """Returns ``config.json`` and ``generation_config.json`` of a model of transformers or diffusers, as ``save_pretrained``
+    writes them; of another one that is quantized a ``config.json`` that declares it."""
+    if is_diffusers(type(inner)):
+        described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}
+        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        return {CONFIG: text.encode() if rule is None else quantized_config(described, rule)}
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
         return {} if rule is None else {CONFIG: quantized_config({}, rule)}
     config = copy.deepcopy(inner.config)

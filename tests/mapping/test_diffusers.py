@@ -1,0 +1,156 @@
+"""Compares models of diffusers with its own ``from_pretrained`` and ``save_pretrained``: dtypes, files and configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import UNet2DModel, WanTransformer3DModel
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import epload
+from support import ranks
+
+WAN: dict[str, Any] = {
+    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+    "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2, "cross_attn_norm": True, "rope_max_seq_len": 32,
+}  # fmt: skip
+"""Keeps norms, time embeddings and tables of shifts in float32."""
+UNET: dict[str, Any] = {
+    "sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}  # fmt: skip
+"""Keeps nothing in float32."""
+MODELS = {"wan": (WanTransformer3DModel, WAN), "unet": (UNet2DModel, UNET)}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder that diffusers has written, in several files."""
+    kind, config = MODELS[request.param]
+    torch.manual_seed(0)
+    model = kind(**config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    return tmp_path / "saved"
+
+
+def kind_of(folder: Path) -> Any:
+    name = json.loads((folder / "config.json").read_text())["_class_name"]
+    return next(kind for kind, _ in MODELS.values() if kind.__name__ == name)
+
+
+def empty(folder: Path) -> Any:
+    kind = kind_of(folder)
+    with init_empty_weights():
+        return kind.from_config(kind.load_config(folder))
+
+
+def pretrained(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = kind_of(folder).from_pretrained(folder, torch_dtype=dtype).state_dict()
+    return state
+
+
+def differing(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert state.keys() == expected.keys()
+    return [n for n, t in expected.items() if state[n].dtype != t.dtype or not torch.equal(state[n], t)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_load_gives_the_dtypes_of_from_pretrained(folder: Path, dtype: torch.dtype) -> None:
+    model, expected = empty(folder), pretrained(folder, dtype)
+    report = epload.load(model, folder, dtype=dtype, progress=False)
+    assert differing(model.state_dict(), expected) == []
+    in_fp32 = {name for name, tensor in expected.items() if tensor.dtype == torch.float32}
+    if dtype != torch.float32:
+        assert set(report.kept_in_fp32) == in_fp32
+    assert bool(in_fp32) == (dtype == torch.float32 or isinstance(model, WanTransformer3DModel))
+
+
+def test_a_dict_of_dtypes_is_exact(folder: Path) -> None:
+    model = empty(folder)
+    epload.load(model, folder, dtype={"norm2|conv": torch.bfloat16}, progress=False)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == (torch.bfloat16 if "norm2" in name or "conv" in name else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_saved_is_what_save_pretrained_writes(folder: Path, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    model = empty(folder)
+    epload.load(model, folder, progress=False)
+    epload.save(model, tmp_path / "ours", dtype=dtype, max_shard_bytes=20_000)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    assert ours == theirs
+    assert all(name.startswith(("diffusion_pytorch_model", "config.json")) for name in os.listdir(tmp_path / "ours"))
+    assert (tmp_path / "ours" / "diffusion_pytorch_model.safetensors.index.json").exists()
+    expected = pretrained(folder, dtype or torch.float32)
+    assert differing(pretrained(tmp_path / "ours", dtype or torch.float32), expected) == []
+
+
+def test_a_conversion_keeps_names_and_what_from_pretrained_keeps_in_float32(folder: Path, tmp_path: Path) -> None:
+    epload.convert(folder, tmp_path / "half", dtype="bf16", files=[folder / "config.json"])
+    assert sorted(os.listdir(tmp_path / "half")) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    expected = pretrained(folder, torch.bfloat16)
+    assert differing(pretrained(tmp_path / "half", torch.bfloat16), expected) == []
+
+
+def test_a_flattened_delta_has_the_names_of_its_base(folder: Path, tmp_path: Path) -> None:
+    model = kind_of(folder).from_pretrained(folder)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    epload.save(model, tmp_path / "delta", base=folder)
+    epload.convert(tmp_path / "delta", tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path / "whole")) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert differing(pretrained(tmp_path / "whole", torch.float32), model.state_dict()) == []
+
+
+def _sharded(rank: int, folder: str) -> list[str]:
+    expected = pretrained(Path(folder), torch.bfloat16)
+    model = empty(Path(folder))
+    for module in model.modules():  # each dtype in groups of its own
+        if module is not model and (isinstance(module, nn.LayerNorm) or type(module).__name__ == "TimestepEmbedding"):
+            fully_shard(module)
+    fully_shard(model)
+    exact = {"scale_shift_table": torch.bfloat16}  # which no group of its own can hold
+    epload.load(model, folder, dtype={**exact, "time_emb|norm": torch.float32, ".": torch.bfloat16}, progress=False)
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    epload.save(model, f"{folder}-sharded")
+    again = kind_of(Path(folder)).from_pretrained(f"{folder}-sharded").state_dict()
+    rounded = [name for name in expected if "scale_shift_table" in name]
+    problems = [name for name in rounded if not torch.equal(state[name], expected[name].bfloat16())]
+    problems += [name for name in expected if not torch.equal(again[name], state[name].float())]
+    return problems
+
+
+def test_a_model_under_fsdp2_is_saved_under_its_own_class(tmp_path: Path) -> None:
+    folder = tmp_path / "wan"
+    WanTransformer3DModel(**WAN).save_pretrained(folder)
+    assert ranks.run(2, _sharded, str(folder)) == [[], []]
+    saved = json.loads((tmp_path / "wan-sharded" / "config.json").read_text())
+    assert saved["_class_name"] == "WanTransformer3DModel"
+
+
+def test_a_group_of_two_dtypes_is_rejected(folder: Path) -> None:
+    assert ranks.run(1, _mixed, str(folder)) == [kind_of(folder) is WanTransformer3DModel]
+
+
+def _mixed(rank: int, folder: str) -> bool:
+    model = empty(Path(folder))
+    fully_shard(model)
+    try:
+        epload.load(model, folder, dtype=torch.bfloat16, progress=False)
+    except epload.ModelMismatch as error:
+        return "from_pretrained keeps" in str(error) and "FSDP2 needs one dtype" in str(error)
+    return False
