@@ -323,3 +323,20 @@ def test_methods_of_one_module_count_as_those_of_a_class(tmp_path: Path, monkeyp
         epload.load(
             nn.Sequential(nn.Bilinear(1, 1, 1)), {"0.weight": torch.ones(1, 1, 1)}, strict=False, progress=False
         )
+
+
+def test_old_names_that_litgpt_renames_are_unexpected() -> None:
+    """A load by torch renames and reorders them; this one must not leave the weights as they are with success."""
+
+    def load(self: Any, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        if f"{prefix}old" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}old").flip(0)
+        nn.Linear._load_from_state_dict(self, state, prefix, *args)
+
+    load.__module__ = "litgpt.model"
+    model = nn.Sequential(type("Attention", (nn.Linear,), {"_load_from_state_dict": load})(2, 3, bias=False))
+    values = torch.arange(6.0).view(3, 2)
+    epload.load(model, {"0.weight": values}, progress=False)
+    assert torch.equal(model[0].weight, values)
+    with pytest.raises(epload.ModelMismatch, match=r"0\.old"):
+        epload.load(model, {"0.old": values}, progress=False)

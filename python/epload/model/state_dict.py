@@ -21,7 +21,7 @@ from epload.model.modules import Modules, NamedModule
 
 NamedTensor = tuple[str, Tensor]
 
-_HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "megatron", "transformer_engine")
+_HARMLESS_PACKAGES = ("torch", "transformers", "peft", "accelerate", "litgpt", "megatron", "transformer_engine")
 """Packages whose load hooks only rename keys of old checkpoints, handle sharding, which is done anyway, or take extra state."""
 _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
