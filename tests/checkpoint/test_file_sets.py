@@ -223,6 +223,11 @@ REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
     "many files": ([f"{c}.pt" for c in "abcdefghij"], "", r"a\.pt, .*, e\.pt and 5 more; pass"),
     "leftovers only": (LEFTOVERS, "", r"no checkpoint in FOLDER: expected \*\.safetensors"),
     "other files": (["tf_model.h5", "model.safetensors/", "README.md"], "", "no checkpoint in FOLDER"),
+    "a pipeline of diffusers": (
+        ["model_index.json", "transformer/", "vae/"],
+        "",
+        "no checkpoint in FOLDER: .*; if they are in one of its folders, pass that one: transformer/, vae/$",
+    ),
 }
 
 

@@ -144,7 +144,11 @@ def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, var
     if variants := sorted({file_set.variant for file_set in sets}):
         choices = " or ".join(f"variant={name!r}" for name in variants)
         return CheckpointError(f"{where} has weights of a variant only: {list_first(sets)}; pass {choices}")
-    return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it")
+    folders = sorted(name for name in names if name.endswith("/"))
+    of_them = f"; if they are in one of its folders, pass that one: {list_first(folders)}" if folders else ""
+    return CheckpointError(
+        f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{of_them}"
+    )
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:
