@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
+from click.testing import CliRunner
 from diffusers import UNet2DModel, WanTransformer3DModel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import epload
+from epload.cli.main import main
 from support import ranks
 
 WAN: dict[str, Any] = {
@@ -111,6 +113,12 @@ def test_a_flattened_delta_has_the_names_of_its_base(folder: Path, tmp_path: Pat
     epload.convert(tmp_path / "delta", tmp_path / "whole")
     assert sorted(os.listdir(tmp_path / "whole")) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert differing(pretrained(tmp_path / "whole", torch.float32), model.state_dict()) == []
+
+
+def test_the_plan_of_a_folder_builds_its_model(folder: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(folder), "--mesh", "fsdp=2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["fit"]["matched"] == len(empty(folder).state_dict())
 
 
 def _sharded(rank: int, folder: str) -> list[str]:

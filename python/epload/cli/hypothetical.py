@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.opening import read_config
 from epload.errors import ModelMismatch
 from epload.loading.hints import check_match, unfilled_error
 from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
@@ -201,9 +202,9 @@ def find_factory(model: str) -> Factory:
     """Returns a function that makes the model on the meta device, for the mesh of a rank.
 
     Args:
-        model: a folder with a config.json or a model on the Hugging Face Hub, for transformers; or ``package.module:name``, a
-            function or class. It is called with the mesh if it takes an argument, and parallelizes the model itself; else the
-            result is sharded over the axes of AXES.
+        model: a folder with a config.json, of transformers or diffusers, or a model of transformers on the Hugging Face Hub; or
+            ``package.module:name``, a function or class. It is called with the mesh if it takes an argument, and parallelizes the
+            model itself; else the result is sharded over the axes of AXES.
 
     Raises ImportError or ValueError if there is no such function or configuration.
     """
@@ -228,6 +229,13 @@ def find_factory(model: str) -> Factory:
 
 
 def _from_config(model: str) -> Any:
+    local = read_config(model) if Path(model).exists() else {}
+    if "_class_name" in local:
+        import accelerate
+        import diffusers
+
+        with accelerate.init_empty_weights():
+            return getattr(diffusers, local["_class_name"]).from_config(local)
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model)
