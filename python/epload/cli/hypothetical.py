@@ -231,7 +231,7 @@ def find_factory(model: str) -> Factory:
 def _from_config(model: str) -> Any:
     local = read_config(model) if Path(model).exists() else {}
     if "_class_name" in local:
-        import accelerate
+        import accelerate  # type: ignore[import-untyped]
         import diffusers
 
         with accelerate.init_empty_weights():
