@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -340,3 +342,31 @@ def test_old_names_that_litgpt_renames_are_unexpected() -> None:
     assert torch.equal(model[0].weight, values)
     with pytest.raises(epload.ModelMismatch, match=r"0\.old"):
         epload.load(model, {"0.old": values}, progress=False)
+
+
+def test_weights_that_accelerate_keeps_elsewhere_are_refused(tmp_path: Path) -> None:
+    """It would put the old weights back in the next forward pass."""
+    values = {"0.weight": torch.ones(3, 2)}
+    model = cpu_offload(nn.Sequential(nn.Linear(2, 3, bias=False)), execution_device="cpu")
+    for call in (lambda: epload.load(model, values, progress=False), lambda: epload.save(model, tmp_path / "c")):
+        with pytest.raises(epload.ModelMismatch, match="accelerate has offloaded 0: "):
+            call()
+    remove_hook_from_submodules(model)
+    epload.load(model, values, progress=False)
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 3), 2.0))
+
+
+def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed leaves parameters without elements, which would be saved so, and keeps the whole shape in an attribute."""
+    model: Any = nn.Sequential(nn.Linear(2, 3, bias=False))
+    whole, model[0].weight.ds_shape = model[0].weight.data, torch.Size((3, 2))
+    model[0].weight.data = torch.empty(0)
+    with pytest.raises(
+        epload.ModelMismatch, match=r"0\.weight, of shape \[3, 2\], is partitioned .* GatheredParameters"
+    ):
+        epload.save(model, tmp_path / "c")
+    model[0].weight.data = whole  # gathered
+    epload.save(model, tmp_path / "c")
+    assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], whole)
+    with pytest.raises(epload.ModelMismatch, match=r"0\.weight, .* is partitioned .* load_checkpoint"):
+        epload.load(model, {"0.weight": torch.ones(3, 2)}, progress=False)

@@ -51,6 +51,7 @@ def read_state(
     entries: list[NamedTensor] = []
     unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
+        _check_not_offloaded(prefix[:-1] or "the model", module)
         if module._state_dict_hooks or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
             customized.append((prefix, module))
         if _custom_loading(module):
@@ -141,6 +142,16 @@ def _check_supported(path: str, cls: type) -> None:
         raise ModelMismatch(
             f"{path} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters cannot be loaded by name. Shard the "
             "model with torch.distributed.fsdp.fully_shard (FSDP2), or load it before wrapping it"
+        )
+
+
+def _check_not_offloaded(path: str, module: nn.Module) -> None:
+    """Raises ModelMismatch for modules whose weights accelerate keeps elsewhere, and puts back for each forward pass."""
+    hook = vars(module).get("_hf_hook")
+    if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,))):
+        raise ModelMismatch(
+            f"accelerate has offloaded {path}: what is loaded would be replaced in the next forward pass. Offload the model "
+            "after the load, or call accelerate.hooks.remove_hook_from_submodules(model) first"
         )
 
 

@@ -158,9 +158,10 @@ def collect(
     First reshards every FSDP2 module: a forward pass leaves the root unsharded, and writes to it would be lost.
 
     Raises:
-        ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded or without a shape; two
-            that overlap in memory; a model that is flattened (FSDP1); if ``filled``, a state-dict entry that is not the model's
-            own storage, a tensor whose class hands out copies, or a module that changes values in its ``load_state_dict``.
+        ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded, without a shape, or
+            partitioned by ZeRO-3; two that overlap in memory; a model that is flattened (FSDP1), or offloaded by accelerate; if
+            ``filled``, a state-dict entry that is not the model's own storage, a tensor whose class hands out copies, or a module
+            that changes values in its ``load_state_dict``.
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
     modules = modules or Modules(model)
@@ -176,7 +177,7 @@ def collect(
         number = len(targets.names)
         owner = by_id.setdefault(id(tensor), number)
         if owner == number and not isinstance(tensor, DTensor):
-            _check_loadable(name, tensor)
+            _check_loadable(name, tensor, filled)
             is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
             if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
                 owner = by_storage.setdefault(memory.storage_key(tensor), number)
@@ -224,8 +225,14 @@ def _check_overlap(targets: Targets, by_storage: Mapping[memory.StorageKey, int]
         )
 
 
-def _check_loadable(name: str, tensor: Tensor) -> None:
-    """Raises ModelMismatch for a plain tensor whose elements cannot be written one by one, as in Tensor.copy_."""
+def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
+    """Raises ModelMismatch for a plain tensor whose elements cannot be written one by one, as in Tensor.copy_; if not ``filled``,
+    read."""
+    if (shape := getattr(tensor, "ds_shape", None)) is not None and (filled or tensor.shape != shape):
+        way = "load before deepspeed.initialize() and outside zero.Init(), or with its load_checkpoint()"
+        if not filled:
+            way = "save or send it under deepspeed.zero.GatheredParameters(model.parameters()), or use its save_checkpoint()"
+        raise ModelMismatch(f"{name}, of shape {list(shape)}, is partitioned by DeepSpeed's ZeRO-3: {way}")
     if tensor.layout != torch.strided:
         raise ModelMismatch(
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
