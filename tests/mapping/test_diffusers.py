@@ -12,6 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from click.testing import CliRunner
 from diffusers import UNet2DModel, WanTransformer3DModel
+from diffusers.hooks import apply_group_offloading
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -119,6 +120,16 @@ def test_the_plan_of_a_folder_builds_its_model(folder: Path) -> None:
     result = CliRunner().invoke(main, ["plan", str(folder), "--mesh", "fsdp=2", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["fit"]["matched"] == len(empty(folder).state_dict())
+
+
+def test_weights_that_are_offloaded_to_disk_are_rejected(folder: Path, tmp_path: Path) -> None:
+    """The parameters are uninitialized memory between two forward passes."""
+    cpu = torch.device("cpu")
+    model = kind_of(folder).from_pretrained(folder)
+    apply_group_offloading(model, cpu, cpu, "leaf_level", offload_to_disk_path=str(tmp_path / "disk"))
+    for call in (lambda: epload.load(model, folder, progress=False), lambda: epload.save(model, tmp_path / "c")):
+        with pytest.raises(epload.ModelMismatch, match="is offloaded by accelerate or diffusers"):
+            call()
 
 
 def _sharded(rank: int, folder: str) -> list[str]:

@@ -349,7 +349,7 @@ def test_weights_that_accelerate_keeps_elsewhere_are_refused(tmp_path: Path) -> 
     values = {"0.weight": torch.ones(3, 2)}
     model = cpu_offload(nn.Sequential(nn.Linear(2, 3, bias=False)), execution_device="cpu")
     for call in (lambda: epload.load(model, values, progress=False), lambda: epload.save(model, tmp_path / "c")):
-        with pytest.raises(epload.ModelMismatch, match="accelerate has offloaded 0: "):
+        with pytest.raises(epload.ModelMismatch, match="0 is offloaded by accelerate or diffusers: "):
             call()
     remove_hook_from_submodules(model)
     epload.load(model, values, progress=False)

@@ -146,12 +146,19 @@ def _check_supported(path: str, cls: type) -> None:
 
 
 def _check_not_offloaded(path: str, module: nn.Module) -> None:
-    """Raises ModelMismatch for modules whose weights accelerate keeps elsewhere, and puts back for each forward pass."""
-    hook = vars(module).get("_hf_hook")
-    if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,))):
+    """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere, and puts back for each forward
+    pass."""
+    hook, registry = vars(module).get("_hf_hook"), vars(module).get("_diffusers_hook")
+    if hook is None and registry is None:
+        return
+    offloaded = [getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,))]
+    groups = [getattr(part, "group", None) for part in getattr(registry, "hooks", {}).values()]
+    offloaded += [getattr(group, "offload_to_disk_path", None) is not None for group in groups]
+    if any(offloaded):
         raise ModelMismatch(
-            f"accelerate has offloaded {path}: what is loaded would be replaced in the next forward pass. Offload the model "
-            "after the load, or call accelerate.hooks.remove_hook_from_submodules(model) first"
+            f"{path} is offloaded by accelerate or diffusers: its weights are elsewhere, and what is loaded would be replaced in "
+            "the next forward pass. Offload the model after the load, or remove the hooks first, as "
+            "accelerate.hooks.remove_hook_from_submodules(model) does"
         )
 
 
