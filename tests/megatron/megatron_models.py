@@ -298,6 +298,15 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     """Returns the logits of a Megatron model without pipeline stages, of the whole vocabulary without its padding."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+
+    own = forward(model.eval(), ids).contiguous()
+    parts = [torch.empty_like(own) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(parts, own, group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, -1)[..., :VOCABULARY]
+
+
+def forward(model: Any, ids: Tensor) -> Tensor:
+    """Returns the logits of this rank's part of the vocabulary."""
     from megatron.core.tensor_parallel import random
 
     random.CudaRNGStatesTracker.fork = lambda self, name="": (
@@ -305,10 +314,8 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     )  # for dropout, of which there is none
     length = ids.shape[1]
     mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
-    own = model.eval()(ids, torch.arange(length)[None], mask).contiguous()
-    parts = [torch.empty_like(own) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    dist.all_gather(parts, own, group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat(parts, -1)[..., :VOCABULARY]
+    out: Tensor = model(ids, torch.arange(length)[None], mask)
+    return out
 
 
 def send(

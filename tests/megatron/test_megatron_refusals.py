@@ -196,3 +196,55 @@ def test_wrappers_are_looked_through_and_router_biases_are_not_rounded(tmp_path:
     assert len(biases) == 4
     assert [name for name in biases if not torch.equal(saved[name], state[name])] == []
     assert [name for name in saved if name not in biases and not torch.equal(saved[name], state[name].bfloat16())] == []
+
+
+def train(rank: int, folder: Path) -> list[str]:
+    """Takes a training step of Megatron's wrapper on two data-parallel ranks, and saves around the gather of its parameters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    (chunk,) = models.build("llama", Layout())
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=20000
+    )
+    model = DistributedDataParallel(chunk.config, config, chunk)
+    epload.load(model, folder, timeout=60, progress=False)
+    models.forward(model, torch.arange(8)[None] + rank).square().mean().backward()
+    model.finish_grad_sync()
+    with torch.no_grad():  # as its optimizer, which needs CUDA: each rank updates its own part
+        for group in model.bucket_groups:
+            for bucket in group.buckets:
+                parts, steps = (shard_buffer(buffer, 2)[rank] for buffer in (bucket.param_data, bucket.grad_data))
+                parts.sub_(steps, alpha=0.1)
+    outcomes = []
+
+    def save_and_send() -> None:
+        for call in (lambda: epload.save(model, folder / "stale", names_from=folder), lambda: sender.send_weights(1)):
+            with pytest.raises(epload.ModelMismatch) as caught:
+                call()
+            outcomes.append(str(caught.value))
+
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, names_from=folder, timeout=60) as sender:
+        save_and_send()
+        model.start_param_sync()
+        save_and_send()
+        with pytest.raises(epload.ModelMismatch) as caught:
+            epload.load(model, folder, timeout=60, progress=False)
+        outcomes.append(str(caught.value))
+    model.start_param_sync(force_sync=True)
+    epload.save(model, folder / "saved", names_from=folder, timeout=60)
+    saved = models.read_checkpoint(folder / "saved")
+    assert torch.equal(
+        chunk.output_layer.weight[: models.VOCABULARY], saved["lm_head.weight"]
+    )  # the padding is trained, too
+    return outcomes + [name for name in models.differences([chunk], "llama", saved) if "output_layer" not in name]
+
+
+def test_parameters_that_megatron_has_not_gathered_are_refused(tmp_path: Path) -> None:
+    state = models.write_checkpoint("llama", tmp_path)
+    for outcomes in ranks.run(2, train, tmp_path):
+        assert len(outcomes) == 5
+        assert all("start_param_sync(force_sync=True) on each DistributedDataParallel" in text for text in outcomes)
+    saved = models.read_checkpoint(tmp_path / "saved")
+    assert [name for name in state if torch.equal(saved[name], state[name])] == []
+    assert not (tmp_path / "stale").exists()

@@ -160,10 +160,12 @@ def collect(
     Raises:
         ModelMismatch: a placement that cannot be loaded into (Partial); a tensor that is sparse, expanded, without a shape, or
             partitioned by ZeRO-3; two that overlap in memory; a model that is flattened (FSDP1), or offloaded by accelerate; if
-            ``filled``, a state-dict entry that is not the model's own storage, a tensor whose class hands out copies, or a module
-            that changes values in its ``load_state_dict``.
+            ``filled``, a state-dict entry that is not the model's own storage, a tensor whose class hands out copies, a module
+            that changes values in its ``load_state_dict``, or parameters that Megatron is gathering.
         ValueError: a pattern of ``expert_parallel`` matches no name.
     """
+    if filled and isinstance(model, MegatronChunks):
+        model.check_gathered(filled)
     modules = modules or Modules(model)
     modules.reshard()
     entries, unsaved_buffers, unsaved_meta, plain = read_state(model, modules, filled, own_names)

@@ -9,6 +9,7 @@ from epload.mapping.wrappers import is_from_package
 from epload.model.devices import devices_of
 from epload.model.initialization import is_adapter
 from epload.model.materialize import cpu_offloaded_ids
+from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
@@ -29,9 +30,11 @@ class ModelReader:
         """Returns the model's targets. Reshards FSDP2 modules.
 
         Raises:
-            ModelMismatch: see :func:`epload.model.targets.collect`.
+            ModelMismatch: see :func:`epload.model.targets.collect`; or Megatron has not gathered the parameters.
             ValueError: a tensor is on meta, or tensors are on several accelerators.
         """
+        if isinstance(self.model, MegatronChunks):
+            self.model.check_gathered(filled=False)
         state = self._snapshot.read(self.model, ()) if self._snapshot is not None else None
         if state is not None:
             return state[0]
