@@ -223,7 +223,7 @@ def test_an_engine_has_a_version_on_all_ranks_or_stays_paused(tmp_path: Path) ->
 def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.kernel_plugins.amd import binding
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_exec, get_parallel
 
     from epload.integrations.sglang import updates as module
 
@@ -236,6 +236,11 @@ def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         module.get_parallel = lambda sizes=sizes: SimpleNamespace(**sizes)
         texts.append(text_of(receive, "127.0.0.1:1", 1))
     module.get_parallel = get_parallel
+    for moved in ({"enable_eplb": True}, {"elastic_ep_backend": "mooncake"}):
+        experts = SimpleNamespace(**{"enable_eplb": False, "elastic_ep_backend": None} | moved)
+        module.get_exec = lambda experts=experts: SimpleNamespace(moe=experts)
+        texts.append(text_of(receive, "127.0.0.1:1", 1))
+    module.get_exec = get_exec
     scheduler.disaggregation_mode = DisaggregationMode.PREFILL
     texts.append(text_of(receive, "127.0.0.1:1", 1))
     scheduler.disaggregation_mode = DisaggregationMode.NULL
@@ -262,8 +267,8 @@ def test_what_an_engine_cannot_update_is_refused_by_name_on_all_ranks(tmp_path: 
     first, second = run([Job(2, refuse, (tmp_path,))], limit=100)[0]
     assert first == second
     expected = [
-        "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "disaggregation", "--hicache-storage-backend",
-        "models that this engine has",
+        "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "--enable-eplb", "--elastic-ep-backend",
+        "disaggregation", "--hicache-storage-backend", "models that this engine has",
         "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX", "monokernel", "cached splits",
     ]  # fmt: skip
     assert [part for part, text in zip(expected, first, strict=True) if part not in text] == []

@@ -234,6 +234,27 @@ def test_a_version_can_be_applied_after_one_that_could_not(tmp_path: Path) -> No
     assert ranks.run(1, fail_and_retry, tmp_path) == [nothing]
 
 
+def balance(rank: int, folder: Path) -> str:
+    from vllm.distributed.eplb.eplb_state import EplbLayerState
+
+    from epload.integrations.vllm.transfer import VllmModel
+
+    model, config = make_engine(folder, 1)
+    layer: Any = model.get_submodule("model.layers.0.mlp.experts")
+    layer.router.eplb_state = EplbLayerState()
+    assert layer.eplb_state is not None
+    with pytest.raises(epload.ModelMismatch) as caught:
+        epload.WeightReceiver(VllmModel(model, config, torch.device("cpu")), "127.0.0.1:1", timeout=5)
+    return str(caught.value)
+
+
+def test_engines_that_move_experts_are_refused(tmp_path: Path) -> None:
+    """vLLM refuses them in its own engine that copies by a plan: weights would go into the slots of other experts."""
+    make_checkpoint(tmp_path, CONFIGS["qwen3_moe"])
+    (text,) = ranks.run(1, balance, tmp_path)
+    assert "moves experts of model.layers.0.mlp.experts while it runs (enable_eplb)" in text
+
+
 class LocalClient:
     """A trainer's view of an engine that does not answer, or whose answer is an error."""
 

@@ -61,7 +61,13 @@ class EngineModel:
         return parameters | dict(self.model.named_buffers(remove_duplicate=False))
 
     def sync_target(self, strict: bool) -> EngineTarget:
-        """See :class:`~epload.sync.targets.TargetProvider`."""
+        """See :class:`~epload.sync.targets.TargetProvider`. Raises ModelMismatch: vLLM balances experts among its ranks."""
+        for name, module in self.model.named_modules():
+            if getattr(module, "eplb_state", None) is not None:
+                raise ModelMismatch(
+                    f"vLLM moves experts of {name or type(module).__name__} while it runs (enable_eplb), and weights would go "
+                    "to the places of others: serve without it"
+                )
         return EngineTarget(self, strict)
 
     # What engines override that change parameters after loading, for example to quantize or repack them.

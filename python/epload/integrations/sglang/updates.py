@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqOutput,
 )
 from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 
 from epload.core.log import logger
 from epload.errors import LoadError
@@ -110,6 +110,12 @@ class EngineUpdates:
                     f"expected {name}=1, got {size}: SGLang's {what} handle calls at different times, so that they cannot change "
                     "weights at the same point"
                 )
+        moe = get_exec().moe
+        if moe.enable_eplb or moe.elastic_ep_backend is not None:
+            raise ValueError(
+                "expected an engine without --enable-eplb and --elastic-ep-backend, which move experts while it runs, so that "
+                "weights would go to the places of others"
+            )
         if scheduler.disaggregation_mode != DisaggregationMode.NULL:
             raise ValueError(
                 "expected an engine without prefill-decode disaggregation, whose requests cannot be retracted"
