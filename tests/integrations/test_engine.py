@@ -87,6 +87,16 @@ def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
         load_engine(epload.EngineModel(Hidden()), tmp_path / "w.safetensors")
 
 
+def test_experts_that_move_while_the_engine_runs_are_for_loads_alone(tmp_path: Path) -> None:
+    """vLLM's layers have a state of their load balancing. A load comes before it moves anything."""
+    path, _ = saved(tmp_path, torch.float32)
+    model = Engine(0)
+    model.w13.eplb_state = object()
+    load_engine(epload.EngineModel(model), path)
+    with pytest.raises(epload.ModelMismatch, match="vLLM moves experts of w13 while it runs"):
+        epload.WeightReceiver(epload.EngineModel(model), "127.0.0.1:1", timeout=5)
+
+
 def test_a_file_that_changes_before_the_last_tensors_are_read(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32)
     model = Computing(0)
