@@ -17,14 +17,15 @@ from support.ranks import RankFailed
 
 
 def stop(seconds: float, then: signal.Signals) -> None:
-    """Stops this process; another one sends it a signal later."""
-    victim = os.getpid()
+    """Stops this process; another one sends it a signal later, which must not reach a process that has its number by then."""
+    victim = os.pidfd_open(os.getpid())
     if os.fork() == 0:
         time.sleep(seconds)
         with suppress(OSError):
-            os.kill(victim, then)
+            signal.pidfd_send_signal(victim, then)
         os._exit(0)
-    os.kill(victim, signal.SIGSTOP)
+    os.close(victim)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def act(kind: str, timeout: float) -> None:
