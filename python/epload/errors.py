@@ -76,7 +76,8 @@ class CallOrderError(LoadError):
     def __init__(self) -> None:
         super().__init__(
             "load() or coalesced_bcast() was called by two threads of a process at once, or in a different order on another "
-            "rank: make one call at a time, in the same order on every rank (EPLOAD_LOG=info shows the ranks and threads)"
+            "rank: make one call at a time, in the same order on every rank, and wait() for an epload.save_async() first "
+            "(EPLOAD_LOG=info shows the ranks and threads)"
         )
 
 
