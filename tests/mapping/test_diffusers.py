@@ -122,6 +122,16 @@ def test_the_plan_of_a_folder_builds_its_model(folder: Path) -> None:
     assert json.loads(result.stdout)["fit"]["matched"] == len(empty(folder).state_dict())
 
 
+@pytest.mark.parametrize("name", ["Nothing", "utils", "WanPipeline"])
+def test_a_configuration_of_no_model_is_named(name: str, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"_class_name": name}
+    (folder / "config.json").write_text(json.dumps(config))
+    for command in (["plan", str(folder)], ["convert", str(folder), str(tmp_path / "c"), "--dtype", "bf16"]):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1
+        assert f"has no model {name!r}" in result.stderr
+
+
 def test_weights_that_are_offloaded_to_disk_are_rejected(folder: Path, tmp_path: Path) -> None:
     """The parameters are uninitialized memory between two forward passes."""
     cpu = torch.device("cpu")

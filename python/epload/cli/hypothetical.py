@@ -26,7 +26,7 @@ from epload.errors import ModelMismatch
 from epload.loading.hints import check_match, unfilled_error
 from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
-from epload.model.initialization import compute_missing
+from epload.model.initialization import compute_missing, diffusers_class
 from epload.model.targets import Targets, collect
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
@@ -230,12 +230,11 @@ def find_factory(model: str) -> Factory:
 
 def _from_config(model: str) -> Any:
     local = read_config(model) if Path(model).exists() else {}
-    if "_class_name" in local:
+    if (kind := diffusers_class(local)) is not None:
         import accelerate  # type: ignore[import-untyped]
-        import diffusers
 
-        with accelerate.init_empty_weights():
-            return getattr(diffusers, local["_class_name"]).from_config(local)
+        with accelerate.init_empty_weights():  # which leaves buffers their values
+            return kind.from_config(local)
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model)

@@ -24,7 +24,13 @@ from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place, place
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import strip_wrappers, unwrap
-from epload.model.initialization import is_diffusers, is_pretrained, new_on_meta, preserve_generators
+from epload.model.initialization import (
+    diffusers_class,
+    is_diffusers,
+    is_pretrained,
+    new_on_meta,
+    preserve_generators,
+)
 from epload.model.modules import Modules
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
@@ -123,10 +129,8 @@ def model_by_config(
 
 
 def _from_config(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    if "_class_name" in config:
-        import diffusers
-
-        made: nn.Module = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+    if (kind := diffusers_class(config)) is not None:
+        made: nn.Module = kind.from_config(dict(config))
         return made
     import transformers
 

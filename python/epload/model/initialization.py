@@ -171,6 +171,20 @@ def is_diffusers(kind: type[nn.Module]) -> bool:
     return diffusers is not None and issubclass(kind, diffusers.ModelMixin)
 
 
+def diffusers_class(config: Mapping[str, Any]) -> Any:
+    """Returns the class of diffusers whose configuration this is; None if it is of another library.
+
+    Raises ImportError, or ValueError if the installed diffusers has no such model: the name in a configuration is not trusted."""
+    if (name := config.get("_class_name")) is None:
+        return None
+    import diffusers
+
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and is_diffusers(kind)):
+        raise ValueError(f"diffusers {diffusers.__version__} has no model {name!r}")
+    return kind
+
+
 def is_adapter(module: nn.Module) -> bool:
     """Returns True if a module is a layer of PEFT, or of another library (VeOmni) that follows PEFT's LoRA."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
