@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from click.testing import CliRunner
-from diffusers import UNet2DModel, WanTransformer3DModel
+from diffusers import SD3Transformer2DModel, UNet2DModel, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +31,12 @@ UNET: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
 }  # fmt: skip
 """Keeps nothing in float32."""
-MODELS = {"wan": (WanTransformer3DModel, WAN), "unet": (UNet2DModel, UNET)}
+SD3: dict[str, Any] = {
+    "sample_size": 8, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16,
+    "joint_attention_dim": 8, "pooled_projection_dim": 16, "out_channels": 4, "in_channels": 4, "pos_embed_max_size": 8,
+}  # fmt: skip
+"""Has a persistent buffer, whose storage ``init_empty_weights`` makes in float32."""
+MODELS = {"wan": (WanTransformer3DModel, WAN), "unet": (UNet2DModel, UNET), "sd3": (SD3Transformer2DModel, SD3)}
 
 
 @pytest.fixture(params=MODELS)
@@ -80,9 +85,11 @@ def test_a_load_gives_the_dtypes_of_from_pretrained(folder: Path, dtype: torch.d
 
 def test_a_dict_of_dtypes_is_exact(folder: Path) -> None:
     model = empty(folder)
-    epload.load(model, folder, dtype={"norm2|conv": torch.bfloat16}, progress=False)
+    epload.load(model, folder, dtype={"norm2|conv|linear": torch.bfloat16}, progress=False)
     for name, tensor in model.state_dict().items():
-        assert tensor.dtype == (torch.bfloat16 if "norm2" in name or "conv" in name else torch.float32)
+        assert tensor.dtype == (
+            torch.bfloat16 if any(part in name for part in ("norm2", "conv", "linear")) else torch.float32
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,6 +25,8 @@ from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
     PreTrainedModel,
+    ResNetConfig,
+    ResNetModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -117,6 +120,28 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
         if full.dtype != value.dtype or not torch.equal(full, value):
             problems.append(f"{name}: {full.dtype}, expected {value.dtype}")
     return problems
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buffers_with_storage_beside_parameters_on_meta(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """What the checkpoint lacks keeps its values."""
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    folder = saved(tmp_path, lambda: ResNetModel(config), "float32")
+    with init_empty_weights():
+        model = ResNetModel(config)
+    norm = model.get_submodule("embedder.embedder.normalization")
+    norm.register_buffer("also", norm.running_mean)
+    norm.register_buffer("own", torch.full((2,), 1 + 2**-10))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    report = epload.load(model, folder, dtype=dtype, strict=False, progress=False)
+    assert report.missing_keys == ["embedder.embedder.normalization.own"]
+    expected = ResNetModel.from_pretrained(folder, dtype=dtype or torch.float32)
+    also, own = norm._buffers.pop("also"), norm._buffers.pop("own")
+    assert differences(model, expected) == []
+    assert also is norm.running_mean and norm.running_mean.dtype == (dtype or torch.float32)
+    assert own.tolist() == [1 + 2**-10] * 2
+    if dtype is None:
+        assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
 
 
 @pytest.mark.parametrize("make", KEPT)

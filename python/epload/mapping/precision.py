@@ -54,8 +54,9 @@ def requested_dtypes(passed: AnyDTypes) -> DTypes:
 def set_dtypes(
     model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True
 ) -> None:
-    """Sets in ``targets`` the dtypes that tensors on meta get. Notes which tensors ``from_pretrained`` keeps in float32, and
-    which of them have storage in a narrower dtype.
+    """Sets in ``targets`` the dtypes that tensors on meta get and, in a model that has some, the buffers with storage of a class
+    whose ``from_pretrained`` gives them a dtype. Notes which tensors that keeps in float32, and which of them have storage in a
+    narrower dtype.
 
     Raises:
         ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
@@ -78,8 +79,9 @@ def set_dtypes(
                         f"dtype={dtype} applies to parameters on meta, but {name} already has storage of {tensor.dtype}; "
                         "convert the model first"
                     )
+    buffers = _own_buffers(modules) if targets.has_meta and not targets.has_aliases else set()
     for number, dtype in assigned.items():
-        if targets.tensors[number].is_meta:
+        if (tensor := targets.tensors[number]).is_meta or id(tensor) in buffers:
             targets.dtypes[number] = dtype
     in_fp32 &= assigned.keys()
     for number in sorted(in_fp32):
@@ -160,6 +162,13 @@ def below_fp32_warning(targets: Targets) -> str:
         f"from_pretrained keeps {list_keys(names)} in torch.float32, but this model has storage in {narrow} for them, so that "
         "their values are rounded; load into a model on meta, or convert them first"
     )
+
+
+def _own_buffers(modules: Modules) -> set[int]:
+    """Returns the ids of the plain buffers with storage: a model made under ``init_empty_weights`` has them beside parameters on
+    meta."""
+    buffers = (buffer for module in modules.unique for buffer in module._buffers.values())
+    return {id(buffer) for buffer in buffers if type(buffer) is torch.Tensor and not buffer.is_meta}
 
 
 def _requested_dtype(name: str, requested: DTypes) -> torch.dtype | None:

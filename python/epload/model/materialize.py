@@ -36,7 +36,8 @@ def materialize(
     private: bool | None = None,
     modules: Modules | None = None,
 ) -> None:
-    """Replaces meta tensors by uninitialized ones, and updates the targets accordingly.
+    """Replaces meta tensors by uninitialized ones, and buffers whose targets have another dtype by converted ones, and updates the
+    targets accordingly.
 
     Keeps ties and the identity of DTensor parameters; plain tensors become new objects, as with ``to_empty``.
     Parameters that FSDP offloads and DTensors on a CPU mesh are allocated on the CPU, all others on ``device``.
@@ -58,12 +59,12 @@ def materialize(
     owners: list[tuple[dict[str, Any], str, int]] = []
     """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
     holder_of: dict[int, tuple[dict[str, Any], str]] = {}
-    """One dict, and the name in it, for each tensor on meta."""
+    """One dict, and the name in it, for each tensor that is replaced."""
     for module in modules.unique:
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for owned in tensor_dicts:
             for name, tensor in owned.items():
-                if tensor is None or not tensor.is_meta:
+                if tensor is None or not (tensor.is_meta or dtypes.get(id(tensor), tensor.dtype) != tensor.dtype):
                     continue
                 holder_of[id(tensor)] = owned, name
                 if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
@@ -71,7 +72,8 @@ def materialize(
                 else:
                     plain[id(tensor)] = tensor
                     owners.append((owned, name, id(tensor)))
-    replaced = _empty_like(plain.values(), destination)
+    replaced = _empty_like([tensor for tensor in plain.values() if tensor.is_meta], destination)
+    replaced |= {number: tensor.to(dtypes[number]) for number, tensor in plain.items() if not tensor.is_meta}
     for owned, name, number in owners:
         owned[name] = replaced[number]
     if private is None:
@@ -87,7 +89,7 @@ def materialize(
         model._apply(lambda tensor: empty.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
     # Plain parameters and buffers are new objects.
     for i, tensor in enumerate(targets.tensors):
-        if tensor.is_meta and (holder := holder_of.get(id(tensor))) is not None:
+        if (holder := holder_of.get(id(tensor))) is not None:
             targets.tensors[i] = holder[0][holder[1]]
     if any(tensor.is_meta for tensor in targets.tensors):  # views, which hooks make
         state = model.state_dict(keep_vars=True)
