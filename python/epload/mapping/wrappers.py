@@ -23,7 +23,7 @@ from epload.model.initialization import is_adapter
 from epload.model.modules import Modules
 from epload.model.state_dict import tensor_entries
 
-_PREFIX = "base_model.model."
+_PREFIX = "base_model."
 BASE_LAYER = Rename(r"\.(?:base_layer\.)+(?!lora_)", ".")
 """An adapter moves the layer that it wraps one module deeper; several parameters of a layer, each with an adapter, several."""
 TOKEN_LAYER = Rename(r"\.token_adapter\.base_layer\.", ".")

@@ -192,6 +192,12 @@ def is_adapter(module: nn.Module) -> bool:
     return is_peft or (callable(getattr(type(module), "reset_lora_parameters", None)) and hasattr(module, "lora_A"))
 
 
+_COMPUTED_ADAPTERS = (
+    "CPT", "DEFT", "DELORA", "FROD", "LN_TUNING", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS",
+)  # fmt: skip
+"""The methods of PEFT 0.21 whose adapters have tensors that depend on the base weights."""
+
+
 def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
     """Returns the adapters of PEFT that were computed from other base weights than those that a load has filled.
 
@@ -202,6 +208,7 @@ def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
     for adapter, config in getattr(model, "peft_config", {}).items():
         method = getattr(config, "init_lora_weights", True)
         of_weights = isinstance(method, str) and method not in ("gaussian", "orthogonal")
+        of_weights |= str(getattr(config, "peft_type", "")).rpartition(".")[2] in _COMPUTED_ADAPTERS
         of_weights |= any(getattr(config, name, None) for name in ("use_dora", "trainable_token_indices"))
         if of_weights and any(adapter in name.split(".") for name in kept):
             stale.append(adapter)
