@@ -348,6 +348,21 @@ def test_targets_that_share_memory_are_refused() -> None:
         record(list, manifest_of({}), {"a": torch.zeros(1).expand(4)})
 
 
+def test_a_view_of_a_whole_target_is_that_target() -> None:
+    """As vLLM's Mamba-2 keeps a view of its convolution's weight for a kernel."""
+
+    def load(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).data[1:3].copy_(tensor)
+
+    model = Loader(load, weight=(4, 1, 3))
+    model.register_buffer("flat", model.weight.view(4, 3), persistent=False)
+    model.register_buffer("turned", model.weight.data[:, 0].T, persistent=False)
+    recording = record_model(model, unique({"weight": (2, 1, 3)}))
+    assert not recording.passed_through
+    assert [(name, view.start, view.size) for name, view in recording.regions[0]] == [("weight", (1, 0, 0), (2, 1, 3))]
+
+
 def test_targets_may_be_on_meta() -> None:
     weights = engine_checkpoint()
     with torch.device("meta"):

@@ -194,7 +194,7 @@ def boxes_of_region(
     if 0 in shape or any(loop.size == 0 for loop in loops):
         return
     dims = sorted((dim for dim, n in enumerate(shape) if n > 1), key=strides.__getitem__, reverse=True)
-    regions = [(offset, other_offset, _coalesced(loops))]
+    regions = [(offset, other_offset, coalesced(loops))]
     while regions:
         offset, other_offset, loops = regions.pop()
         start = _position(shape, strides, dims, offset)
@@ -230,7 +230,7 @@ def _parts(loop: Loop, length: int, start: int, stride: int) -> Iterator[tuple[i
             yield rows * length, [loop._replace(size=rest)]
 
 
-def _coalesced(loops: Sequence[Loop]) -> list[Loop]:
+def coalesced(loops: Sequence[Loop]) -> list[Loop]:
     """Sorts loops by descending stride and merges them into as few as possible."""
     merged: list[Loop] = []
     for loop in sorted((loop for loop in loops if loop.size > 1), key=attrgetter("stride"), reverse=True):

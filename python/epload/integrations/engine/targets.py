@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epload.core.placement import Box
-from epload.core.views import Loop, View, boxes_of_region
+from epload.core.views import Loop, View, boxes_of_region, coalesced
 from epload.errors import ModelMismatch
 from epload.model import memory
 
@@ -19,7 +19,8 @@ _MAX_BOXES = 1 << 13
 
 
 class EngineTargets:
-    """Plain tensors by name. Names of the same tensor are one target, under the first of them."""
+    """Plain tensors by name. Tensors of the same elements, such as a view of a weight that a kernel takes, are one target, under the
+    first of their names."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises ValueError or ModelMismatch if a tensor cannot be written box by box."""
@@ -30,7 +31,8 @@ class EngineTargets:
             if tensor.layout != torch.strided or memory.has_internal_overlap(tensor):
                 raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
             storage = storage_of(tensor)
-            key = storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+            loops = [Loop(size, stride, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            key = storage, int(tensor.storage_offset()), tuple(coalesced(loops)), tensor.dtype
             if tensor.numel() and names.setdefault(key, name) == name:
                 self.tensors[name] = tensor
                 self._by_storage.setdefault(storage, []).append(name)
