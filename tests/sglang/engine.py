@@ -96,8 +96,18 @@ def server_arguments(folder: Path, tensor_parallel: int, **arguments: Any) -> di
 
 def make_rank(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
     """Makes SGLang's groups of this rank and returns its configuration of the model. Pipeline stages are what else there is."""
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
+    from sglang.srt.runtime_context import get_server_args
+
+    config = set_arguments(folder, tensor_parallel, **arguments)
+    bootstrap.init_parallel_runtime(server_args=get_server_args(), device="cpu", dist_port=0)
+    bootstrap.init_layer_runtime(model_config=config)
+    return config
+
+
+def set_arguments(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
+    """Sets the arguments of a server as this process's; returns the configuration of the model."""
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
@@ -106,10 +116,7 @@ def make_rank(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
     publish(
         server, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank(), gpu_id=dist.get_rank(), dp_rank=None)
     )
-    config = ModelConfig.from_server_args(server)
-    bootstrap.init_parallel_runtime(server_args=server, device="cpu", dist_port=0)
-    bootstrap.init_layer_runtime(model_config=config)
-    return config
+    return ModelConfig.from_server_args(server)
 
 
 def make_model(config: Any) -> nn.Module:

@@ -104,7 +104,7 @@ def make_engine(
 ) -> tuple[nn.Module, Any]:
     """This rank's part of the model, without weights, and vLLM's configuration. The rest of the world are pipeline stages."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -126,8 +126,9 @@ def make_engine(
         **arguments,
     ).create_engine_config()
     with set_current_vllm_config(config):
-        init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
-        initialize_model_parallel(tensor_parallel, world // tensor_parallel)
+        if not model_parallel_is_initialized():
+            init_distributed_environment(world, dist.get_rank(), "env://", dist.get_rank(), "gloo")
+            initialize_model_parallel(tensor_parallel, world // tensor_parallel)
         torch.set_default_dtype(config.model_config.dtype)
         return initialize_model(vllm_config=config), config
 

@@ -190,9 +190,9 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         return
     if stale := stale_adapters(model, missing.unfilled - missing.uninitialized):
         report.warnings.append(
-            f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before: load its checkpoint "
-            "next or, as those of FRoD, OSF and PSOFT lack some of these values, make a new adapter now that the base weights are "
-            "loaded"
+            f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before: load its "
+            "checkpoint next or, as those of FRoD, OSF and PSOFT lack some of these values, make a new adapter now that the base "
+            "weights are loaded"
         )
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
     tensors |= {name: tensor_at(model, name) for name in {*targets.unsaved_meta, *targets.unsaved_buffers}}

@@ -36,8 +36,8 @@ def materialize(
     private: bool | None = None,
     modules: Modules | None = None,
 ) -> None:
-    """Replaces meta tensors by uninitialized ones, and buffers whose targets have another dtype by converted ones, and updates the
-    targets accordingly.
+    """Replaces meta tensors by uninitialized ones and buffers whose targets have another dtype by converted ones, and updates
+    the targets accordingly.
 
     Keeps ties and the identity of DTensor parameters; plain tensors become new objects, as with ``to_empty``.
     Parameters that FSDP offloads and DTensors on a CPU mesh are allocated on the CPU, all others on ``device``.

@@ -19,8 +19,8 @@ _MAX_BOXES = 1 << 13
 
 
 class EngineTargets:
-    """Plain tensors by name. Tensors of the same elements, such as a view of a weight that a kernel takes, are one target, under the
-    first of their names."""
+    """Plain tensors by name. Tensors with the same elements, such as a weight and a view of it that a kernel takes, are one
+    target, under the first of their names."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises ValueError or ModelMismatch if a tensor cannot be written box by box."""

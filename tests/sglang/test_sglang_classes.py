@@ -1,0 +1,58 @@
+"""All classes of transformers that SGLang serves and that build on CPU: filled by epload, and by SGLang's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine import differences, make_model, make_rank, set_arguments
+from safetensors.torch import load_file
+
+from support import ranks
+from support.recordings import tensors_of
+from support.served import fails, judge_all, served, unwritten
+
+
+def judge(rank: int, names: list[str], folder: Path) -> dict[str, str]:
+    import torch
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+
+    from epload.integrations.sglang import register
+
+    register()
+    started: list[Any] = []
+
+    def compare(path: Path) -> list[str]:
+        if started:
+            config = set_arguments(path, 1)
+            bootstrap.init_layer_runtime(model_config=config)
+        else:
+            config = make_rank(path, 1)
+            started.append(config)
+        expected = make_model(config)
+        weights = {
+            name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()
+        }
+        DefaultModelLoader.load_weights_and_postprocess(expected, iter(weights.items()), torch.device("cpu"))
+        loader = get_model_loader(LoadConfig(load_format="private"), config)
+        try:
+            found = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        except Exception as error:
+            fails(error, unwritten(tensors_of(expected)))
+            return []
+        return differences(expected, found)
+
+    return judge_all(rank, names, folder, compare)
+
+
+def test_every_class_is_as_sglang_loads_it(tmp_path: Path) -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    names = served(ModelRegistry.get_supported_archs())
+    (verdicts,) = ranks.run(1, judge, names, tmp_path, limit=900)
+    assert {name: text for name, text in verdicts.items() if text != "right"} == {}
+    print(f"{len(verdicts)} of {len(names)} classes")
+    assert len(verdicts) >= 45

@@ -1,0 +1,58 @@
+"""All classes of transformers that vLLM serves and that build on CPU: filled by epload, and by vLLM's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine import make_engine
+
+from support import ranks
+from support.recordings import same_bits, tensors_of
+from support.served import fails, judge_all, served, unwritten
+
+
+def judge(rank: int, names: list[str], folder: Path, tensor_parallel: int) -> dict[str, str]:
+    from vllm.config import set_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.models import registry
+
+    from epload.integrations.vllm import register
+
+    register()
+    registry._run_in_subprocess = lambda function: function()  # which imports vLLM for each class
+
+    def compare(path: Path) -> list[str]:
+        model, config = make_engine(path, tensor_parallel, expert_parallel=False)
+        with set_current_vllm_config(config):
+            poison(model)
+            get_model_loader(LoadConfig(load_format="safetensors")).load_weights(model, config.model_config)
+            expected = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+            poison(model)
+            try:
+                get_model_loader(LoadConfig(load_format="epload")).load_weights(model, config.model_config)
+            except Exception as error:
+                fails(error, unwritten(expected))
+                return []
+        return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, expected[name])]
+
+    return judge_all(rank, names, folder, compare)
+
+
+def poison(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_every_class_is_as_vllm_loads_it(tensor_parallel: int, tmp_path: Path) -> None:
+    from vllm import ModelRegistry
+
+    names = served(ModelRegistry.get_supported_archs())
+    for verdicts in ranks.run(tensor_parallel, judge, names, tmp_path, tensor_parallel, limit=900):
+        assert {name: text for name, text in verdicts.items() if text != "right"} == {}
+        print(f"{len(verdicts)} of {len(names)} classes")
+        assert len(verdicts) >= 70
