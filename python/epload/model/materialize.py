@@ -8,7 +8,7 @@ in them. Both give equal models, with every supported torch (tested).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,18 +60,13 @@ def materialize(
     """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
     holder_of: dict[int, tuple[dict[str, Any], str]] = {}
     """One dict, and the name in it, for each tensor that is replaced."""
-    for module in modules.unique:
-        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for owned in tensor_dicts:
-            for name, tensor in owned.items():
-                if tensor is None or not (tensor.is_meta or dtypes.get(id(tensor), tensor.dtype) != tensor.dtype):
-                    continue
-                holder_of[id(tensor)] = owned, name
-                if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
-                    parameters[id(tensor)] = tensor
-                else:
-                    plain[id(tensor)] = tensor
-                    owners.append((owned, name, id(tensor)))
+    for owned, name, tensor in _replaced_tensors(modules, dtypes):
+        holder_of[id(tensor)] = owned, name
+        if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
+            parameters[id(tensor)] = tensor
+        else:
+            plain[id(tensor)] = tensor
+            owners.append((owned, name, id(tensor)))
     replaced = _empty_like([tensor for tensor in plain.values() if tensor.is_meta], destination)
     replaced |= {number: tensor.to(dtypes[number]) for number, tensor in plain.items() if not tensor.is_meta}
     for owned, name, number in owners:
@@ -97,6 +92,18 @@ def materialize(
             state.get(name, tensor) for name, tensor in zip(targets.names, targets.tensors, strict=True)
         ]
     targets.has_meta = False
+
+
+def _replaced_tensors(
+    modules: Modules, dtypes: Mapping[int, torch.dtype]
+) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yields each tensor that is on meta, or gets another dtype, with the dict of a module that holds it and its name there."""
+    for module in modules.unique:
+        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for owned in tensor_dicts:
+            for name, tensor in owned.items():
+                if tensor is not None and (tensor.is_meta or dtypes.get(id(tensor), tensor.dtype) != tensor.dtype):
+                    yield owned, name, tensor
 
 
 def cpu_offloaded_ids(groups: Iterable[Any]) -> set[int]:
