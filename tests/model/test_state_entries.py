@@ -370,3 +370,15 @@ def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], whole)
     with pytest.raises(epload.ModelMismatch, match=r"0\.weight, .* is partitioned .*load_checkpoint"):
         epload.load(model, {"0.weight": torch.ones(3, 2)}, progress=False)
+
+
+def test_weights_without_memory_are_not_saved(tmp_path: Path) -> None:
+    """A trainer frees the storage of what it has copied elsewhere."""
+    model = nn.Sequential(nn.Linear(2, 3, bias=False))
+    storage = model[0].weight.untyped_storage()
+    storage.resize_(0)
+    with pytest.raises(epload.ModelMismatch, match=r"0\.weight has no memory: its storage was freed"):
+        epload.save(model, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    storage.resize_(24)
+    epload.save(model, tmp_path / "c")

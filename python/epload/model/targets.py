@@ -240,6 +240,11 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
             "make it dense, or register it with persistent=False"
         )
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    if not filled and is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ModelMismatch(
+            f"{name} has no memory: its storage was freed, as by a trainer that has offloaded it; bring it back first"
+        )
     if not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
