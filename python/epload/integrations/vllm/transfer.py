@@ -260,9 +260,13 @@ class VllmModel(EngineModel):
 
     def begin(self, recording: Recording) -> None:
         filled = {name.rpartition(".")[0] for name in recording.written or ()}
+        opened, shared = [], {}
         for name, layer in self.model.named_modules():
-            if layer not in self._open and not (_is_processed(layer) and (recording.written is None or name in filled)):
-                continue
+            if layer in self._open or (_is_processed(layer) and (recording.written is None or name in filled)):
+                opened.append(layer)
+            else:
+                shared |= {id(tensor): tensor for tensor in layer.parameters(recurse=False)}
+        for layer in opened:
             # Those that are open after a failure begin again, from whatever state.
             self._put_aside(layer)
             info = get_layerwise_info(layer)
@@ -271,7 +275,13 @@ class VllmModel(EngineModel):
             before = parameters | buffers
             for key, tensor in get_layer_tensors(layer).items():
                 old = before.get(key)
-                if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+                if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                    continue
+                if (tied := shared.setdefault(id(old), tensor)) is not tensor:
+                    setattr(
+                        layer, key, tied
+                    )  # or the old values would be copied back over those that another layer gets
+                else:
                     tensor.data.copy_(old.data)
 
     def _put_aside(self, layer: nn.Module) -> None:
