@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from support.jobs import Meeting
 
@@ -34,6 +34,23 @@ CONFIGS = {
         num_experts_per_tok=2,
         tie_word_embeddings=False,
         **SMALL,
+    ),
+    # Its attention has matrices that vLLM computes after loading.
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=320,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        num_nextn_predict_layers=0,
+        **(SMALL | {"num_key_value_heads": 4}),
     ),
     "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
     "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),

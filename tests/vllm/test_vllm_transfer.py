@@ -70,7 +70,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     elif processing == "untraced":
         read_values_after_loading()
     draft_options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
-    drafted = "num_nextn_predict_layers" in json.loads((folder / "config.json").read_text())
+    drafted = bool(json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers"))
     model, config = make_engine(
         folder,
         tensor_parallel,
@@ -167,7 +167,7 @@ def reload_context(config: Any) -> Any:
 
 CASES = [
     ("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 4, "own"), ("llama_tied", 2, "own"),
-    ("llama_tied", 2, "untraced"),
+    ("llama_tied", 2, "untraced"), ("deepseek_v3", 2, "own"),
     ("mimo", 2, "reversing"),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epload.core.attempt import Attempt
-from epload.errors import LoadError, RemoteFailure, WaitTimeout
+from epload.errors import LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.ranks.topology import Topology
 
 _MIN_POLL, _MAX_POLL = 0.0005, 0.02
@@ -44,7 +44,10 @@ def reduce_maxima(topology: Topology, own: Attempt[Tensor]) -> Tensor:
             if time.monotonic() >= until:
                 raise WaitTimeout(f"the maxima of {count} blocks did not arrive within {control.timeout}")
             pause = min(2 * pause, _MAX_POLL)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:  # a rank has ended, which its node's watch names
+            raise RemoteFailure(message_of(error)) from error
 
     try:
         with control.stopping(stop.set):

@@ -234,6 +234,16 @@ class VllmModel(EngineModel):
         """Layers that have the tensors that ``load_weights`` fills. vLLM's information about each keeps those that it computes
         with, also after a failure."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All but what attention layers compute from other weights after loading, such as the matrices of MLA."""
+        computed = {
+            f"{path}.{name}"
+            for path, layer in self.model.named_modules(remove_duplicate=False)
+            if is_deferred_attention_layer(layer)
+            for name in layer._parameters.keys() - get_layerwise_info(layer).restore_metadata[0].keys()
+        }
+        return {name: tensor for name, tensor in super().tensors().items() if name not in computed}
+
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = list(weights) if len(self._parts) > 1 else weights  # of which each takes what it has
         with self._context():
