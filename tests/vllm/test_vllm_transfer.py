@@ -36,6 +36,7 @@ def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    saved = model.state_dict().keys()
     info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=rank, timeout=200, draft=has_draft(model.config))
     engine = WeightTransferTrainerFactory.trainer_init(
         info, client=Client(meeting, workers), source=ModuleSource(model)
@@ -44,6 +45,9 @@ def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().add_(1)
+            for name, buffer in model.named_buffers():
+                if name in saved:
+                    buffer.add_(1)
         engine.send_weights()
         dist.barrier()
     engine.shutdown()
