@@ -287,10 +287,9 @@ class VllmModel(EngineModel):
                 old = before.get(key)
                 if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
                     continue
+                # Tied tensors stay tied, or the old values of one would be copied back over the new ones of another.
                 if (tied := shared.setdefault(id(old), tensor)) is not tensor:
-                    setattr(
-                        layer, key, tied
-                    )  # or the old values would be copied back over those that another layer gets
+                    setattr(layer, key, tied)
                 else:
                     tensor.data.copy_(old.data)
 
