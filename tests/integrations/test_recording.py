@@ -349,7 +349,7 @@ def test_targets_that_share_memory_are_refused() -> None:
 
 
 def test_a_view_of_a_whole_target_is_that_target() -> None:
-    """As vLLM's Mamba-2 keeps a view of its convolution's weight for a kernel."""
+    """vLLM's Mamba-2 keeps such a view of its convolution's weight for a kernel."""
 
     def load(model: Loader, weights: Weights) -> None:
         for name, tensor in weights:

@@ -124,7 +124,7 @@ def differences(model: nn.Module, expected: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_buffers_with_storage_beside_parameters_on_meta(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """What the checkpoint lacks keeps its values."""
+    """A buffer that neither the checkpoint nor the class has is left as it is."""
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
     folder = saved(tmp_path, lambda: ResNetModel(config), "float32")
     with init_empty_weights():

@@ -208,7 +208,7 @@ def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
     for adapter, config in getattr(model, "peft_config", {}).items():
         method = getattr(config, "init_lora_weights", True)
         of_weights = isinstance(method, str) and method not in ("gaussian", "orthogonal")
-        of_weights |= str(getattr(config, "peft_type", "")).rpartition(".")[2] in _COMPUTED_ADAPTERS
+        of_weights |= getattr(config, "peft_type", None) in _COMPUTED_ADAPTERS
         of_weights |= any(getattr(config, name, None) for name in ("use_dora", "trainable_token_indices"))
         if of_weights and any(adapter in name.split(".") for name in kept):
             stale.append(adapter)

@@ -270,7 +270,8 @@ class VllmModel(EngineModel):
 
     def begin(self, recording: Recording) -> None:
         filled = {name.rpartition(".")[0] for name in recording.written or ()}
-        opened, shared = [], {}
+        opened: list[nn.Module] = []
+        shared: dict[int, Tensor] = {}
         for name, layer in self.model.named_modules():
             if layer in self._open or (_is_processed(layer) and (recording.written is None or name in filled)):
                 opened.append(layer)
