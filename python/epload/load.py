@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.checksums import AnyChecksums
-from epload.checkpoint.dcp import ROOT
+from epload.checkpoint.file_sets import DCP_ROOT
 from epload.core.default_device import on_cpu
 from epload.loading.loader import HierarchicalLoader
 from epload.loading.request import LoadOptions
@@ -194,7 +194,7 @@ def load_state(
         flat, source, mapping=Rules(), strict=strict, variant=variant, topology=topology, readers=readers,
         verify=verify, timeout=timeout, progress=progress,
         options=LoadOptions(
-            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix="" if isinstance(source, dict) else ROOT
+            src=src, algorithm=algorithm, bucket_bytes=bucket_bytes, prefix="" if isinstance(source, dict) else DCP_ROOT
         ),
     )  # fmt: skip
     for name, value in values.items():

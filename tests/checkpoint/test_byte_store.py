@@ -14,12 +14,13 @@ from torch import nn
 
 import epload
 from epload import Checkpoint, CheckpointError
-from epload.checkpoint import opening
+from epload.checkpoint import finding, opening
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.manifest import FileFacts, StoredTensor
 from epload.checkpoint.object_store import ObjectStore
+from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.core.dtypes import row_of
 from support.checkpoints import assert_same, read_all, tensor
 
 Make = Callable[[Path], ByteStore]
@@ -115,10 +116,10 @@ class MemoryStore(ByteStore):
 
 def _numbers(opened: OpenFiles) -> FileCheckpoint:
     """A format whose files are one vector each."""
-    files = enumerate(opened.store.files)
-    return opened.checkpoint(
-        StoredTensor(file.name.partition(".")[0], torch.float32, (file.nbytes // 4,), 0, None, i) for i, file in files
-    )
+    names = [file.name.partition(".")[0] for file in opened.store.files]
+    shapes = [(file.nbytes // 4,) for file in opened.store.files]
+    dtype = row_of(torch.float32)
+    return FileCheckpoint.of(opened, (StoredTensor(names[i], dtype, shapes[i], 0, None, i) for i in range(len(names))))
 
 
 def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.Mon
         scheme, _, name = str(source).partition("://")
         return (MemoryStore(store.contents), name) if scheme == "memory" else None
 
-    monkeypatch.setattr(opening, "STORES", (locate, *opening.STORES))
+    monkeypatch.setattr(finding, "STORES", (locate, *finding.STORES))
     monkeypatch.setattr(opening, "FORMATS", {".numbers": (FileFacts.of, _numbers), **opening.FORMATS})
     assert_same(read_all(Checkpoint.open("memory://bias.numbers")), {"bias": tensor(3, (5,))})
     for verify in (False, True):

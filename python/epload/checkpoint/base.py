@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
@@ -18,8 +19,6 @@ from epload.core.pieces import Piece
 from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
 from epload.native.ops import Pipe
-
-Progress = Callable[[int], None]
 
 
 class Checkpoint(ABC):
@@ -51,8 +50,6 @@ class Checkpoint(ABC):
     """True if it verifies what it gives by itself, or cannot be read again for that."""
     _store: ByteStore | None = None
     """The files it was opened from, if any."""
-    _opener: ClassVar[Any]
-    """The module ``opening``, set by the package, since the formats are subclasses of this class."""
 
     @property
     def cannot_verify(self) -> str:
@@ -159,7 +156,7 @@ class Checkpoint(ABC):
             TypeError: ``source`` has another type.
             ValueError: ``prefix`` for another source than a DCP folder, or ``variant`` for one that is no folder.
         """
-        opened: Checkpoint = Checkpoint._opener.open_source(source, known, prefix, variant, progress)
+        opened: Checkpoint = _opening().open_source(source, known, prefix, variant, progress)
         return opened
 
     @staticmethod
@@ -175,7 +172,7 @@ class Checkpoint(ABC):
             CheckpointError: there is nothing at the path, or it is not the same checkpoint.
             TypeError: ``source`` has another type.
         """
-        joined: Checkpoint = Checkpoint._opener.join_source(source, manifest, progress)
+        joined: Checkpoint = _opening().join_source(source, manifest, progress)
         return joined
 
     @staticmethod
@@ -190,8 +187,13 @@ class Checkpoint(ABC):
             CheckpointError: a tensor is sparse, quantized or on meta.
             TypeError: a tensor is a DTensor, no value is a tensor, or a name is not a string.
         """
-        wrapped: Checkpoint = Checkpoint._opener.from_state_dict(state_dict, consume)
+        wrapped: Checkpoint = _opening().from_state_dict(state_dict, consume)
         return wrapped
+
+
+def _opening() -> Any:
+    """Returns the module that opens checkpoints. It imports this one, as the formats are subclasses of :class:`Checkpoint`."""
+    return import_module("epload.checkpoint.opening")
 
 
 def regions_of_boxes(manifest: Manifest, boxes: Sequence[tuple[int, Box]], targets: list[Tensor]) -> Regions:

@@ -1,7 +1,7 @@
 """The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored.
 
 A storage scheme is one module with a :class:`ByteStore` and a function ``locate``, which ``STORES`` in
-:mod:`epload.checkpoint.opening` lists.
+:mod:`epload.checkpoint.finding` lists. Stores import torch where they read tensors, as headers have no use for it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import torch
-from torch import Tensor
-
-from epload.core.columns import batches
-from epload.core.copy_table import ALIGNMENT
-from epload.core.regions import Regions
 from epload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from epload.core.regions import Regions
 
 _STREAM_BYTES = 256 << 10
 PEEK_BYTES = 16 << 20
@@ -30,6 +29,8 @@ SPAN_BYTES = 64 << 20
 """Approximate number of bytes that :meth:`ByteStore.read_regions` reads at a time; one large region may take more."""
 Source = str | os.PathLike[str]
 """A path or URL."""
+Progress = Callable[[int], None]
+"""Called with a number of bytes after each read."""
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
 
@@ -207,6 +208,11 @@ class ByteStore(ABC):
 
         Returns the bytes read. Raises as :meth:`read`.
         """
+        import torch
+
+        from epload.core.columns import batches
+        from epload.core.copy_table import ALIGNMENT
+
         spans = regions.copies.spans()
         for rows in batches(spans, SPAN_BYTES):
             copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]

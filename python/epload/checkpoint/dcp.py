@@ -16,21 +16,19 @@ import torch
 
 from epload.checkpoint import safetensors, torch_file
 from epload.checkpoint.byte_store import ByteStore, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.index import Index, is_plain
-from epload.checkpoint.manifest import StoredTensor
+from epload.checkpoint.open_files import OpenFiles, StoredTensor
 from epload.checkpoint.pickles import PickledCall, read_pickle
-from epload.core import dtypes
+from epload.core.dtype_table import BY_SAFETENSORS_NAME, DtypeRow
 from epload.core.placement import Box
 from epload.errors import CheckpointError
 from epload.observe.render import list_first
 
-FILE = ".metadata"
-ROOT = "."
-"""The prefix of a whole state dict."""
 _MAX_BYTES = 2_000_000_000
 """Limit of the metadata. Those of 100,000 tensors in 64 chunks each have about 1 GB."""
-_DTYPES = {f"torch {str(dtype).removeprefix('torch.')}": dtype for dtype in dtypes.SAFETENSORS.values()}
+_DTYPES = {f"torch {row.name}": row for row in BY_SAFETENSORS_NAME.values()}
 _NAMES = {
     *_DTYPES,
     *(
@@ -51,7 +49,7 @@ _ZIP = b"PK\x03\x04"
 class DcpMetadata(NamedTuple):
     """The checked content of a ``.metadata`` file."""
 
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Box]]]
+    tensors: dict[str, tuple[DtypeRow, tuple[int, ...], list[Box]]]
     """Dtype, shape and chunks of each tensor, by name."""
     others: list[str]
     """Names of the entries that are no tensors."""
@@ -91,7 +89,7 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     index, source = opened.index, opened.source
     if not isinstance(index, DcpIndex):
         raise CheckpointError(
-            f"{source} has files of a DCP checkpoint without their {FILE}: pass the folder that has it"
+            f"{source} has files of a DCP checkpoint without their {DCP}: pass the folder that has it"
         )
     metadata = index.metadata
     names, siblings = _select(list(metadata.tensors), metadata.paths, index.prefix, source)
@@ -122,7 +120,7 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     # Entries in the model that are no tensors, such as _extra_state.
     inside = {name.rpartition(".")[0] for name in names}
     others = [name for name in metadata.others if name not in siblings and name.rpartition(".")[0] in inside]
-    return opened.checkpoint(located, [*siblings, *others], shapes)
+    return FileCheckpoint.of(opened, located, [*siblings, *others], shapes)
 
 
 # ---- the metadata ----
@@ -189,7 +187,7 @@ def _select(
     names: Sequence[str], paths: Mapping[str, tuple[str, ...]], prefix: str, source: str
 ) -> tuple[dict[str, str], list[str]]:
     """Selects what is under ``prefix``; without one, under a top-level key "model" or "state_dict", or under the only key. For
-    ``ROOT`` everything, under its name in the checkpoint.
+    ``DCP_ROOT`` everything, under its name in the checkpoint.
 
     Args:
         names: of the checkpoint's tensors.
@@ -200,7 +198,7 @@ def _select(
         The name in the model by the name in the checkpoint, and the keys of what is next to the model.
     """
     if prefix:
-        start = "" if prefix == ROOT else prefix.rstrip(".") + "."
+        start = "" if prefix == DCP_ROOT else prefix.rstrip(".") + "."
         inner = {name: name.removeprefix(start) for name in names if name.startswith(start)}
         if not inner and start:
             raise CheckpointError(
@@ -248,8 +246,8 @@ class _Item(StoredFile):
         """Returns the chunk with the place of a tensor that is stored in the item."""
         if (tensor.dtype, tensor.shape) != (self.chunk.dtype, self.chunk.shape):
             raise CheckpointError(
-                f"{self}: expected {self.chunk.dtype} {list(self.chunk.shape)} by the metadata, got {tensor.dtype} "
-                f"{list(tensor.shape)}; save the checkpoint again"
+                f"{self}: expected torch.{self.chunk.dtype.name} {list(self.chunk.shape)} by the metadata, got "
+                f"torch.{tensor.dtype.name} {list(tensor.shape)}; save the checkpoint again"
             )
         return self.chunk._replace(offset=self.chunk.offset + tensor.offset)
 

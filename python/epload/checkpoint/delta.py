@@ -21,9 +21,10 @@ from torch import Tensor
 from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.index import Index, is_plain
-from epload.checkpoint.manifest import FileFacts, Manifest, StoredTensor
+from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.quantization import quantization_of
 from epload.core import dtypes
 from epload.core.columns import batches, column
@@ -184,14 +185,14 @@ class DeltaCheckpoint(FileCheckpoint):
                 if chunk.before and number < 0:
                     raise _other_base(index, base, f"tensors: no {name} of {dtypes.name(dtype)} {list(shape)}")
                 start, size = chunk.box
-                stored.append(StoredTensor(name, dtype, size, end, start))
+                stored.append(StoredTensor(name, dtypes.row_of(dtype), size, end, start))
                 self._chunks.append((name, number, chunk))
                 end += prod(size) * dtype.itemsize
         self._begins = column([chunk.offset for chunk in stored])
         self._sizes = column([prod(chunk.shape) * chunk.dtype.itemsize for chunk in stored])
         shapes = {name: shape for name, (_, shape, _) in index.tensors.items()}
         facts = [FileFacts.of(file) for file in (index.file, *store.files)]
-        manifest = OpenFiles(store, facts, str(store), index).checkpoint(stored, shapes=shapes).manifest
+        manifest = FileCheckpoint.of(OpenFiles(store, facts, str(store), index), stored, shapes=shapes).manifest
         if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
             manifest = replace(manifest, quantization=index.quantization)
         super().__init__(store, manifest)

@@ -21,6 +21,8 @@ CONFIGS = (CONFIG, "hf_quant_config.json")
 """Files next to the weights that may declare a quantization: the first that does counts."""
 DCP = ".metadata"
 """The description of a DCP folder."""
+DCP_ROOT = "."
+"""The prefix of a whole state dict in one."""
 DELTA = "epload-delta.json"
 """The index of a folder with what has changed since another checkpoint. No other library reads it."""
 CHECKSUMS = "checksums.json"

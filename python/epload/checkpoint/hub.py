@@ -17,8 +17,7 @@ from posixpath import join, normpath
 from typing import Any
 
 from epload.checkpoint import file_sets
-from epload.checkpoint.base import Progress
-from epload.checkpoint.byte_store import Shared, Source, StoredFile
+from epload.checkpoint.byte_store import Progress, Shared, Source, StoredFile
 from epload.checkpoint.local_store import LocalFile, LocalStore
 from epload.errors import CheckpointError
 from epload.files import read_regular
@@ -54,7 +53,7 @@ class HubStore(LocalStore):
 
 
 def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[HubStore, str] | None:
-    """See :data:`epload.checkpoint.opening.STORES`. Brings the weights, their index and the configuration into the cache, if they
+    """See :data:`epload.checkpoint.finding.STORES`. Brings the weights, their index and the configuration into the cache, if they
     are not there yet; with ``shared`` those of the commit that the other rank reads."""
     if (model := parse(source)) is None:
         return None

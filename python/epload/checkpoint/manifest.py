@@ -10,18 +10,16 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.open_files import FileFacts
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.pieces import Kinds, Quantization
-
-_SAMPLES, _SAMPLE_BYTES = 16, 512
 
 
 @dataclass(frozen=True)
@@ -141,34 +139,6 @@ def _to_json(values: Any) -> bytes:
     return json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
 
 
-class FileFacts(NamedTuple):
-    """Facts that two ranks compare to make sure that they see the same file."""
-
-    name: str
-    nbytes: int
-    header: str
-    """Digest of its header; empty if it has none."""
-    samples: str
-    """Digest of samples from all over the file, which differs for other weights under the same header."""
-
-    @classmethod
-    def of(cls, file: StoredFile, header: bytes = b"", data: int = 0) -> FileFacts:
-        """Reads the samples, unless the storage identifies the content. Raises CheckpointError, OSError.
-
-        Args:
-            file: the file.
-            header: the content of its header; empty if it has none.
-            data: offset at which the tensors' bytes begin.
-        """
-        if file.identity:
-            return cls(file.name, file.nbytes, file.identity, "")
-        nbytes = max(file.nbytes - data, 0)  # a malformed file may end inside its header
-        samples = b"".join(file.read(nbytes * i // _SAMPLES + data, _SAMPLE_BYTES) for i in range(_SAMPLES))
-        # Processors have instructions for SHA-256, and a header can have megabytes that every reader hashes in every load.
-        header_digest, digest = (hashlib.sha256(content).hexdigest()[:32] for content in (header, samples))
-        return cls(file.name, file.nbytes, header_digest if header else "", digest)
-
-
 def _layout(facts: FileFacts) -> tuple[int, str]:
     return facts.nbytes, facts.header
 
@@ -208,17 +178,3 @@ class TensorLocations:
         if chunks is not None:
             chunks = Chunks(*(torch.tensor(values, dtype=torch.int64, device="cpu") for values in chunks))
         return cls((), column(file), column(steps).cumsum(0), chunks=chunks)
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a file, or a chunk of one, as the file's header describes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Offset from the start of the file, in bytes."""
-    start: tuple[int, ...] | None = None
-    """Its start, in elements, in the larger tensor of the same name that it is a chunk of; None for a whole tensor."""
-    file: int = 0
-    """Index of the file in its store."""

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
 from posixpath import normpath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from torch import Tensor
-
-from epload.checkpoint.byte_store import ByteStore, Shared, Source, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
 from epload.errors import CheckpointError, redact_url
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REQUEST_BYTES = 8 << 20
 """Maximum number of bytes that one request asks for."""
@@ -213,10 +214,8 @@ def _requests(ranges: Tensor) -> list[list[_Range]]:
     return requests
 
 
-def locate(
-    source: Source, variant: str, progress: Callable[[int], None], shared: Shared | None
-) -> tuple[ByteStore, str] | None:
-    """See :data:`epload.checkpoint.opening.STORES`. The URL of a file ends with a suffix of files."""
+def locate(source: Source, variant: str, progress: Progress, shared: Shared | None) -> tuple[ByteStore, str] | None:
+    """See :data:`epload.checkpoint.finding.STORES`. The URL of a file ends with a suffix of files."""
     if not isinstance(source, str) or "://" not in source:
         return None
     try:

@@ -16,9 +16,8 @@ from typing import Any
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
-from epload.checkpoint.manifest import FileFacts, StoredTensor
-from epload.core.dtypes import SAFETENSORS
+from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
+from epload.core.dtype_table import BY_SAFETENSORS_NAME
 from epload.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -37,7 +36,7 @@ def file_facts(file: StoredFile) -> FileFacts:
     return FileFacts.of(file, prefix + file.read(8, length), 8 + length)
 
 
-def read(opened: OpenFiles) -> FileCheckpoint:
+def read(opened: OpenFiles) -> list[StoredTensor]:
     """Reads the headers of files. Raises as :func:`read_layout`."""
     layouts = [read_layout(file, number) for number, file in enumerate(opened.store.files)]
     tensors = list(chain.from_iterable(layouts))
@@ -45,7 +44,7 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     if any(tensor.start is not None for tensor in tensors):
         starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
         tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
-    return opened.checkpoint(tensors)
+    return tensors
 
 
 def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
@@ -113,12 +112,14 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(file: StoredFile, name: str, entry: Any, data: int, number: int) -> StoredTensor:
     """``data``: where the bytes of the tensors begin. ``number``: of the file."""
     try:
-        dtype, shape, (begin, end) = SAFETENSORS.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        dtype, shape, (begin, end) = BY_SAFETENSORS_NAME.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _invalid(file, name, f"lacks a dtype, a shape or two data_offsets: {_show(entry)}") from error
     if dtype is None:
-        raise _invalid(file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(SAFETENSORS)}")
+        raise _invalid(
+            file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(BY_SAFETENSORS_NAME)}"
+        )
     if type(shape) is not list or not all(type(n) is int and 0 <= n <= _MAX_INTEGER for n in numbers):
         raise _invalid(
             file, name, f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.byte_store import StoredFile
-from epload.checkpoint.file_checkpoint import FileCheckpoint, OpenFiles
-from epload.checkpoint.manifest import FileFacts, StoredTensor
+from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.pickles import Suspicious, read_pickle
 from epload.checkpoint.state_dict import StateDictCheckpoint, split_entries
 from epload.core import dtypes
@@ -72,7 +72,7 @@ def read(opened: OpenFiles) -> FileCheckpoint | StateDictCheckpoint:
         raise
     except Exception:
         return _load_files(opened)  # which reports what is wrong
-    return opened.checkpoint(located, list(ignored))
+    return FileCheckpoint.of(opened, located, list(ignored))
 
 
 def locate_tensor(file: StoredFile) -> StoredTensor:
@@ -103,7 +103,7 @@ def _byte_range(tensor: Any, members: Mapping[int, int]) -> StoredTensor:
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         # Checked against the archive: torch's private offset must never lead to a wrong byte.
         if tensor.dtype in dtypes.SAFETENSORS.values() and members.get(begin, -1) >= offset + tensor.nbytes:
-            return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin + offset)
+            return StoredTensor("", dtypes.row_of(tensor.dtype), tuple(tensor.shape), begin + offset)
     if plain and not tensor.is_contiguous():
         raise ValueError(
             "its elements are not in row-major order, as those of a transposed or channels_last tensor: save it contiguous()"

@@ -15,7 +15,7 @@ from epload.observe.render import count, list_first, show_bytes
 
 if TYPE_CHECKING:
     from epload.checkpoint.base import Checkpoint
-    from epload.checkpoint.manifest import Manifest
+    from epload.checkpoint.headers import Headers
 
 _SHOWN = 20
 """Differences of each kind that ``diff`` shows without ``--all``."""
@@ -42,11 +42,11 @@ def _open(checkpoint: str, variant: str) -> Checkpoint:
     return Checkpoint.open(checkpoint, variant=variant)
 
 
-def _check_filter(pattern: re.Pattern[str], *manifests: Manifest) -> None:
+def _check_filter(pattern: re.Pattern[str], *of: Headers) -> None:
     """Raises ValueError if the expression matches no name."""
-    names = [name for manifest in manifests for name in manifest.names]
+    names = [name for headers in of for name in headers.tensors]
     if pattern.pattern and not any(map(pattern.search, names)):
-        sources = " and ".join(manifest.source for manifest in manifests)
+        sources = " and ".join(headers.source for headers in of)
         raise ValueError(
             f"--filter {pattern.pattern!r} matches no tensor of {sources}; there are {list_first(names) or 'none'}"
         )
@@ -67,26 +67,26 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
     Hub (org/name) or a URL (s3://, gs://, az://, https://). Only headers are read. Tensors whose names differ in numbers only
     are one line.
     """
-    opened = _open(checkpoint, variant)
-    manifest = opened.manifest
-    opened.close()
-    _check_filter(pattern, manifest)
-    summary = _summarize(manifest, pattern)
+    from epload.checkpoint.headers import read_headers
+
+    headers = read_headers(checkpoint, variant)
+    _check_filter(pattern, headers)
+    summary = _summarize(headers, pattern)
     if as_json:
         print_json(summary)
         return
-    files, matching, total = summary["files"].values(), summary["count"], len(manifest.names)
+    files, matching, total = summary["files"].values(), summary["count"], len(headers.tensors)
     of = f" of {total:,}" if matching < total else ""
     dtypes = (
         f"{name}: {count(n['tensors'], 'tensor')}, {show_bytes(n['nbytes'])}" for name, n in summary["dtypes"].items()
     )
     show(
         facts(
-            ("checkpoint", manifest.source),
+            ("checkpoint", headers.source),
             ("files", f"{len(files):,} ({show_bytes(sum(files))})" if files else ""),
             ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {show_bytes(summary['nbytes'])})"),
             ("dtypes", "; ".join(dtypes)),
-            ("not shown", f"{', '.join(manifest.ignored)}: no tensors of the model" if manifest.ignored else ""),
+            ("not shown", f"{', '.join(headers.ignored)}: no tensors of the model" if headers.ignored else ""),
         )
     )
     folded = fold({tensor["name"]: (tensor["dtype"], str(tensor["shape"])) for tensor in summary["tensors"]})
@@ -96,28 +96,24 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
         show(table([("tensors", "dtype", "shape", "name"), *rows], right=(0,)))
 
 
-def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
+def _summarize(headers: Headers, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns what is printed as JSON about the tensors whose names match."""
-    from epload.core.dtypes import name as dtype_name
-
     tensors: list[dict[str, Any]] = []
     dtypes: dict[str, dict[str, int]] = {}
-    columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.nbytes_of(), strict=True)
-    for name, dtype, shape, nbytes in columns:
+    for name, (dtype, shape, nbytes) in headers.tensors.items():
         if pattern.search(name):
-            tensors.append({"name": name, "dtype": dtype_name(dtype), "shape": list(shape), "nbytes": nbytes})
-            total = dtypes.setdefault(dtype_name(dtype), {"tensors": 0, "nbytes": 0})
+            tensors.append({"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes})
+            total = dtypes.setdefault(dtype, {"tensors": 0, "nbytes": 0})
             total["tensors"] += 1
             total["nbytes"] += nbytes
     return {
-        "source": manifest.source,
-        # Bytes by name; empty if the tensors are not byte ranges of files.
-        "files": {file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
+        "source": headers.source,
+        "files": headers.files,
         "count": len(tensors),
         "elements": sum(prod(tensor["shape"]) for tensor in tensors),
         "nbytes": sum(total["nbytes"] for total in dtypes.values()),
         "dtypes": dtypes,
-        "ignored": list(manifest.ignored),
+        "ignored": list(headers.ignored),
         "tensors": tensors,
     }
 
@@ -218,17 +214,19 @@ def diff(
     Exits with 1 if the checkpoints differ, in values by more than the tolerances. A different dtype counts unless a tolerance
     is given.
     """
-    from epload.verify.compare import compare_headers, compare_values
+    from epload.checkpoint.headers import compare_headers, read_headers
 
-    one, two = (_open(path, variant) for path in (first, second))
-    _check_filter(pattern, one.manifest, two.manifest)
+    one, two = (read_headers(path, variant) for path in (first, second))
+    _check_filter(pattern, one, two)
     headers = compare_headers(one, two, pattern)
     common = headers.pop("common")
     values: list[dict[str, Any]] = []
-    if not headers_only:
-        sizes = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
-        with Progress(sum(sizes[name] for name in common), not as_json) as bar:
-            values = list(compare_values(one, two, common, bar.update, rtol, atol))
+    if common and not headers_only:
+        from epload.verify.compare import compare_values
+
+        a, b = _open_again(first, variant, one), _open_again(second, variant, two)
+        with Progress(sum(one.tensors[name].nbytes for name in common), not as_json) as bar:
+            values = list(compare_values(a, b, common, bar.update, rtol, atol))
         values.sort(key=lambda value: value["largest"], reverse=True)
     if as_json:
         print_json({**headers, "common": len(common), "values": values})
@@ -239,6 +237,17 @@ def diff(
         show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
     counted = headers if not (rtol or atol) else {**headers, "dtypes": None}
     return int(any(counted.values()) or bool(values))
+
+
+def _open_again(checkpoint: str, variant: str, headers: Headers) -> Checkpoint:
+    """Raises CheckpointError if its headers are not these any more."""
+    from epload.checkpoint.headers import headers_of
+    from epload.errors import CheckpointError
+
+    opened = _open(checkpoint, variant)
+    if headers_of(opened.manifest) != headers:
+        raise CheckpointError(f"{headers.source} was replaced while it was read; compare again")
+    return opened
 
 
 def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None) -> None:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.opening import read_config
 from epload.errors import ModelMismatch
 from epload.loading.hints import check_match, unfilled_error
 from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys

@@ -1,58 +1,24 @@
-"""The dtypes that epload moves: one table, whose rows are also those of csrc/dtypes.h."""
+"""The dtypes that epload moves, as torch's: see :mod:`epload.core.dtype_table`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from epload.core.dtype_table import TABLE, DtypeRow
 
-class _Dtype(NamedTuple):
-    """A row of the table."""
-
-    code: int
-    """``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change."""
-    safetensors: str = ""
-    """Name in ``safetensors::tensor::Dtype`` (https://github.com/huggingface/safetensors), if there is one."""
-    kind: str = ""
-    """``integer``: packed weights are stored as it; ``float``: has at least 16 bits; ``fp8``: weights that scales multiply."""
-
-
-_TABLE = {
-    torch.uint8: _Dtype(0, "U8", "integer"),
-    torch.int8: _Dtype(1, "I8", "integer"),
-    torch.int16: _Dtype(2, "I16", "integer"),
-    torch.int32: _Dtype(3, "I32", "integer"),
-    torch.int64: _Dtype(4, "I64", "integer"),
-    torch.float16: _Dtype(5, "F16", "float"),
-    torch.float32: _Dtype(6, "F32", "float"),
-    torch.float64: _Dtype(7, "F64", "float"),
-    torch.complex32: _Dtype(8),
-    torch.complex64: _Dtype(9, "C64"),
-    torch.complex128: _Dtype(10),
-    torch.bool: _Dtype(11, "BOOL"),
-    torch.bfloat16: _Dtype(15, "BF16", "float"),
-    torch.float8_e5m2: _Dtype(23, "F8_E5M2", "fp8"),
-    torch.float8_e4m3fn: _Dtype(24, "F8_E4M3", "fp8"),
-    torch.float8_e5m2fnuz: _Dtype(25, "", "fp8"),
-    torch.float8_e4m3fnuz: _Dtype(26, "", "fp8"),
-    torch.uint16: _Dtype(27, "U16", "integer"),
-    torch.uint32: _Dtype(28, "U32", "integer"),
-    torch.uint64: _Dtype(29, "U64", "integer"),
-    torch.float8_e8m0fnu: _Dtype(44, "F8_E8M0"),
-}
+_ROWS: dict[torch.dtype, DtypeRow] = {getattr(torch, row.name): row for row in TABLE}
 _SHORT = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16", *_SHORT)
 """Names of the dtypes that weights are converted to."""
 DType = torch.dtype | str
 """A dtype that a caller passes: itself, or its name, such as ``"bfloat16"`` or ``"bf16"``."""
-_BY_CODE = {row.code: dtype for dtype, row in _TABLE.items()}
-CODES = {str(dtype).removeprefix("torch."): row.code for dtype, row in _TABLE.items()}
+_BY_CODE = {row.code: dtype for dtype, row in _ROWS.items()}
+CODES = {row.name: row.code for row in TABLE}
 ITEMSIZES = [_BY_CODE[i].itemsize if i in _BY_CODE else 0 for i in range(max(_BY_CODE) + 1)]
 """Bytes of an element, by code."""
-SAFETENSORS = {row.safetensors: dtype for dtype, row in _TABLE.items() if row.safetensors}
-FP8 = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "fp8")
-INTEGERS = tuple(dtype for dtype, row in _TABLE.items() if row.kind == "integer")
+SAFETENSORS = {row.safetensors: dtype for dtype, row in _ROWS.items() if row.safetensors}
+FP8 = tuple(dtype for dtype, row in _ROWS.items() if row.kind == "fp8")
+INTEGERS = tuple(dtype for dtype, row in _ROWS.items() if row.kind == "integer")
 
 
 def name(dtype: torch.dtype) -> str:
@@ -82,7 +48,7 @@ def requested(argument: str, passed: object) -> torch.dtype:
     if isinstance(passed, str):
         text = passed.removeprefix("torch.")
         dtype = _SHORT.get(text, getattr(torch, text, None))
-    if isinstance(dtype, torch.dtype) and dtype in _TABLE and dtype.is_floating_point:
+    if isinstance(dtype, torch.dtype) and dtype in _ROWS and dtype.is_floating_point:
         return dtype
     kind = ValueError if isinstance(passed, str | torch.dtype) else TypeError
     raise kind(
@@ -91,15 +57,20 @@ def requested(argument: str, passed: object) -> torch.dtype:
     )
 
 
-def code(dtype: torch.dtype) -> int:
-    """Returns the dtype's number in the native copy table.
+def row_of(dtype: torch.dtype) -> DtypeRow:
+    """Returns the row of the table.
 
     Raises:
         ValueError: epload cannot move this dtype.
     """
-    if dtype not in _TABLE:
+    if dtype not in _ROWS:
         raise ValueError(f"epload does not support {dtype}")
-    return _TABLE[dtype].code
+    return _ROWS[dtype]
+
+
+def code(dtype: torch.dtype) -> int:
+    """Returns the dtype's number in the native copy table. Raises as :func:`row_of`."""
+    return row_of(dtype).code
 
 
 def from_code(number: int) -> torch.dtype:
@@ -117,4 +88,4 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def is_wide(dtype: torch.dtype) -> bool:
     """Returns True if ``dtype`` is a float of at least 16 bits."""
-    return dtype in _TABLE and _TABLE[dtype].kind == "float"
+    return dtype in _ROWS and _ROWS[dtype].kind == "float"

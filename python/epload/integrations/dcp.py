@@ -27,10 +27,11 @@ from torch.futures import Future
 
 from epload.checkpoint import dcp
 from epload.checkpoint.base import Checkpoint, regions_of_boxes
-from epload.checkpoint.file_checkpoint import OpenFiles
+from epload.checkpoint.file_sets import DCP, DCP_ROOT
+from epload.checkpoint.finding import unreadable
 from epload.checkpoint.local_store import LocalStore
-from epload.checkpoint.manifest import FileFacts, Manifest
-from epload.checkpoint.opening import unreadable
+from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.open_files import FileFacts, OpenFiles
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.core.placement import Box
@@ -230,11 +231,11 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
     Names in a DCP folder are as they were saved, with the keys of the state dict that the entries were in.
     """
     root = Path(path).expanduser()
-    if not (root / dcp.FILE).is_file():
+    if not (root / DCP).is_file():
         return Checkpoint.open(path), []
     store = LocalStore(root)
     try:
-        index = dcp.DcpIndex(store.open_description(dcp.FILE), dcp.ROOT)
+        index = dcp.DcpIndex(store.open_description(DCP), DCP_ROOT)
         facts = list(map(FileFacts.of, store.open(index.file_names)))
         return dcp.read(OpenFiles(store, facts, str(store), index)), index.metadata.others
     except OSError as error:

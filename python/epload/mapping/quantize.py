@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from epload.checkpoint.opening import read_config
+from epload.checkpoint.finding import read_config
 from epload.checkpoint.quantization import quantization_section
 from epload.core import dtypes
 from epload.mapping.fp8 import DEFAULT, Fp8Format, read_format

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.opening import read_config
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.delta import DeltaCheckpoint
+from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.opening import read_config
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
 from epload.core.pieces import Piece
