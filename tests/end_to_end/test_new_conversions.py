@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import epload
 from epload import ModelMismatch
+from support import ranks
 
 _SHARED = {"vocab_size": 70, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _INKLING = _SHARED | {
@@ -104,3 +106,40 @@ def test_loads_and_saves_as_the_library_does(kind: str, tmp_path: Path) -> None:
         save_file(with_scales(theirs), tmp_path / "theirs/model.safetensors", {"format": "pt"})
         with pytest.raises(ModelMismatch, match=r"w2_weight_scale.*Inkling2LoopDequantizeExperts is not supported"):
             epload.load(on_meta(kind), tmp_path / "theirs", strict=False, progress=False)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
+
+
+def divide_fused_experts(rank: int, folder: str) -> tuple[list[str], float]:
+    """Returns why placements of experts are rejected, and how far logits are from those of one process with another plan."""
+    from transformers.distributed import DistributedConfig
+
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    errors, distance = [], 0.0
+    for style in ("colwise", "packed_colwise"):
+        plan = {name: style if name.endswith("gate_up_proj") else how for name, how in whole.tp_plan.items()}
+        model = on_meta("inkling2_text")
+        options, _, manager = model.prepare_distribute_model(DistributedConfig(tp_size=2, tp_plan=plan), None)
+        model = model.maybe_distribute_model(model, options, manager)
+        try:
+            epload.load(model, folder, progress=False)
+        except ModelMismatch as error:
+            errors.append(str(error))
+        else:
+            distance = float((logits(model) - logits(whole)).abs().max())
+    return errors, distance
+
+
+@pytest.mark.skipif("inkling2_text" not in KINDS, reason="this transformers has no such model")
+def test_a_plan_that_divides_fused_experts_in_consecutive_rows_is_rejected(tmp_path: Path) -> None:
+    """Loaded by their placements they are on other ranks than the library's loader puts them, and logits differ."""
+    model = random("inkling2_text")
+    model.save_pretrained(tmp_path)
+    scale = float(logits(model).abs().max())
+    for errors, distance in ranks.run(2, divide_fused_experts, str(tmp_path)):
+        (error,) = errors
+        assert re.search(r'gate_up_proj is divided by Shard\(dim=1\).*change "colwise" to "packed_colwise"', error)
+        assert distance < 1e-4 * scale

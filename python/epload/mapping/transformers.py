@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
+from epload.errors import ModelMismatch
 from epload.mapping.mapping import Convert, Mapping, Rename
 from epload.mapping.operations import Operation, TargetShapes, TensorLists
 from epload.mapping.tracking import ElementTracker, track
@@ -32,7 +34,11 @@ SUPPORTED = ("5.19", "5.24")
 
 
 def from_transformers(model: Any) -> Mapping:
-    """Returns the conversion that the library declares for a transformers model without wrappers, whatever its architecture."""
+    """Returns the conversion that the library declares for a transformers model without wrappers, whatever its architecture.
+
+    Raises:
+        ModelMismatch: the placement of a parameter is not where the library puts its elements.
+    """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -42,6 +48,7 @@ def from_transformers(model: Any) -> Mapping:
     modules = list(model.named_modules())
     transforms = get_model_conversion_mapping(_without_fsdp(modules))
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    _check_tensor_parallel(model, converters)
     unexpected, missing = _ignored_patterns(model, modules)
     names = "\n".join(name for name, _ in model.named_parameters())
     return Mapping(
@@ -67,6 +74,28 @@ def checkpoint_form(
     vars(stand_in)["get_parameter"] = state.__getitem__  # some conversions depend on the shape of the model's tensor
     saved = revert_weight_conversion(stand_in, state)
     return list(saved), [tuple(tensor.shape) for tensor in saved.values()]
+
+
+def _check_tensor_parallel(model: Any, converters: Iterable[Any]) -> None:
+    """Raises ModelMismatch for a fused matrix whose plan is "colwise". The library divides what is stored, where gate and up
+    alternate, and then takes them apart on each rank, which then has both of some rows. Its placement says that a rank has
+    consecutive rows of the matrix, such as the whole gate."""
+    fused = [
+        (converter.target_patterns[0], converter.operations[-1].dim)
+        for converter in converters
+        if type(converter.operations[-1]).__name__ == "Interleave"
+    ]
+    for name, parameter in model.named_parameters() if fused else ():
+        for target, dim in fused:
+            if name.endswith(target) and isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=False)
+                if any(axis == "tp" and size > 1 and placement == Shard(dim) for axis, size, placement in axes):
+                    raise ModelMismatch(
+                        f"{name} is divided by {Shard(dim)!r}, which gives a rank consecutive rows, but its module expects gate "
+                        'and up of the same rows on each rank: change "colwise" to "packed_colwise" in the tp_plan of '
+                        "DistributedConfig, or divide experts by ep_size"
+                    )
 
 
 def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[tuple[str, ...], tuple[str, ...]]:

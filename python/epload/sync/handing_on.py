@@ -349,7 +349,7 @@ class Holder:
         self._closed = True
         if (generation := self._generation) is not None:
             generation.control.abort(LoadError("a rank that hands on a version has left"))
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             with suppress(RuntimeError):  # the sender's store has ended, and with it the wait
                 answered(lambda: store.set(self._key, ""), _CLOSING)
             self._thread.join(_CLOSING.total_seconds())

@@ -6,6 +6,7 @@ All of it is in the store of :mod:`epload.sync.store`. Receivers wait inside the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -39,6 +40,9 @@ LEASE_SECONDS = 10.0
 _BEAT_SECONDS = 2.0
 _LEFT = b"left"
 """The last beat of a receiver that leaves."""
+_BY_SENDER = b"closed"
+"""Tells a receiver that the sender is closed."""
+_CLOSED = "the sender has been closed, and sends no more versions"
 _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
@@ -235,7 +239,7 @@ def _answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
 
 
 class ReceiverRendezvous:
-    """A receiver's side. Its thread notifies the sender that the process is alive."""
+    """A receiver's side. Its thread notifies the sender that the process is alive, and knows when the sender has been closed."""
 
     def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
         """
@@ -249,7 +253,8 @@ class ReceiverRendezvous:
         self._store = store
         self._beats = beats
         self._timeout = timeout
-        self._closed = threading.Event()
+        self._ended = threading.Event()
+        """The sender has been closed, and its store ends."""
         self.versions = Announcements(store, timeout)
         """The versions that the sender sends."""
         self.offers = Announcements(PrefixStore(OFFERS, store), timeout)
@@ -257,16 +262,20 @@ class ReceiverRendezvous:
         number = _answer_of_sender(lambda: store.add("receivers", 1), timeout)
         process = f"process {os.getpid()} on {os.uname().nodename}"
         self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
-        self._key = f"alive/{number}"
+        self._key, self._end = f"alive/{number}", f"end/{number}"
         _answer_of_sender(lambda: beats.set(self._key, "0"), timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
     def _beat(self) -> None:
-        count = 0
         with suppress(RuntimeError):  # the store is lost, which calls that wait for it notice
-            while not self._closed.wait(_BEAT_SECONDS):
-                count += 1
+            for count in itertools.count(1):
+                with suppress(DistStoreError):  # nothing has ended within that time
+                    self._beats.wait([self._end], timedelta(seconds=_BEAT_SECONDS))
+                    break
                 self._beats.set(self._key, str(count))
+            if self._beats.get(self._end) == _BY_SENDER:
+                self._ended.set()
+                self._beats.set(self._key, _LEFT)  # type: ignore[arg-type]
 
     def join_again(self) -> None:
         """Makes all that take part with this rank from now on form a new generation."""
@@ -279,13 +288,14 @@ class ReceiverRendezvous:
             The number of the announcement, and the version.
 
         Raises:
-            LoadError: the store is lost, or there is no announcement within ``timeout``.
+            LoadError: the sender has been closed, the store is lost, or there is no announcement within ``timeout``.
         """
+        self._check_open()
         last, is_open = self.versions.last()
         number = last if is_open else last + 1
         version = self.versions.read(number, timeout)
         if version is None:
-            raise LoadError("the sender has been closed, and sends no more versions")
+            raise LoadError(_CLOSED)
         self.versions.get_ready(number, self.participant)
         return number, version
 
@@ -294,6 +304,7 @@ class ReceiverRendezvous:
         sender's next version comes first, as it is also before its first."""
         pause, until = _MIN_PAUSE, time.monotonic() + timeout.total_seconds()
         while time.monotonic() < until:
+            self._check_open()
             last, is_open = self.versions.last()
             if not last or is_open:
                 break
@@ -308,11 +319,17 @@ class ReceiverRendezvous:
             pause = min(2 * pause, _MAX_PAUSE)
         return None
 
+    def _check_open(self) -> None:
+        if self._ended.is_set():
+            raise LoadError(_CLOSED)
+
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
-        self._closed.set()
-        self._thread.join(_BEAT_SECONDS)
+        if self._ended.is_set():
+            return
         with suppress(RuntimeError):
+            answered(lambda: self._store.set(self._end, ""), timedelta(seconds=_BEAT_SECONDS))
+            self._thread.join(_BEAT_SECONDS)
             answered(lambda: self._beats.set(self._key, _LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
 
 
@@ -445,6 +462,16 @@ class SenderRendezvous:
     def acknowledged(self) -> int:
         """Returns how many receivers know how what was announced last has ended."""
         return self._store.add(f"acknowledged/{self._number}", 0)
+
+    def end(self) -> None:
+        """Says that there are no more versions. Waits a moment, before the store ends, until receivers know it."""
+        self.announce(None)
+        for number in range(1, self._receivers.add("receivers", 0) + 1):
+            self._receivers.set(f"end/{number}", _BY_SENDER)  # type: ignore[arg-type]
+        beats = [f"alive/{participant.number}" for participant in in_order(self._alive(self._required))]
+        until = time.monotonic() + _BEAT_SECONDS
+        while beats and {*self._receivers.multi_get(beats)} != {_LEFT} and time.monotonic() < until:
+            time.sleep(0.01)
 
     def wait_for_acknowledgments(self, ranks: int, seconds: float) -> None:
         """Waits, before the store ends, until so many receivers know how the last version has ended; ``seconds`` at most."""

@@ -338,7 +338,7 @@ class WeightSender(Endpoint):
             with suppress(RuntimeError):
                 self._offers.close(self._store)
                 self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
-                self._rendezvous.announce(None)
+                self._rendezvous.end()
         self._rendezvous = None
         if self._served is not None:
             self._served.close()
