@@ -292,6 +292,11 @@ class SaveReport(Report):
     checksums: str = ""
     """The digest of the written ``checksums.json``, as :func:`epload.load` takes it; empty if none was written."""
 
+    base: str = ""
+    """The checkpoint without which the folder cannot be read, as its index names it; empty if all was saved."""
+
     def _headline(self) -> str:
         moved = f"{count(self.tensors, 'tensor')}, {show_bytes(self.nbytes)} in {count(self.files, 'file')}"
+        if self.base:
+            moved = f"what has changed of {moved}, {show_bytes(self.written)} by this rank"
         return f"saved {moved}, {self.seconds:.3f} s ({show_rate(self._rate)}), to {self.path}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from epload import Checkpoint, CheckpointError
 from epload.core.dtypes import SAFETENSORS
@@ -101,3 +101,14 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         Checkpoint.open({"b": torch.empty(3, device="meta")})
     with pytest.raises((TypeError, CheckpointError)):
         Checkpoint.open({1: tensor(1, (2,))})
+
+
+def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
+    (folder := tmp_path / "two").mkdir()
+    for i in (1, 2):
+        save_file({f"t{i}": torch.zeros(2)}, folder / f"model-0000{i}-of-00002.safetensors")
+    manifest = Checkpoint.open(folder).manifest
+    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere, a file that the source rank reads"):
+        Checkpoint.join(tmp_path / "nowhere", manifest)
+    with pytest.raises(CheckpointError, match="is one file, but the source rank reads 2 files"):
+        Checkpoint.join(folder / "model-00001-of-00002.safetensors", manifest)

@@ -171,6 +171,9 @@ def test_a_conversion_to_another_dtype_is_equal_within_a_tolerance(tmp_path: Pat
     assert "values: w: 2 of 3 elements" in text
     assert "1 tensor with equal values" in run("diff", tmp_path / "m.safetensors", tmp_path / "bf16", "--rtol", "0.01")
     run("diff", tmp_path / "m.safetensors", tmp_path / "bf16", "--rtol", "0.0001", status=1)
+    run("convert", tmp_path / "bf16", tmp_path / "f32", "--dtype", "fp32")
+    assert "dtype: w bfloat16 / float32" in run("diff", tmp_path / "bf16", tmp_path / "f32", status=1)
+    assert "dtype (allowed): w bfloat16" in run("diff", tmp_path / "bf16", tmp_path / "f32", "--rtol", "0")
 
 
 def test_a_rename_that_matches_nothing_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -24,6 +25,10 @@ PLAIN = f"{__name__}:make_plain"
 def make_plain() -> nn.Module:
     """Sizes that divide unevenly."""
     return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 11))
+
+
+def make_sharded() -> nn.Module:
+    return fully_shard(make_plain())
 
 
 def make_parallel(mesh: Any) -> nn.Module:
@@ -114,6 +119,11 @@ def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
         (["--mesh", "tp=2"], 1, "declares no plan for tensor parallelism"),
         (["--model", "json:nothing"], 1, "json has no 'nothing'"),
         (["--model", "string:digits"], 1, "string:digits is a str, which cannot be called"),
+        (
+            ["--model", f"{__name__}:make_sharded"],
+            1,
+            "make_sharded() to return a model that is not sharded yet: --mesh",
+        ),
         (["--model", "./nowhere"], 1, "there is no folder ./nowhere"),
         (
             ["--mapping", "json:loads"],

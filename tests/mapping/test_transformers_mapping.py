@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, core_model_loading
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig, core_model_loading
 from transformers import conversion_mapping as library
 from transformers.core_model_loading import (
     Chunk,
@@ -276,3 +276,14 @@ def test_a_layer_by_itself_declares_nothing() -> None:
     with torch.device("meta"):
         layer = AutoModelForCausalLM.from_config(config).model.layers[0]
     assert resolve_mapping("auto", layer, []) == Mapping()
+
+
+def test_rules_of_layers_that_differ_in_heads_are_equal_on_all_ranks() -> None:
+    """Ranks compare the text of their rules."""
+    per_layer = {0: {"num_attention_heads": 2}}
+    texts = set()
+    for _ in range(2):
+        config = PreTrainedConfig(num_hidden_layers=2, num_attention_heads=4, per_layer_config=per_layer)
+        texts.add(repr(convert_of(WeightConverter(["old"], ["new"], [Reversed()]), config)))
+    (text,) = texts
+    assert "[2, 4]" in text

@@ -137,6 +137,10 @@ def test_little_is_written_where_little_has_changed(tmp_path: Path) -> None:
     report = epload.save(new, tmp_path / "2", base=tmp_path / "1")
     assert report.written == (tmp_path / "2" / "changes-00001-of-00001.epload").stat().st_size
     assert report.written <= 3.3 * len(positions)
+    assert report.base == "../1"
+    assert f"saved what has changed of 2 tensors, 16.0 MB in 1 file, {report.written / 1e3:.1f} kB by this rank" in str(
+        report
+    )
     assert report.nbytes == sum(tensor.nbytes for tensor in new.values())
 
 

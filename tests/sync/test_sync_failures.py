@@ -114,6 +114,36 @@ def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_o
     assert second[0] in (1, 2, 3, 4, 5)
 
 
+def leaving(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+        meeting.say("address", sender.address)
+        write(model, 1)
+        sender.send_weights(1)
+    meeting.say("left")
+
+
+def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, float]:
+    """Uses a version until long after its sender's process has ended. Returns what the next call says, and its seconds."""
+    receiver = epload.WeightReceiver(build("plain", 1), meeting.hear("address"), timeout=20, stage=stage)
+    receiver.receive_weights()
+    if stage == "host":
+        receiver.commit()
+    meeting.hear("left")
+    time.sleep(2.5)  # in which both the process and its store end
+    began = time.monotonic()
+    text = outcome(receiver.receive_weights)
+    receiver.close()
+    return text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("stage", ["host", "none"])
+def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) -> None:
+    _, ((text, seconds),) = run([Job(1, leaving), Job(1, busy, (stage,))])
+    assert text == "the sender has been closed, and sends no more versions"
+    assert seconds < 1.0
+
+
 def dying_trainer(rank: int, meeting: Meeting, where: str) -> Any:
     with many_waves():
         model = build("fsdp", 2, where=where)

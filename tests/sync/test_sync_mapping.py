@@ -166,3 +166,8 @@ def test_a_model_that_has_less_than_the_names_say_is_refused(tmp_path: Path) -> 
     save_file({"w": torch.zeros(24, 6)}, tmp_path / "m.safetensors")
     with pytest.raises(epload.ModelMismatch, match=r"w has 144 elements, and the model has 72 for it, in qk"):
         catalog(model, collect(model), mapping, tmp_path)
+
+
+def test_a_mapping_without_names_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match="cannot be derived from a mapping of your own: pass names_from="):
+        epload.WeightSender(Trainer(), ("127.0.0.1", 0), receivers=1, mapping=MAPPING)

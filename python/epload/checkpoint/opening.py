@@ -101,11 +101,6 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> C
         raise CheckpointError(f"{own.source} has not the changes that the source rank has: copy it again")
     with located(source, "", progress, (manifest.source, names)) as (store, name):
         is_file = name and not name.endswith(".json")
-        if is_file and len(expected) > 1:
-            raise CheckpointError(
-                f"{store.path_of(name)} is one file, but the source rank reads {len(expected)} files; pass the same path on "
-                "every rank"
-            )
         try:
             files = store.open([name] if is_file else names)
         except FileNotFoundError as error:
@@ -113,6 +108,10 @@ def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> C
                 f"cannot read {error.filename}, a file that the source rank reads: pass the same checkpoint on every rank, or "
                 'let one rank read (readers="one")'
             ) from error
+        if len(files) != len(expected):
+            raise CheckpointError(
+                f"{files[0]} is one file, but the source rank reads {len(expected)} files; pass the same path on every rank"
+            )
         for file, facts in zip(files, expected, strict=True):
             parts = zip(("size", "header", "content"), _facts(file)[1:], facts[1:], strict=True)
             if part := next((part for part, own, other in parts if own != other), ""):

@@ -188,13 +188,9 @@ def verify(
 @click.argument("first")
 @click.argument("second")
 @click.option(
-    "--rtol",
-    type=_tolerance,
-    default=0.0,
-    show_default=True,
-    help="Allow differences up to this factor of SECOND's value.",
+    "--rtol", type=_tolerance, help="Allow differences up to this factor of SECOND's value, and other dtypes."
 )
-@click.option("--atol", type=_tolerance, default=0.0, show_default=True, help="Allow differences up to this value.")
+@click.option("--atol", type=_tolerance, help="Allow differences up to this value, and other dtypes.")
 @click.option("--headers", "headers_only", is_flag=True, help="Compare names, shapes and dtypes only.")
 @click.option(
     "--all", "show_all", is_flag=True, help=f"Show all differences, not only the first {_SHOWN} of each kind."
@@ -203,7 +199,7 @@ def verify(
 @variant_option
 @json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, headers_only: bool, show_all: bool, pattern: re.Pattern[str],
+    first: str, second: str, rtol: float | None, atol: float | None, headers_only: bool, show_all: bool, pattern: re.Pattern[str],
     variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Compare two checkpoints: names, shapes, dtypes and values.
@@ -212,7 +208,7 @@ def diff(
     values are sorted by their largest difference.
 
     Exits with 1 if the checkpoints differ, in values by more than the tolerances. A different dtype counts unless a tolerance
-    is given.
+    is given, which may be 0.
     """
     from epload.checkpoint.headers import compare_headers, read_headers
 
@@ -226,16 +222,17 @@ def diff(
 
         a, b = _open_again(first, variant, one), _open_again(second, variant, two)
         with Progress(sum(one.tensors[name].nbytes for name in common), not as_json) as bar:
-            values = list(compare_values(a, b, common, bar.update, rtol, atol))
+            values = list(compare_values(a, b, common, bar.update, rtol or 0.0, atol or 0.0))
         values.sort(key=lambda value: value["largest"], reverse=True)
+    dtypes_may_differ = not (rtol is atol is None)
     if as_json:
         print_json({**headers, "common": len(common), "values": values})
     else:
-        _print_differences(headers, values, None if show_all else _SHOWN)
+        _print_differences(headers, values, None if show_all else _SHOWN, dtypes_may_differ)
         equal = "in both, values not compared" if headers_only else "with equal values"
         others = f", {count(len(values), 'tensor')} with other values" if values else ""
         show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
-    counted = headers if not (rtol or atol) else {**headers, "dtypes": None}
+    counted = {**headers, "dtypes": None} if dtypes_may_differ else headers
     return int(any(counted.values()) or bool(values))
 
 
@@ -250,7 +247,9 @@ def _open_again(checkpoint: str, variant: str, headers: Headers) -> Checkpoint:
     return opened
 
 
-def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None) -> None:
+def _print_differences(
+    headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None, dtypes_may_differ: bool
+) -> None:
     """``limit``: how many lines of each kind are shown; None for all."""
     lines = {
         kind: [f"{name}{pair}" + (f" ({n:,} tensors)" if n > 1 else "") for name, pair, n in fold(details)]
@@ -258,7 +257,10 @@ def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], li
             ("only in FIRST", dict.fromkeys(headers["only_first"], "")),
             ("only in SECOND", dict.fromkeys(headers["only_second"], "")),
             ("shape", {name: f" {a[1]} / {b[1]}" for name, (a, b) in headers["shapes"].items()}),
-            ("dtype", {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()}),
+            (
+                "dtype (allowed)" if dtypes_may_differ else "dtype",
+                {name: f" {a[0]} / {b[0]}" for name, (a, b) in headers["dtypes"].items()},
+            ),
         )
     }
     lines["values"] = [

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from epload.checkpoint.finding import read_config
@@ -223,7 +223,13 @@ def find_factory(model: str) -> Factory:
         with torch.device("meta"):
             if any(p.default is p.empty for p in inspect.signature(make).parameters.values()):
                 return make(mesh)  # type: ignore[no-any-return]
-            return _parallelize(make(), mesh)
+            plain = make()
+            if any(isinstance(module, FSDPModule) for module in plain.modules()):
+                raise ValueError(
+                    f"expected {model}() to return a model that is not sharded yet: --mesh shards it; or let it take the mesh "
+                    "as an argument, and shard the model over it"
+                )
+            return _parallelize(plain, mesh)
 
     return factory
 

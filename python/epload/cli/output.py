@@ -32,7 +32,8 @@ class Commands(click.Group):
         except click.ClickException as error:
             context = getattr(error, "ctx", None)  # of wrong arguments
             hint = f" Try '{context.command_path} --help'." if context is not None else ""
-            status = _fail(f"{error.format_message()}{hint}", error.exit_code)
+            message = error.format_message()
+            status = _fail(f"{message.removesuffix('.')}.{hint}" if hint else message, error.exit_code)
         except click.Abort:
             status = _fail("interrupted", 130)
         except BrokenPipeError:  # the reader of a pipe has seen enough

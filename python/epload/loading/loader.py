@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count as count_from
@@ -160,7 +159,6 @@ class HierarchicalLoader:
         first = topology.rank == topology.ranks[0]
         report = LoadReport(readers=options.readers, verify=options.verify, topology=repr(topology))
         if warning := uninitialized_warning():
-            warnings.warn(warning, stacklevel=3)
             report.warnings.append(warning)
         if first:
             _log_start(request.model, request.checkpoint, topology)

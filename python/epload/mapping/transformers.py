@@ -225,4 +225,4 @@ def _number_of_heads(config: Any) -> Any:
     try:
         return getattr(config, "num_attention_heads", 0)
     except RuntimeError:  # as transformers raises if it differs between layers
-        return str(config.per_layer_config)
+        return [getattr(layer, "num_attention_heads", 0) for layer in config.per_layer_config]

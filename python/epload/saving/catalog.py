@@ -31,6 +31,16 @@ _Region = tuple[int, View]
 """The number of a target, and a view that fills a box of it."""
 
 
+def check_names(model: nn.Module, mapping: AnyMapping, names_from: Any) -> None:
+    """Raises ValueError if the names cannot be derived from the mapping."""
+    own_rules = isinstance(mapping, Mapping) and (mapping.renames or mapping.converts)
+    if own_rules and names_from is None and not isinstance(model, MegatronChunks):
+        raise ValueError(
+            "the checkpoint names of the model's tensors cannot be derived from a mapping of your own: pass names_from=, "
+            "the path of a checkpoint that has them, or mapping='auto'"
+        )
+
+
 def catalog(
     model: nn.Module, targets: Targets, mapping: AnyMapping, names_from: Any
 ) -> tuple[Manifest, list[tuple[Place, ...]], list[Shape]]:
@@ -46,6 +56,7 @@ def catalog(
         ModelMismatch: a tensor of the model, or a part of one, is in no checkpoint tensor.
         ValueError: the names cannot be derived from the mapping.
     """
+    check_names(model, mapping, names_from)
     if isinstance(model, MegatronChunks):
         return megatron_catalog(model, mapping, names_from)
     dtypes = {name: targets.dtypes[number] for name, number in targets.index.items()}
@@ -60,11 +71,6 @@ def catalog(
         own, names = _bare_names(rules, targets, shapes)
         sizes = [shapes[name] for name in own]
         if rules.renames or rules.converts:
-            if isinstance(mapping, Mapping):
-                raise ValueError(
-                    "the checkpoint names of the model's tensors cannot be derived from a mapping of your own: pass names_from=, "
-                    "the path of a checkpoint that has them, or mapping='auto'"
-                )
             kinds = [(dtypes[name], shapes[name]) for name in own]
             names, sizes = checkpoint_form(unwrap(model, targets.index)[0], dict(zip(names, kinds, strict=True)))
     placed = place(rules, names, sizes, shapes)

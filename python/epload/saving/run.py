@@ -150,6 +150,7 @@ class PendingSave:
             def write(folder: NewFolder, wrote: Wrote) -> None:
                 plan = planned.value[1]
                 if base is not None:
+                    report.base = base.name
                     number = topology.ranks.index(topology.rank)
                     base.write_changes(plan, tensors.value, folder, number, report, wrote)
                     return

@@ -23,7 +23,7 @@ from epload.planning.holdings import Holdings, digest_of, holdings_of_targets
 from epload.ranks.maxima import reduce_maxima
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology
-from epload.saving.catalog import catalog
+from epload.saving.catalog import catalog, check_names
 from epload.saving.model_reader import ModelReader
 from epload.saving.quantized import QuantizedModel
 from epload.sync.committed import CommittedTensors
@@ -71,6 +71,7 @@ class SentModel:
             timeout: of what they do for that.
         """
         check_selection(only, mapping != "auto" or names_from is not None)
+        check_names(model, mapping, names_from)
         self._model = model
         self._reader = ModelReader(model, own_names=isinstance(mapping, Mapping))
         self._base: nn.Module = unwrap(model, ())[0]
