@@ -215,5 +215,5 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
     if path.is_dir():
         return LocalStore(path), ""
     if shared is None and not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file or a folder")
+        raise CheckpointError(f"no checkpoint at {path.absolute()}: expected a file or a folder")
     return LocalStore(path.parent), path.name

@@ -73,7 +73,9 @@ def _explain(
     if unused and mapping.required:
         lines.append(f"mapping rules that match no checkpoint key: {list_first(list(map(repr, unused)))}")
     hint = _prefix_hint(missing, unexpected, bool(mapping.renames or mapping.converts or mapping.ties))
-    hint = hint or "; ".join(["Pass mapping= if the checkpoint has other names or layouts", *options])
+    is_own = mapping.required and bool(mapping.renames or mapping.converts)
+    advice = "Correct the mapping" if is_own else "Pass mapping= if the checkpoint has other names or layouts"
+    hint = hint or "; ".join([advice, *options])
     return "\n  ".join(lines) + f"\n{hint}"
 
 

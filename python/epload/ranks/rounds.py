@@ -40,8 +40,8 @@ _SAMPLES, _MAX_SAMPLE = 8, 10.0
 """Number of times within its limit that a rank looks at the heartbeats of those it waits for, and maximum seconds between two."""
 _SAME_CALL, _MAX_WARNING = "to make the same call", 1000
 _ADVICE = (
-    ". Every rank of the topology has to make each call, in the same order: is that one in another call or collective, or "
-    "stopped, or has it not started?"
+    ". Every rank of the topology has to make each call of epload, in the same order. One that does not may be in another "
+    "call or collective, stopped, or not started yet."
 )
 T = TypeVar("T")
 Views = Mapping[str, list[int]]
