@@ -77,7 +77,7 @@ PLAIN = target(w=(5, 3), norm=(5,))
 MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
     "an incomplete set of experts": (
         EXPERTS, {name: t for name, t in ALL.items() if name != "e.2.up"}, MAPPING,
-        ("cannot make e.gate_up of shape [4, 6, 3]", "the checkpoint lacks 1 of 8, the first is e.2.up"),
+        ("cannot make e.gate_up of shape [4, 6, 3]", "the checkpoint lacks 1 of 8 sources, the first is e.2.up"),
     ),
     "an expert index out of range": (
         EXPERTS, ALL | expert(4), MAPPING, ("cannot make e.gate_up", "the result has shape [5, 6, 3]")

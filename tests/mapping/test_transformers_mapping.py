@@ -253,7 +253,7 @@ def test_scales_of_an_optional_input_are_refused_and_plain_weights_are_not() -> 
     assert torch.equal(got["new"], weight.T)
     with pytest.raises(ModelMismatch, match=r"new .*w, w_scale.*Inkling2LoopDequantizeExperts"):
         place(mapping, ["w", "w_scale"], [(2, 3), (2,)], {"new": (3, 2)})
-    with pytest.raises(ModelMismatch, match=r"lacks 1 of 1, the first is w"):
+    with pytest.raises(ModelMismatch, match=r"lacks 1 of 1 sources, the first is w"):
         place(mapping, ["w_scale"], [(2,)], {"new": (3, 2)})
 
 

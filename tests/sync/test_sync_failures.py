@@ -224,9 +224,9 @@ def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture
             return outcome(lambda: sender.send_weights(1))
 
     with mock.patch.object(participants, "_WARN_SECONDS", 0.2), caplog.at_level("WARNING"):
-        assert "0 receiving ranks are ready after 1 s, expected 3" in alone()
+        assert "0 receiving ranks ready after 1 s, expected 3" in alone()
     assert [record.getMessage() for record in caplog.records] == [
-        "version 1: 0 receiving ranks are ready after 0 s, expected 3"
+        "version 1: 0 receiving ranks ready after 0 s, expected 3"
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from epload.checkpoint.manifest import Manifest
 from epload.errors import ModelMismatch
+from epload.mapping.conversion import match_conversions
 from epload.mapping.mapping import Mapping, ignored_keys, rename_keys
 from epload.mapping.packed import find_packed
 from epload.observe.render import count
@@ -63,8 +64,11 @@ def _explain(
     if missing:
         lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing)}")
     if unexpected:
-        new_name = dict(zip(manifest.names, renamed, strict=True))
-        keys = [key if new_name[key] == key else f"{key} (renamed to {new_name[key]})" for key in unexpected]
+        becomes = {key: f" (renamed to {new})" for key, new in zip(manifest.names, renamed, strict=True) if new != key}
+        for group in match_conversions(mapping.converts, renamed)[0]:
+            targets = f" (converted to {', '.join(group.targets)})"
+            becomes |= {manifest.names[number]: targets for number in group.sources}
+        keys = [key + becomes.get(key, "") for key in unexpected]
         lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys)}")
     if mismatched:
         lines.append(

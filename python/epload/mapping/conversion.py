@@ -91,4 +91,4 @@ def incompleteness(group: ConversionGroup, names: Sequence[str]) -> str:
     number, index = next(key for key in keys if key not in sources)
     first = re.sub(r"\(\?P<index>[^)]*\)", str(index), convert.sources[number])
     first = re.sub(r"\(\?[^)]*\)|[\\^$]", "", first)
-    return f"the checkpoint lacks {missing} of {total}, the first is {first}, as renamed"
+    return f"the checkpoint lacks {missing} of {total} sources, the first is {first} (after renames)"

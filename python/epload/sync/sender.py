@@ -307,7 +307,8 @@ class WeightSender(Endpoint):
             key = f"{version} {secrets.token_hex(8)}" if self._model.base_version is not None else ""
             start = Start(self._generations, participants.publish(self._store), key=key)
         except BaseException as error:
-            rendezvous.start(Start(failed=f"the sender canceled version {version}: {message_of(error)}"))
+            reason = message_of(error).removeprefix(f"version {version}: ")
+            rendezvous.start(Start(failed=f"the sender canceled version {version}: {reason}"))
             raise
         rendezvous.start(start)
         self._unacknowledged = len(receivers)
