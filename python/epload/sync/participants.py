@@ -394,8 +394,8 @@ class SenderRendezvous:
                     "all of the engines that are left, and at least one" if self._required else str(self._expected)
                 )
                 text = (
-                    f"version {version}: {count} receiving rank{'s' * (count != 1)} ready after {waited:.0f} s, expected {expected}"
-                    f"{self._describe_missing(engines, complete)}"
+                    f"version {version}: {count} receiving rank{'s' * (count != 1)} ready after {waited:.0f} s, "
+                    f"expected {expected}{self._describe_missing(engines, complete)}"
                 )
                 if waited >= timeout.total_seconds():
                     raise WaitTimeout(text)
