@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,10 +59,10 @@ def test_every_command_has_help_and_json(name: str) -> None:
     assert fragments == []
 
 
-def without_torch(arguments: list[str], tmp_path: Path) -> tuple[int, str, str]:
+def without_torch(arguments: list[str], tmp_path: Path, **variables: str) -> tuple[int, str, str]:
     """Runs the command where an import of torch fails. Returns its exit status and what it prints."""
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(epload.__file__).parents[1]}"}
+    environment = {**os.environ, **variables, "PYTHONPATH": f"{tmp_path}:{Path(epload.__file__).parents[1]}"}
     command = [sys.executable, "-m", "epload", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return done.returncode, done.stdout, done.stderr
@@ -75,7 +76,7 @@ def test_help_imports_no_torch(name: str, tmp_path: Path) -> None:
 
 
 def test_headers_are_read_without_torch(tmp_path: Path) -> None:
-    """From a file, a folder with an index, one rank's parts of tensors, and a model in the cache of the Hub."""
+    """The sources are a file, a folder with an index, one rank's parts of tensors, and a model in the cache of the Hub."""
     state = {f"layer.{i}.weight": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4)}
     save_file(state, tmp_path / "a.safetensors")
     save_file({**state, "head": torch.zeros(2)}, tmp_path / "b.safetensors")
@@ -95,6 +96,16 @@ def test_headers_are_read_without_torch(tmp_path: Path) -> None:
         assert (status, errors) == (0, "")
         assert "layer.{0..3}.weight" in printed
         assert "4 (96 elements, 192 B)" in printed
+    commit = "0123456789" * 4
+    (cached := tmp_path / "cache/models--org--name/snapshots" / commit).mkdir(parents=True)
+    shutil.copy(tmp_path / "a.safetensors", cached / "model.safetensors")
+    (refs := tmp_path / "cache/models--org--name/refs").mkdir()
+    (refs / "main").write_text(commit)
+    status, printed, errors = without_torch(
+        ["inspect", "hf://org/name"], tmp_path, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1"
+    )
+    assert (status, errors) == (0, "")
+    assert f"hf://org/name@{commit}" in printed
     pair = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
     status, printed, _ = without_torch(["diff", *pair, "--headers"], tmp_path)
     assert (status, printed) == (1, "only in SECOND: head\n4 tensors in both, values not compared\n")

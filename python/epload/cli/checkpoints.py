@@ -224,7 +224,7 @@ def diff(
         with Progress(sum(one.tensors[name].nbytes for name in common), not as_json) as bar:
             values = list(compare_values(a, b, common, bar.update, rtol or 0.0, atol or 0.0))
         values.sort(key=lambda value: value["largest"], reverse=True)
-    dtypes_may_differ = not (rtol is atol is None)
+    dtypes_may_differ = rtol is not None or atol is not None
     if as_json:
         print_json({**headers, "common": len(common), "values": values})
     else:
