@@ -311,7 +311,7 @@ def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> Non
             for version in (1,) if name == "silent" else (1, 2, 3):
                 receiver.receive_weights(version)
                 if name == "silent":
-                    receiver._store.set(receiver._rendezvous._end, "")  # its beats end, as if its interpreter were busy
+                    receiver._rendezvous._closed.set()  # as if its interpreter were busy
                     meeting.say("silent")
                     meeting.hear("tried-2")
                 receiver.commit()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -116,30 +118,39 @@ def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_o
 
 def leaving(rank: int, meeting: Meeting) -> None:
     model = build("plain", 1)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
         meeting.say("address", sender.address)
         write(model, 1)
         sender.send_weights(1)
+        time.sleep(1.0)
     meeting.say("left")
 
 
-def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, float]:
-    """Uses a version until long after its sender's process has ended. Returns what the next call says, and its seconds."""
-    receiver = epload.WeightReceiver(build("plain", 1), meeting.hear("address"), timeout=20, stage=stage)
-    receiver.receive_weights()
-    if stage == "host":
-        receiver.commit()
-    meeting.hear("left")
-    time.sleep(2.5)  # in which both the process and its store end
-    began = time.monotonic()
-    text = outcome(receiver.receive_weights)
-    receiver.close()
-    return text, time.monotonic() - began
+def busy(rank: int, meeting: Meeting, stage: Any) -> tuple[str, str, float]:
+    """Uses a version until long after its sender's process has ended. Returns what the next call says, what native code has
+    written meanwhile, and the seconds of the call."""
+    with tempfile.TemporaryFile("w+") as log, many_waves():  # whose beats are more frequent
+        receiver = epload.WeightReceiver(build("plain", 1), meeting.hear("address"), timeout=20, stage=stage)
+        receiver.receive_weights()
+        if stage == "host":
+            receiver.commit()
+        stderr = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        meeting.hear("left")
+        time.sleep(2.5)  # in which both the process and its store end
+        began = time.monotonic()
+        text = outcome(receiver.receive_weights)
+        receiver.close()
+        seconds = time.monotonic() - began
+        os.dup2(stderr, 2)
+        log.seek(0)
+        return text, log.read(), seconds
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) -> None:
-    _, ((text, seconds),) = run([Job(1, leaving), Job(1, busy, (stage,))])
+    _, ((text, written, seconds),) = run([Job(1, leaving), Job(1, busy, (stage,))])
+    assert written == ""
     assert text == "the sender has been closed, and sends no more versions"
     assert seconds < 1.0
 

@@ -41,6 +41,7 @@ from epload.sync.participants import (
     ReceiverRendezvous,
     SenderRendezvous,
     Start,
+    call_key,
     in_order,
     read_engines,
 )
@@ -87,14 +88,11 @@ class Offers:
         self._thread: threading.Thread | None = None
         self._joining: tuple[Participant, ...] = ()
         """Ranks to which a version is handed on."""
-        self._holders: set[Participant] = set()
-        """All that have held a version."""
 
     def offer(self, offer: Offer, holders: Sequence[Participant]) -> None:
         """``holders``: the ranks whose nodes have the version in host memory."""
         with self._changed:
             self._offered = (offer, tuple(holders)) if holders else None
-            self._holders |= {*holders}
             self._changed.notify()
         if self._thread is None and holders:
             self._thread = threads.start("epload-offers", self._run)
@@ -120,15 +118,13 @@ class Offers:
         engines = read_engines(lines).items()
         return {name: ranks for name, ranks in engines if len(ranks) == ranks[0].size and name not in busy}
 
-    def close(self, store: Store) -> None:
-        """Ends the threads, here and in the engines. ``store``: a connection of the caller."""
+    def close(self) -> None:
+        """Ends the thread."""
         with self._changed:
             self._offered, self._closed = None, True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-            keys = [_key_of(holder) for holder in self._holders]
-            store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
 
     @on_cpu
     def _run(self) -> None:
@@ -201,7 +197,7 @@ class Offers:
     ) -> tuple[Participant, ...]:
         """Calls ranks to hand on a version. Returns those that answer: others may have ended a moment ago."""
         call = json.dumps(HandOnCall(number, offer.version))
-        store.multi_set([_key_of(holder) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]
+        store.multi_set([call_key(holder.number) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]
         until, answers = time.monotonic() + _ANSWER_SECONDS, tuple[Participant, ...]()
         while len(answers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
             time.sleep(_POLL_SECONDS)
@@ -225,11 +221,6 @@ class HandOnCall(NamedTuple):
     number: int
     """Number of the offer."""
     version: int
-
-
-def _key_of(holder: Participant) -> str:
-    """Returns the key of the calls of a rank."""
-    return f"{OFFERS}/call/{holder.number}"
 
 
 def _say(store: Store, key: str, participant: Participant) -> None:
@@ -307,36 +298,35 @@ class Joining:
 
 
 class Holder:
-    """Hands on the version that a receiver's node has in host memory. Its thread, which waits for calls, starts with the first
-    version."""
+    """Hands on the version that a receiver's node has in host memory. Its thread waits for calls, of which the last says that the
+    sender has been closed."""
 
-    def __init__(self, calls: Store, participant: Participant, node: str, verify: bool) -> None:
+    def __init__(self, calls: Store, rendezvous: ReceiverRendezvous, node: str, verify: bool) -> None:
         """
         Args:
             calls: a connection to the sender's store, for the thread alone.
-            participant: this rank.
+            rendezvous: that of this rank.
             node: equal on ranks that share a machine's memory.
             verify: see :class:`epload.WeightSender`.
         """
         self._calls = calls
-        self._participant = participant
-        self._key = _key_of(participant)
+        self._rendezvous = rendezvous
+        self._participant = rendezvous.participant
+        self._key = call_key(self._participant.number)
         self._node = node
         self._verify = verify
         self._changed = threading.Condition()
         self._version: tuple[int, NodeVersion] | None = None
-        self._thread: threading.Thread | None = None
         self._generation: Generation | None = None
         """The generation in which a version is handed on."""
         self._closed = False
+        self._thread = threads.start("epload-hand-on", self._run)
 
     def hold(self, version: int, node_version: NodeVersion) -> None:
         """Says that a version has come as a whole."""
         with self._changed:
             self._version = version, node_version
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threads.start("epload-hand-on", self._run)
 
     def release(self) -> None:
         """Called before anything changes the memory of the node: what is on its way out of it counts no more."""
@@ -349,7 +339,7 @@ class Holder:
         self._closed = True
         if (generation := self._generation) is not None:
             generation.control.abort(LoadError("a rank that hands on a version has left"))
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.is_alive():
             with suppress(RuntimeError):  # the sender's store has ended, and with it the wait
                 answered(lambda: store.set(self._key, ""), _CLOSING)
             self._thread.join(_CLOSING.total_seconds())
@@ -363,6 +353,8 @@ class Holder:
                 content = store.get(self._key)
                 store.delete_key(self._key)
                 if not content:  # the end
+                    if not self._closed:
+                        self._rendezvous.end(store)
                     return
                 self._answer(store, HandOnCall(*json.loads(content)))
 

@@ -6,7 +6,6 @@ All of it is in the store of :mod:`epload.sync.store`. Receivers wait inside the
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -40,8 +39,6 @@ LEASE_SECONDS = 10.0
 _BEAT_SECONDS = 2.0
 _LEFT = b"left"
 """The last beat of a receiver that leaves."""
-_BY_SENDER = b"closed"
-"""Tells a receiver that the sender is closed."""
 _CLOSED = "the sender has been closed, and sends no more versions"
 _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
@@ -238,8 +235,13 @@ def _answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
         ) from error
 
 
+def call_key(number: int) -> str:
+    """Returns the key on which a thread of a receiver waits for calls. One with no content says that either side is closed."""
+    return f"{OFFERS}/call/{number}"
+
+
 class ReceiverRendezvous:
-    """A receiver's side. Its thread notifies the sender that the process is alive, and knows when the sender has been closed."""
+    """A receiver's side. Its thread notifies the sender that the process is alive."""
 
     def __init__(self, store: Store, beats: Store, engine: EngineRank, timeout: timedelta) -> None:
         """
@@ -251,10 +253,10 @@ class ReceiverRendezvous:
             LoadError: the store is lost, or does not answer in time.
         """
         self._store = store
-        self._beats = beats
-        self._timeout = timeout
-        self._ended = threading.Event()
-        """The sender has been closed, and its store ends."""
+        self._beats, self._timeout = beats, timeout
+        self._closed = threading.Event()
+        self._ended = False
+        """The sender has been closed, and with it its store."""
         self.versions = Announcements(store, timeout)
         """The versions that the sender sends."""
         self.offers = Announcements(PrefixStore(OFFERS, store), timeout)
@@ -262,20 +264,23 @@ class ReceiverRendezvous:
         number = _answer_of_sender(lambda: store.add("receivers", 1), timeout)
         process = f"process {os.getpid()} on {os.uname().nodename}"
         self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
-        self._key, self._end = f"alive/{number}", f"end/{number}"
+        self._key = f"alive/{number}"
         _answer_of_sender(lambda: beats.set(self._key, "0"), timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
     def _beat(self) -> None:
+        count = 0
         with suppress(RuntimeError):  # the store is lost, which calls that wait for it notice
-            for count in itertools.count(1):
-                with suppress(DistStoreError):  # nothing has ended within that time
-                    self._beats.wait([self._end], timedelta(seconds=_BEAT_SECONDS))
-                    break
+            while not self._closed.wait(_BEAT_SECONDS):
+                count += 1
                 self._beats.set(self._key, str(count))
-            if self._beats.get(self._end) == _BY_SENDER:
-                self._ended.set()
-                self._beats.set(self._key, _LEFT)  # type: ignore[arg-type]
+
+    def end(self, store: Store) -> None:
+        """Called by a thread that learns that the sender has been closed. ``store``: its connection."""
+        self._ended = True
+        self._closed.set()
+        self._thread.join(_BEAT_SECONDS)
+        store.set(self._key, _LEFT)  # type: ignore[arg-type]
 
     def join_again(self) -> None:
         """Makes all that take part with this rank from now on form a new generation."""
@@ -320,16 +325,16 @@ class ReceiverRendezvous:
         return None
 
     def _check_open(self) -> None:
-        if self._ended.is_set():
+        if self._ended:
             raise LoadError(_CLOSED)
 
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
-        if self._ended.is_set():
+        self._closed.set()
+        self._thread.join(_BEAT_SECONDS)
+        if self._ended:
             return
         with suppress(RuntimeError):
-            answered(lambda: self._store.set(self._end, ""), timedelta(seconds=_BEAT_SECONDS))
-            self._thread.join(_BEAT_SECONDS)
             answered(lambda: self._beats.set(self._key, _LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
 
 
@@ -467,7 +472,7 @@ class SenderRendezvous:
         """Says that there are no more versions. Waits a moment, before the store ends, until receivers know it."""
         self.announce(None)
         for number in range(1, self._receivers.add("receivers", 0) + 1):
-            self._receivers.set(f"end/{number}", _BY_SENDER)  # type: ignore[arg-type]
+            self._receivers.set(call_key(number), "")
         beats = [f"alive/{participant.number}" for participant in in_order(self._alive(self._required))]
         until = time.monotonic() + _BEAT_SECONDS
         while beats and {*self._receivers.multi_get(beats)} != {_LEFT} and time.monotonic() < until:

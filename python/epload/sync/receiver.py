@@ -112,7 +112,7 @@ class WeightReceiver(Endpoint):
         self._store, beats, calls = (connect(address, self._timeout, token) for _ in range(3))
         self._node = engine.name_node(node, stage)
         self._rendezvous = ReceiverRendezvous(self._store, beats, engine, self._timeout)
-        self._holder = Holder(calls, self._rendezvous.participant, self._node, verify)
+        self._holder = Holder(calls, self._rendezvous, self._node, verify)
         """Hands versions on."""
         self._joining = Joining(self._store, self._rendezvous, self._timeout)
         # Also if nobody calls close(): else the sender would wait for this rank.

@@ -337,7 +337,7 @@ class WeightSender(Endpoint):
         self._model.clear()
         if self._rendezvous is not None:
             with suppress(RuntimeError):
-                self._offers.close(self._store)
+                self._offers.close()
                 self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
                 self._rendezvous.end()
         self._rendezvous = None
