@@ -20,6 +20,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_sets import CHECKSUMS
 from epload.checkpoint.local_store import LocalFile
+from epload.core.copy_table import as_memoryview
 from epload.errors import CheckpointError, redact
 from epload.files import read_regular
 
@@ -234,7 +235,7 @@ def _read(store: ByteStore, number: int, offset: int, nbytes: int) -> memoryview
     """Returns bytes of one of the files with tensors of a store that is not local."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     store.read(torch.tensor([[number, offset, 0, nbytes]]), buffer)
-    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+    return as_memoryview(buffer)
 
 
 def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Done) -> None:

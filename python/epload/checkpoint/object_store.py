@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
+from epload.core.copy_table import as_memoryview
 from epload.errors import CheckpointError, redact_url
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class ObjectStore(ByteStore):
         return next(filter(None, self._threads().map(lambda file: file.changed(), self._all_files())), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
-        into = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        into = as_memoryview(buffer)
         jobs = [self._threads().submit(self._fetch, parts, into) for parts in _requests(ranges)]
         done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in pending:

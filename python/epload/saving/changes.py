@@ -18,7 +18,7 @@ from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, cont
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import arange
-from epload.core.copy_table import byte_view
+from epload.core.copy_table import as_memoryview, byte_view
 from epload.core.placement import Box, box_slices, row_major_strides
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -127,7 +127,7 @@ class BaseCheckpoint:
                 box = _box(offset // region.element_size(), size, strides, manifest.shapes[tensor])
                 before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
             with report.timed("write") as block:
-                folder.write(number, end, memoryview(out[:nbytes].numpy()).cast("B"))  # type: ignore[arg-type]
+                folder.write(number, end, as_memoryview(out[:nbytes]))
                 block.nbytes = nbytes
             table.append([tensor, *DeltaChunk(number, end, nbytes, before, ops.checksum(data), box).to_row()])
             end += nbytes

@@ -12,13 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.safetensors import metadata_of
 from epload.core.attempt import Attempt
+from epload.core.copy_table import as_memoryview
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
@@ -110,7 +109,7 @@ def convert(
         def write(folder: NewFolder, wrote: Wrote) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
                 for number, begin, values, nbytes in rewrite.read(checkpoint, tensor):
-                    data = memoryview(values.reshape(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+                    data = as_memoryview(values)
                     folder.write(int(layout.file[number]), int(layout.offset[number]) + begin, data)
                     report.written += len(data)
                     progress(nbytes)

@@ -14,7 +14,7 @@ from epload.checkpoint.file_sets import CHECKSUMS
 from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.columns import batches
-from epload.core.copy_table import byte_view
+from epload.core.copy_table import as_memoryview
 from epload.core.placement import box_slices, contiguous_runs
 from epload.files import read_regular
 from epload.native import ops
@@ -151,7 +151,7 @@ def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]
     (bytes). ``strides``: of the region in that tensor, in elements."""
     region, dims = in_order(region, strides)
     _, offsets = contiguous_runs(region.shape, [strides[dim] for dim in dims])
-    data = memoryview(byte_view(region).numpy()).cast("B")  # type: ignore[arg-type]
+    data = as_memoryview(region)
     return data, [offset * region.element_size() for offset in offsets]
 
 

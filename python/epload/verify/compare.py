@@ -73,7 +73,11 @@ def _differences(a: Tensor, b: Tensor, rtol: float, atol: float) -> tuple[Tensor
     """Returns which elements differ, and the absolute difference of each."""
     x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
     if not (rtol or atol) and not any(t.dtype.is_floating_point or t.is_complex() for t in (a, b)):
-        return torch.from_numpy(a.numpy() != b.numpy()), (x - y).abs()  # exact: also between int64 and uint64
+        i, j = (t.view(torch.int64) if t.dtype == torch.uint64 else t.to(torch.int64) for t in (a, b))
+        differs = i != j
+        if (a.dtype == torch.uint64) != (b.dtype == torch.uint64):
+            differs |= i < 0  # the bits of a number from 2**63 on
+        return differs, (x - y).abs()
     equal = (x == y) | (x.isnan() & y.isnan())
     distance = torch.where(equal, 0.0, (x - y).abs().nan_to_num(nan=inf, posinf=inf))
     return ~equal & ~((distance < inf) & (distance <= atol + rtol * y.abs())), distance
