@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -77,12 +76,14 @@ def calling(before_packing: Callable[[], None]) -> Iterator[None]:
 def receive(
     rank: int, meeting: Meeting, world: int, layout: str, late: int | None = None, stage: str = "host",
     dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2), dies: bool = False,
+    together: int = 0,
 ) -> list[Outcome]:  # fmt: skip
     """Receives versions.
 
     Args:
         late: number of the first rank if the engine joins after the first version.
         dies: whether this rank does as it hands on a version.
+        together: engines of one rank that ask for the first version at the same time.
     """
     with many_waves(), calling(kill_self) if dies else nullcontext():
         model, outcomes = build(layout, world, dtype), []
@@ -90,6 +91,9 @@ def receive(
         if late is not None:
             meeting.hear("sent-1")
         with epload.WeightReceiver(model, address, timeout=30, stage=stage, verify=verify) as receiver:
+            meeting.say(f"there-{late}")
+            for number in range(together):
+                meeting.hear(f"there-{number}")
             for version in versions:
                 report = receiver.receive_weights()
                 receiver.commit()
@@ -134,7 +138,7 @@ def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
         [
             Job(1, send, (1, 1, 4, {}, 2.0)),
             Job(1, receive, (1, "plain")),
-            *(Job(1, receive, (1, "plain", number)) for number in range(3)),
+            *(Job(1, partial(receive, together=3), (1, "plain", number)) for number in range(3)),
             Job(1, joins_after_others, ()),
         ]
     )
@@ -182,11 +186,11 @@ def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool, 
     with many_waves():
         model, reports = build("plain", 1, dtype), []
         address = meeting.hear("address")
+        if late:
+            meeting.hear("sent-1")
         with epload.WeightReceiver(model, address, timeout=30, stage=stage) as receiver:
             if late:
-                meeting.hear("sent-1")
                 meeting.say("joining")
-                time.sleep(0.5)
             while True:
                 reports.append(receiver.receive_weights())
                 receiver.commit()
