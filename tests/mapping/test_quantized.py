@@ -126,8 +126,9 @@ def test_dtypes_by_pattern() -> None:
     for name, value in source.items():
         assert torch.equal(got[name], value.to(kinds.get(name, value.dtype))), name
         assert got[name].dtype == kinds.get(name, value.dtype)
-    with pytest.raises(ValueError, match=r"the pattern 'nowhere' matches no tensor"):
-        one_rank(source, target, dtype={"nowhere": BF16})
+    for pattern in ("nowhere", "count"):
+        with pytest.raises(ValueError, match=f"the pattern '{pattern}' matches no floating-point parameter"):
+            one_rank(source, target, dtype={pattern: BF16})
 
 
 def test_each_rank_keeps_the_scales_of_what_it_owns() -> None:

@@ -15,7 +15,7 @@ from epload.errors import CheckpointError
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.mapping.mapping import Mapping
-from epload.mapping.precision import set_dtypes
+from epload.mapping.precision import check_patterns, set_dtypes
 from epload.model.devices import check_backend, devices_of
 from epload.model.expert_parallel import LocalModules
 from epload.model.materialize import cpu_offloaded_ids
@@ -84,8 +84,7 @@ class InputReader:
             devices = devices_of(targets, offloaded, self._resources.streams, request.place, group)
         check_backend(self._resources.topology.group, devices[0])
         self._resources.prepare(devices[0])
-        local_modules = any(isinstance(part, LocalModules) for part in request.parts)
-        return LocalInputs(targets, *devices, self._open(request, devices[0]), local_modules, modules)
+        return LocalInputs(targets, *devices, self._open(request, devices[0]), _has_local_modules(request), modules)
 
     def _open(self, request: Request, device: torch.device) -> Checkpoint | None:
         options, source = self._resources.options, request.checkpoint
@@ -154,5 +153,11 @@ def _options(request: Request) -> tuple[object, ...]:
 
 def _collect(request: Request, modules: Modules) -> Targets:
     targets = collect(request.model, request.parts, modules, own_names=isinstance(request.mapping, Mapping))
+    if not _has_local_modules(request):  # with which each rank has other parameters
+        check_patterns(request.dtypes, targets)
     set_dtypes(request.model, modules, targets, request.dtypes, request.as_pretrained)
     return targets
+
+
+def _has_local_modules(request: Request) -> bool:
+    return any(isinstance(part, LocalModules) for part in request.parts)

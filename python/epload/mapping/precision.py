@@ -59,12 +59,9 @@ def set_dtypes(
     narrower dtype.
 
     Raises:
-        ValueError: a parameter has storage in another dtype than the requested one, or a pattern matches no name.
+        ValueError: a parameter has storage in another dtype than the requested one.
         ModelMismatch: FSDP2 would refuse the resulting mix of dtypes in the first forward.
     """
-    for pattern in requested if isinstance(requested, Mapping) else ():
-        if not any(re.search(pattern, name) for name in targets.index):
-            raise ValueError(f"dtype: the pattern {pattern!r} matches no tensor of the model")
     assigned, in_fp32 = _pretrained_dtypes(model, modules, targets, requested) if as_pretrained else ({}, set())
     if requested is not None:
         shapes = [targets.layouts[layout].shape for layout in targets.layout]
@@ -88,6 +85,18 @@ def set_dtypes(
         is_kept = targets.dtypes[number] == torch.float32
         (targets.kept_in_fp32 if is_kept else targets.below_fp32).append(targets.names[number])
     _check_fsdp_groups(modules, targets, {number for number in in_fp32 if targets.tensors[number].is_meta})
+
+
+def check_patterns(requested: DTypes, targets: Targets) -> None:
+    """Raises ValueError if a pattern of ``dtype=`` matches no parameter."""
+    named = zip(targets.names, targets.tensors, strict=True)
+    names = [name for name, tensor in named if isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)]
+    for pattern in requested if isinstance(requested, Mapping) else ():
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"dtype: the pattern {pattern!r} matches no floating-point parameter of the model; buffers keep their dtype, "
+                "and a tied weight has the name under which the model has it first"
+            )
 
 
 def kept_in_fp32(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> set[str]:
