@@ -274,6 +274,8 @@ def test_a_compiler_that_links_its_runtime_statically(shared_runtime: bool, tmp_
     torch_dir = Path(torch.__file__).parent
     if shared_runtime:
         module.check_exceptions(library, torch_dir)
+    elif torch.__version__ >= (2, 15):
+        pytest.skip("with torch 2.15, errors get across although the library has a runtime of its own")
     else:
         with pytest.raises(SystemExit, match=r"links its runtime into libepload\.so"):
             module.check_exceptions(library, torch_dir)

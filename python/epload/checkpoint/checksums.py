@@ -20,7 +20,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_sets import CHECKSUMS
 from epload.checkpoint.local_store import LocalFile
-from epload.core.copy_table import as_memoryview
+from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact
 from epload.files import read_regular
 

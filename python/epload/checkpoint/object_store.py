@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
-from epload.core.copy_table import as_memoryview
+from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact_url
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_uint8
 from dataclasses import dataclass
 
 import torch
@@ -127,13 +126,3 @@ def byte_view(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, copied unless it is contiguous. uint8 [n]."""
     tensor = tensor.contiguous()  # which leaves the strides of a single element
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def as_memoryview(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor on CPU, copied unless it is contiguous. Unlike ``Tensor.numpy``, it needs no NumPy."""
-    tensor = tensor.contiguous()
-    if not tensor.nbytes:
-        return memoryview(b"")
-    array = (c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # type: ignore[attr-defined]  # whose memory lives as long as the view
-    return memoryview(array).cast("B")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
+from epload.core.buffers import as_memoryview
 from epload.core.columns import column, expand, numbered, numbered_rows
-from epload.core.copy_table import CopyTable, as_memoryview
+from epload.core.copy_table import CopyTable
 from epload.core.pieces import Kinds
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View

@@ -17,8 +17,9 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, content_digest, encode_index, read_boxes
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
+from epload.core.buffers import as_memoryview
 from epload.core.columns import arange
-from epload.core.copy_table import as_memoryview, byte_view
+from epload.core.copy_table import byte_view
 from epload.core.placement import Box, box_slices, row_major_strides
 from epload.errors import CheckpointError
 from epload.native import ops

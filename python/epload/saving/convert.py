@@ -17,7 +17,7 @@ from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.safetensors import metadata_of
 from epload.core.attempt import Attempt
-from epload.core.copy_table import as_memoryview
+from epload.core.buffers import as_memoryview
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError

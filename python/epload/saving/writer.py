@@ -13,8 +13,8 @@ from torch import Tensor
 from epload.checkpoint.file_sets import CHECKSUMS
 from epload.core import dtypes
 from epload.core.attempt import Attempt
+from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
-from epload.core.copy_table import as_memoryview
 from epload.core.placement import box_slices, contiguous_runs
 from epload.files import read_regular
 from epload.native import ops
