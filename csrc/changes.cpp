@@ -175,8 +175,9 @@ int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, 
 }
 
 // Decodes a chunk; writes it unless `base` is null, which only checks it. Returns the units that it changes.
+// `positions` has room for one for each unit.
 template <typename Unit>
-int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
+int64_t decode_chunk(Input& in, int64_t units, uint16_t* positions, Unit* base) {
   constexpr int64_t size = sizeof(Unit);
   const auto kind = in.number<uint8_t>();
   if (kind == kUnchanged) {
@@ -194,18 +195,27 @@ int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
       "expected a kind of chunk from 0 to 3, got ",
       int{kind},
       "; the encoded changes are damaged");
-  thread_local std::vector<uint16_t> positions(kChunkUnits);
   int64_t count = 0, next = 0;
   if (kind == kGaps) {
-    const auto total = in.number<uint32_t>();
+    const int64_t total = in.number<uint32_t>();
     TORCH_CHECK_VALUE(total <= units, total, " changes in a chunk of ", units, "; the encoded changes are damaged");
-    for (; count < total; ++count) {
-      int64_t gap = in.number<uint8_t>();
-      gap = gap == kLongGap ? in.number<uint16_t>() : gap;
-      TORCH_CHECK_VALUE(next + gap < units, "a change behind the end of its chunk; the encoded changes are damaged");
-      positions[count] = static_cast<uint16_t>(next + gap);
-      next += gap + 1;
+    const auto* gaps = in.data;
+    const auto* const end = gaps + in.left;
+    for (; count < total && gaps < end; ++count) {
+      int64_t gap = *gaps++;
+      if (gap == kLongGap) {
+        if (end - gaps < 2) {
+          break;
+        }
+        gap = gaps[0] | gaps[1] << 8;
+        gaps += 2;
+      }
+      next += gap;
+      positions[count] = static_cast<uint16_t>(next++);
     }
+    TORCH_CHECK_VALUE(count == total, "the encoded changes end too early; they are damaged");
+    TORCH_CHECK_VALUE(next <= units, "a change behind the end of its chunk; the encoded changes are damaged");
+    in.take(gaps - in.data);
   } else {
     const auto* const bits = in.take((units + 7) / 8);
     TORCH_CHECK_VALUE(
@@ -227,10 +237,11 @@ int64_t decode_chunk(Input& in, int64_t units, Unit* base) {
 template <typename Unit>
 int64_t decode_all(Input& in, int64_t nbytes, uint8_t* base) {
   const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
+  thread_local std::vector<uint16_t> positions(kChunkUnits);
   int64_t changed = 0;
   for (int64_t first = 0; first < units; first += kChunkUnits) {
     auto* const chunk = base != nullptr ? reinterpret_cast<Unit*>(base) + first : nullptr;
-    changed += decode_chunk(in, std::min(kChunkUnits, units - first), chunk);
+    changed += decode_chunk(in, std::min(kChunkUnits, units - first), positions.data(), chunk);
   }
   return changed;
 }

@@ -135,6 +135,17 @@ def test_damaged_changes_are_refused_or_stay_inside_the_base(unit: int, density:
     assert refused > 100
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_no_beginning_of_an_encoding_is_one(unit: int) -> None:
+    """The last gap takes three bytes."""
+    base = torch.zeros(1000 * unit, dtype=torch.uint8)
+    encoded, _ = encode(base, changed_bytes(base, unit, torch.tensor([2, 303, 900])), unit)
+    assert ops.check_changes(encoded, len(base)) == 3
+    for nbytes in range(len(encoded)):
+        with pytest.raises(ValueError, match="damaged|no encoded changes"):
+            ops.check_changes(encoded[:nbytes].clone(), len(base))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     base, changed = random_bytes(64, 6), random_bytes(64, 7)
     encoded, _ = encode(base, changed, 2)
