@@ -41,7 +41,7 @@ class Report:
     peak_staging: int = 0
     """Bytes of this rank's buffers, on the host and on the device in total."""
     warnings: list[str] = field(default_factory=list)
-    """Likely mistakes. Each was also issued as a Python warning."""
+    """Likely mistakes, each of which was also logged."""
 
     def __post_init__(self) -> None:
         self.events: Events | None = None

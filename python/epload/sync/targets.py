@@ -144,7 +144,8 @@ class ModelTarget(Target):
 
     def _check_mixing(self) -> None:
         """Raises ModelMismatch if adapters that are merged, in either job, would mix with adapters apart."""
-        check_unmerged(self._model)
+        if self._reader.has_adapters:
+            check_unmerged(self._model)
         if self.scope.adapter is not None:
             check_not_merged(self._base)
         elif self.scope.adapters == MERGED and (path := adapters_in_base(self._model)[1]):
