@@ -114,8 +114,8 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     for name in sync_peers.names():
         if not options.peers or name in options.peers.split(","):
             for peer in sync_peers.find(name):
-                if not linked and peer.changes == "adamw":
-                    continue  # the optimizer takes four times the model's memory
+                if (name == JOIN and not linked) or (peer.changes == "adamw" and case != "2"):
+                    continue  # there is no second node that could join; the optimizer takes four times the memory
                 entries["sync"][peer.name], titles[peer.name] = [], peer.title
     if not linked:
         entries["plan"] = {"plan_exchange": [], "make_plan": []}

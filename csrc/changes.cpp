@@ -68,6 +68,7 @@ struct Output {
 template <typename Unit>
 int64_t find_changes(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions) {
   constexpr int64_t kBlock = 64;
+  constexpr uint64_t kTop = uint64_t{1} << 63;
   int64_t count = 0, first = 0;
   for (; first + kBlock <= units; first += kBlock) {
     std::array<uint8_t, kBlock> differs; // a byte each, in a loop that compilers vectorize
@@ -79,6 +80,11 @@ int64_t find_changes(const Unit* base, const Unit* changed, int64_t units, uint1
       uint64_t bytes;
       std::memcpy(&bytes, differs.data() + i, 8);
       mask |= (bytes * 0x0102040810204080u >> 56) << i; // the lowest bit of each byte
+    }
+    for (int i = 0; i < 3; ++i) { // without a branch, which processors would often predict wrongly
+      positions[count] = static_cast<uint16_t>(first + __builtin_ctzll(mask | kTop));
+      count += mask != 0;
+      mask &= mask - 1;
     }
     for (; mask != 0; mask &= mask - 1) {
       positions[count++] = static_cast<uint16_t>(first + __builtin_ctzll(mask));
