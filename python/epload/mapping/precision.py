@@ -89,9 +89,11 @@ def set_dtypes(
 
 def check_patterns(requested: DTypes, targets: Targets) -> None:
     """Raises ValueError if a pattern of ``dtype=`` matches no parameter."""
+    if not isinstance(requested, Mapping):
+        return
     named = zip(targets.names, targets.tensors, strict=True)
     names = [name for name, tensor in named if isinstance(tensor, nn.Parameter) and dtypes.is_wide(tensor.dtype)]
-    for pattern in requested if isinstance(requested, Mapping) else ():
+    for pattern in requested:
         if not any(re.search(pattern, name) for name in names):
             raise ValueError(
                 f"dtype: the pattern {pattern!r} matches no floating-point parameter of the model; buffers keep their dtype, "
