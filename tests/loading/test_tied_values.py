@@ -56,6 +56,19 @@ def test_equal_values_are_one_parameter(tmp_path: Path) -> None:
         assert torch.equal(model.lm_head.weight, values["lm_head.weight"])
 
 
+def test_a_broken_tie_is_warned_of() -> None:
+    """The head is a parameter of its own, as after a model on meta was distributed."""
+    values, model = state(), llama()
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    (warning,) = epload.load(model, {name: values[name] for name in values if name != "lm_head.weight"}).warnings
+    assert "lm_head.weight and model.embed_tokens.weight" in warning
+    assert torch.equal(model.lm_head.weight, values["lm_head.weight"])
+    model.tie_weights()
+    assert epload.load(model, values).warnings == []
+    untied = llama(tied=False)
+    assert epload.load(untied, other(values, 0)).warnings == []
+
+
 @pytest.mark.parametrize(("kind", "element"), [("file", 0), ("dict", 131 * 16 - 1), ("consumed", 0), ("double", 7)])
 def test_differing_values_are_refused(kind: str, element: int, tmp_path: Path) -> None:
     values = other(state(), element)

@@ -30,7 +30,7 @@ from epload.loading.missing import compute_missing, unfilled_anywhere
 from epload.loading.recorder import record_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
-from epload.loading.tied import compare_tied
+from epload.loading.tied import compare_tied, warn_of_broken_ties
 from epload.mapping.mapping import ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
@@ -66,6 +66,7 @@ class Agreement:
         plan, all_read, owned = self._agree_on_plan(request, inputs, drafted)
         draft = drafted.value
         compare_tied(self._control, self._options.src, inputs, draft.manifest, plan.tied_pairs)
+        warn_of_broken_ties(draft.mapping, inputs.targets, draft.manifest, report)
         missing_keys, mismatched_keys = unfilled_anywhere(self._control, inputs, plan)
         missing = compute_missing(
             self._control, request, inputs, plan, [*missing_keys, *mismatched_keys], holders, opening.meta, opening.seed

@@ -19,8 +19,12 @@ from epload.core.attempt import Attempt
 from epload.core.copy_table import byte_view
 from epload.errors import ModelMismatch
 from epload.loading.inputs import LocalInputs
+from epload.mapping.mapping import Mapping
+from epload.model.targets import Targets
+from epload.observe.render import list_keys
 from epload.planning.selection import TiedPair
 from epload.ranks.control import Control
+from epload.report import LoadReport
 
 _CHUNK = 4 << 20
 """Elements compared at a time."""
@@ -53,6 +57,18 @@ def compare_tied(
         if failure is not None:  # a file that was replaced meanwhile is why values differ
             failure = Attempt(inputs.check_unchanged).failure or failure
         control.agree("comparing tied weights", failure, patience=2)
+
+
+def warn_of_broken_ties(mapping: Mapping, targets: Targets, manifest: Manifest, report: LoadReport) -> None:
+    """Warns of weights that the class ties, the checkpoint has once, and the model has twice; from_pretrained ties them."""
+    index, names = targets.index, {*manifest.names}
+    both = [pair for pair in mapping.ties if index.keys() >= {*pair} and not names >= {*pair}]
+    if broken := [f"{a} and {b}" for a, b in both if index[a] != index[b]]:
+        report.warnings.append(
+            f"the model's class ties {list_keys(broken)}, and the checkpoint has them once, but here they are tensors of their "
+            "own, as after distributing a model on meta; both are filled, and training will change them apart: call "
+            "model.tie_weights() after the load if they are to be one"
+        )
 
 
 def _distinct(views: dict[int, list[list[Any]]]) -> list[list[Any]]:
