@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,15 +34,17 @@ class Outcome(NamedTuple):
 
 def send(
     rank: int, meeting: Meeting, world: int, receivers: int, joining: int, options: dict[str, Any],
-    gather_seconds: float = 0.1, joined: tuple[int, ...] | None = None,
+    seconds: tuple[tuple[str, float], ...] = (), joined: tuple[int, ...] | None = None,
 ) -> list[int]:  # fmt: skip
     """Sends a version to those that are there, and another one once all that join have that; returns the numbers of receivers.
 
     Args:
         joining: ranks that join after the first version.
+        seconds: names and values of waits of the thread that brings engines together.
         joined: numbers of the ranks that have it before the second is sent; all that join if None.
     """
-    with many_waves(), mock.patch.object(handing_on, "_GATHER_SECONDS", gather_seconds):
+    patched = mock.patch.multiple(handing_on, **dict(seconds)) if seconds else nullcontext()
+    with many_waves(), patched:
         model = build("fsdp" if world > 1 else "plain", world)
         counts = []
         with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, **options) as sender:
@@ -76,7 +79,7 @@ def calling(before_packing: Callable[[], None]) -> Iterator[None]:
 def receive(
     rank: int, meeting: Meeting, world: int, layout: str, late: int | None = None, stage: str = "host",
     dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2), dies: bool = False,
-    together: int = 0,
+    together: int = 0, pause: float = 0.0,
 ) -> list[Outcome]:  # fmt: skip
     """Receives versions.
 
@@ -84,6 +87,7 @@ def receive(
         late: number of the first rank if the engine joins after the first version.
         dies: whether this rank does as it hands on a version.
         together: engines of one rank that ask for the first version at the same time.
+        pause: seconds until this rank asks for the next version.
     """
     with many_waves(), calling(kill_self) if dies else nullcontext():
         model, outcomes = build(layout, world, dtype), []
@@ -102,6 +106,7 @@ def receive(
                 outcomes.append(Outcome(version, report.from_engines, report.receivers))
                 if version == 1 and late is not None:
                     meeting.say(f"joined-{late + rank}")
+                time.sleep(pause)
                 if dies:
                     meeting.hear("sent-2")
     return outcomes
@@ -132,11 +137,24 @@ def test_an_engine_that_joins_gets_the_version_of_the_others(
     assert second == [[Outcome(1, True, 2), Outcome(2, False, 4)]] * 2
 
 
+def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
+    """Also if the thread that brought it together with others has not seen yet that it has the version."""
+    sent, _, joined = jobs.run(
+        [
+            Job(1, send, (1, 1, 1, {}, (("_POLL_SECONDS", 2.0),))),
+            Job(1, receive, (1, "plain")),
+            Job(1, partial(receive, pause=0.5), (1, "plain", 0)),
+        ]
+    )
+    assert sent == [[1, 2]]
+    assert joined == [[Outcome(1, True, 1), Outcome(2, False, 2)]]
+
+
 def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
     """A fourth one gets it from all of them, also from those that have it from others."""
     sent, first, *joined = jobs.run(
         [
-            Job(1, send, (1, 1, 4, {}, 2.0)),
+            Job(1, send, (1, 1, 4, {}, (("_GATHER_SECONDS", 2.0),))),
             Job(1, receive, (1, "plain")),
             *(Job(1, partial(receive, together=3), (1, "plain", number)) for number in range(3)),
             Job(1, joins_after_others, ()),

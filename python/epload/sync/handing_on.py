@@ -109,8 +109,11 @@ class Offers:
         """
         with self._changed:
             self._offered = None
-            busy = {rank.engine for rank in self._joining}
+            joining = self._joining
         number = store.add(f"{OFFERS}/announcements", 0)
+        if joining and store.add(f"{OFFERS}/acknowledged/{number}", 0) == len(joining):
+            joining = ()  # they have it, which the thread has yet to see
+        busy = {rank.engine for rank in joining}
         lines = read_if_set(store, WAITING) or b""
         store.delete_key(WAITING)
         if number and not store.check([f"{OFFERS}/start/{number}"]):
