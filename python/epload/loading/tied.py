@@ -61,9 +61,10 @@ def compare_tied(
 
 def warn_of_broken_ties(mapping: Mapping, targets: Targets, manifest: Manifest, report: LoadReport) -> None:
     """Warns of weights that the class ties, the checkpoint has once, and the model has twice; from_pretrained ties them."""
-    index, names = targets.index, {*manifest.names}
-    both = [pair for pair in mapping.ties if index.keys() >= {*pair} and not names >= {*pair}]
-    if broken := [f"{a} and {b}" for a, b in both if index[a] != index[b]]:
+    index = targets.index
+    apart = [(a, b) for a, b in mapping.ties if a in index and b in index and index[a] != index[b]]
+    names = {*manifest.names} if apart else set()
+    if broken := [f"{a} and {b}" for a, b in apart if not names >= {a, b}]:
         report.warnings.append(
             f"the model's class ties {list_keys(broken)}, and the checkpoint has them once, but here they are tensors of their "
             "own, as after distributing a model on meta; both are filled, and training will change them apart: call "
