@@ -112,5 +112,12 @@ assert epload.load.__module__ == "epload.load" and epload.save.__name__ == "save
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
+def test_no_module_imports_too_many() -> None:
+    numbers = {
+        name: len(house.imports(name)) for name in house.modules() if name != "epload"
+    }  # which has all public names
+    assert {name: number for name, number in numbers.items() if number > 20} == {}
+
+
 def test_docstrings_are_sentences() -> None:
     assert house.fragments(house.PACKAGE) == []

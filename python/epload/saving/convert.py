@@ -17,7 +17,6 @@ from epload.checkpoint.delta import DeltaCheckpoint
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.safetensors import metadata_of
 from epload.core.attempt import Attempt
-from epload.core.buffers import as_memoryview
 from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType, requested
 from epload.errors import CheckpointError
@@ -108,8 +107,7 @@ def convert(
 
         def write(folder: NewFolder, wrote: Wrote) -> None:
             for tensor in _own_tensors(topology, checkpoint.manifest):
-                for number, begin, values, nbytes in rewrite.read(checkpoint, tensor):
-                    data = as_memoryview(values)
+                for number, begin, data, nbytes in rewrite.read(checkpoint, tensor):
                     folder.write(int(layout.file[number]), int(layout.offset[number]) + begin, data)
                     report.written += len(data)
                     progress(nbytes)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
 from epload.checkpoint.delta import DeltaCheckpoint
@@ -18,6 +17,7 @@ from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.state_dict import STATE_DICT
 from epload.core import dtypes as dtype_names
+from epload.core.buffers import as_memoryview
 from epload.core.pieces import Piece
 from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
@@ -56,9 +56,9 @@ class Rewrite:
             self.new = quantized_manifest(new, set(self._weights), rule.format)
             self.config = {CONFIG: quantized_config(config, rule)}
 
-    def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, Tensor, int]]:
+    def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """Yields what is written of one tensor of the checkpoint, on CPU: the number in :attr:`new`, where it begins there in
-        bytes, the values, and how many bytes of the checkpoint they took."""
+        bytes, the bytes, and how many of the checkpoint they took."""
         before = bisect_left(self._weights, tensor)
         number, offset = tensor + before, 0  # each weight before it is followed by its scales
         if tensor in self._weights[before : before + 1]:
@@ -66,10 +66,10 @@ class Rewrite:
             return
         for values in read_in_chunks(checkpoint, tensor, _CHUNK_ELEMENTS):
             data = values.to(self.new.dtypes[number])
-            yield number, offset, data, values.nbytes
+            yield number, offset, as_memoryview(data), values.nbytes
             offset += data.nbytes
 
-    def _quantize(self, checkpoint: Checkpoint, tensor: int, number: int) -> Iterator[tuple[int, int, Tensor, int]]:
+    def _quantize(self, checkpoint: Checkpoint, tensor: int, number: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """Reads whole rows of blocks."""
         shape, dtype = checkpoint.manifest.shapes[tensor], checkpoint.manifest.dtypes[tensor]
         *leading, rows, columns = shape
@@ -82,8 +82,8 @@ class Rewrite:
                 buffer = torch.empty(prod(size) * dtype.itemsize, dtype=torch.uint8, device="cpu")
                 checkpoint.fill(buffer, [Piece(tensor, offset * dtype.itemsize, 0, len(buffer))])
                 narrow, scales = quantize_box(buffer.view(dtype).reshape(size), start, (rows, columns), self._format)
-                yield number, offset, narrow, len(buffer)
-                yield number + 1, scale_offset, scales, 0
+                yield number, offset, as_memoryview(narrow), len(buffer)
+                yield number + 1, scale_offset, as_memoryview(scales), 0
                 scale_offset += scales.nbytes
 
 
