@@ -10,8 +10,13 @@ if TYPE_CHECKING:
 
 
 def as_memoryview(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor on CPU, copied unless it is contiguous. Unlike ``Tensor.numpy``, it needs no NumPy."""
-    tensor = tensor.contiguous()
+    """Returns the bytes of a contiguous tensor on CPU, which share its memory. Unlike ``Tensor.numpy``, it needs no NumPy.
+
+    Raises:
+        ValueError: the tensor is not contiguous: what is written to a copy would be lost.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous tensor, got strides {tensor.stride()}")
     if not tensor.nbytes:
         return memoryview(b"")
     array = (c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import string_at
 
 import torch
 from torch import Tensor
+
+from epload.core.buffers import as_memoryview
 
 
 def column(values: Sequence[int]) -> Tensor:
@@ -28,9 +29,8 @@ def from_raw(raw: bytearray) -> Tensor:
 
 
 def to_raw(values: Tensor) -> bytes:
-    """The bytes of its values, to hash them or for native code. ``values``: int64 [n] on CPU."""
-    values = values.contiguous()  # numpy is not required
-    return string_at(values.data_ptr(), values.nbytes)
+    """The bytes of its values, to hash or send them, or for native code. ``values``: [n] on CPU."""
+    return bytes(as_memoryview(values.contiguous()))
 
 
 def batches(nbytes: Tensor, limit: int) -> tuple[Tensor, ...]:

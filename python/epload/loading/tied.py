@@ -21,7 +21,7 @@ from epload.errors import ModelMismatch
 from epload.loading.inputs import LocalInputs
 from epload.mapping.mapping import Mapping
 from epload.model.targets import Targets
-from epload.observe.render import list_keys
+from epload.observe.render import list_first
 from epload.planning.selection import TiedPair
 from epload.ranks.control import Control
 from epload.report import LoadReport
@@ -66,9 +66,9 @@ def warn_of_broken_ties(mapping: Mapping, targets: Targets, manifest: Manifest, 
     names = {*manifest.names} if apart else set()
     if broken := [f"{a} and {b}" for a, b in apart if not names >= {a, b}]:
         report.warnings.append(
-            f"the model's class ties {list_keys(broken)}, and the checkpoint has them once, but here they are tensors of their "
-            "own, as after distributing a model on meta; both are filled, and training will change them apart: call "
-            "model.tie_weights() after the load if they are to be one"
+            f"the model's class ties {list_first(broken)}, but here they are tensors of their own, as after distributing a model "
+            "on meta; both are filled, and training will change them apart: call model.tie_weights() after the load if they are "
+            "to be one"
         )
 
 

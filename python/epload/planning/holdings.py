@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
-from epload.core.buffers import as_memoryview
-from epload.core.columns import column, expand, numbered, numbered_rows
+from epload.core.columns import column, expand, numbered, numbered_rows, to_raw
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Kinds
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
@@ -151,7 +150,7 @@ class Holdings:
     def encode(self) -> tuple[bytes, bytes]:
         """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
         shares = [(shape, views, dtype_names.name(dtype), mixed) for shape, views, dtype, mixed in self.classes]
-        columns = zlib.compress(as_memoryview(self.class_of.to(torch.int32)), 1)
+        columns = zlib.compress(to_raw(self.class_of.to(torch.int32)), 1)
         return columns, _compressed(shares)
 
     def encode_targets(self) -> bytes:

@@ -82,8 +82,8 @@ class Rewrite:
                 buffer = torch.empty(prod(size) * dtype.itemsize, dtype=torch.uint8, device="cpu")
                 checkpoint.fill(buffer, [Piece(tensor, offset * dtype.itemsize, 0, len(buffer))])
                 narrow, scales = quantize_box(buffer.view(dtype).reshape(size), start, (rows, columns), self._format)
-                yield number, offset, as_memoryview(narrow), len(buffer)
-                yield number + 1, scale_offset, as_memoryview(scales), 0
+                yield number, offset, as_memoryview(narrow.contiguous()), len(buffer)
+                yield number + 1, scale_offset, as_memoryview(scales.contiguous()), 0
                 scale_offset += scales.nbytes
 
 
