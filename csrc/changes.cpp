@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -24,6 +25,7 @@ namespace {
 constexpr std::array<char, 4> kMagic{'e', 'p', 'l', 'd'};
 constexpr uint8_t kFormat = 1;
 constexpr int64_t kHeaderBytes = 16;
+constexpr int64_t kUnitAt = 5; // in the header
 constexpr int64_t kChunkUnits = 1 << 16;
 constexpr uint8_t kLongGap = 255; // the gap follows in two bytes
 enum Kind : uint8_t { kUnchanged, kWhole, kBitmap, kGaps };
@@ -280,9 +282,22 @@ void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size
   TORCH_CHECK_VALUE(bytes.is_contiguous(), op, ": expected ", name, " to be contiguous");
 }
 
+bool is_aligned(const uint8_t* data, int64_t unit) {
+  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0;
+}
+
+int64_t bytes_in(const RegionCopy& row) {
+  return c10::multiply_integers(row.size) * static_cast<int64_t>(c10::elementSize(row.dtype));
+}
+
+// The size of what is compared in a region: an element, or a half of a wide one.
+int64_t unit_of(const RegionCopy& row) {
+  return std::min<int64_t>(static_cast<int64_t>(c10::elementSize(row.dtype)), 8);
+}
+
 void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t unit) {
   TORCH_CHECK_VALUE(
-      nbytes % unit == 0 && reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0,
+      nbytes % unit == 0 && is_aligned(data, unit),
       op,
       ": expected a buffer that starts and ends at a multiple of ",
       unit,
@@ -329,44 +344,82 @@ std::tuple<int64_t, int64_t> encode_changes(
   return {output.nbytes, count};
 }
 
-// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor, or
-// a copy in `scratch`.
-const uint8_t* bytes_of(const at::Tensor& tensor, RegionCopy row, int64_t nbytes, int64_t unit, at::Tensor& scratch) {
+// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor,
+// whose memory is `data`, or a copy in `scratch`.
+template <typename Byte>
+Byte* bytes_of(Byte* data, const at::Tensor& tensor, RegionCopy row, at::Tensor& scratch) {
   const auto strided = collapse(tensor, row);
-  const auto* const bytes = static_cast<const uint8_t*>(tensor.const_data_ptr()) + strided.tensor;
-  if (strided.size.empty() && reinterpret_cast<uintptr_t>(bytes) % static_cast<uintptr_t>(unit) == 0) {
-    return bytes;
+  if (strided.size.empty() && is_aligned(data + strided.tensor, unit_of(row))) {
+    return data + strided.tensor;
   }
-  if (!scratch.defined() || scratch.numel() < nbytes) {
-    scratch = at::empty({nbytes}, at::kByte);
+  if (!scratch.defined() || scratch.numel() < bytes_in(row)) {
+    scratch = at::empty({bytes_in(row)}, at::kByte);
   }
   row.tensor = row.bucket_offset = 0;
   region_copy(scratch, {tensor}, {row}, Direction::kPack);
-  return scratch.const_data_ptr<uint8_t>();
+  return scratch.mutable_data_ptr<uint8_t>();
 }
 
-void check_tensors(const char* op, at::TensorList tensors, const at::Tensor& out) {
+const uint8_t* bytes_of(const at::Tensor& tensor, const RegionCopy& row, at::Tensor& scratch) {
+  return bytes_of(static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor, row, scratch);
+}
+
+// The regions of tensors on CPU that lie in a bucket from `begin` to `end`, one after the other, each without gaps and
+// of its tensor's dtype.
+std::vector<RegionCopy> regions_of(
+    const char* op, at::TensorList tensors, const at::Tensor& copies, int64_t begin, int64_t end) {
+  TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
   for (const auto& tensor : tensors) {
     TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
-    TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
   }
+  auto rows = decode_copies(end, tensors, copies);
+  for (const auto& row : rows) {
+    const auto dtype = tensors[row.tensor].scalar_type();
+    TORCH_CHECK_VALUE(dtype == row.dtype, op, ": expected tensors of ", row.dtype, ", as the copies say, got ", dtype);
+    TORCH_CHECK_VALUE(
+        span_of(row) == bytes_in(row) && row.bucket_offset >= begin,
+        op,
+        ": expected regions that follow one another without gaps");
+    begin = row.bucket_offset + bytes_in(row);
+  }
+  return rows;
 }
 
+// Encodes the differences between regions of tensors and those of others, or of the bucket that has been packed from
+// the others.
 std::tuple<int64_t, int64_t> encode_regions(
     at::TensorList base,
     at::TensorList changed,
     const at::Tensor& copies,
     int64_t begin,
     int64_t end,
-    at::Tensor& out) {
+    at::Tensor& out,
+    const std::optional<at::Tensor>& bucket) {
   constexpr auto op = "encode_regions";
   const at::NoGradGuard no_grad;
   check_bytes(op, "out", out, 0);
-  TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
-  check_tensors(op, base, out);
-  check_tensors(op, changed, out);
-  const auto rows = decode_copies(end, base, copies);
-  decode_copies(end, changed, copies); // checks the other tensors
+  const auto rows = regions_of(op, base, copies, begin, end);
+  if (bucket.has_value()) {
+    check_bytes(op, "the bucket", *bucket, 0);
+    TORCH_CHECK_VALUE(
+        bucket->numel() >= end && changed.empty(),
+        op,
+        ": expected a bucket of at least ",
+        end,
+        " bytes and no changed tensors, got ",
+        bucket->numel(),
+        " bytes and ",
+        changed.size(),
+        " tensors");
+    TORCH_CHECK_VALUE(!out.is_alias_of(*bucket), op, ": expected out to be other memory");
+  } else {
+    regions_of(op, changed, copies, begin, end);
+  }
+  for (const auto& tensors : {base, changed}) {
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
+    }
+  }
   Output output{out.mutable_data_ptr<uint8_t>()};
   at::Tensor scratch, other;
   int64_t at = begin, count = 0;
@@ -377,66 +430,49 @@ std::tuple<int64_t, int64_t> encode_regions(
     }
   };
   for (const auto& row : rows) {
-    const auto& from = base[row.tensor];
-    const auto& to = changed[row.tensor];
-    TORCH_CHECK_VALUE(
-        from.scalar_type() == row.dtype && to.scalar_type() == row.dtype,
-        op,
-        ": expected tensors of ",
-        row.dtype,
-        ", as the copies say, got ",
-        from.scalar_type(),
-        " and ",
-        to.scalar_type());
-    const auto size = static_cast<int64_t>(c10::elementSize(row.dtype));
-    const auto nbytes = c10::multiply_integers(row.size) * size;
-    TORCH_CHECK_VALUE(
-        span_of(row) == nbytes && row.bucket_offset >= at,
-        op,
-        ": expected regions that follow one another without gaps");
     skip(row.bucket_offset);
-    const auto unit = std::min<int64_t>(size, 8);
-    count += encode_block(
-        op,
-        bytes_of(from, row, nbytes, unit, scratch),
-        bytes_of(to, row, nbytes, unit, other),
-        nbytes,
-        unit,
-        out.numel(),
-        output);
-    at += nbytes;
+    const auto* const from = bytes_of(base[row.tensor], row, scratch);
+    const auto* const to = bucket.has_value() ? bucket->const_data_ptr<uint8_t>() + row.bucket_offset
+                                              : bytes_of(changed[row.tensor], row, other);
+    count += encode_block(op, from, to, bytes_in(row), unit_of(row), out.numel(), output);
+    at += bytes_in(row);
   }
   skip(end);
   mark_written({out});
   return {output.nbytes, count};
 }
 
+// Checks a block that begins at some byte of `nbytes`, and writes it unless `base`, its bytes, is null. Adds the units
+// that change to `changed`; returns its length in bytes.
+int64_t decode_block(const char* op, Input& in, int64_t begin, int64_t nbytes, uint8_t* base, int64_t& changed) {
+  TORCH_CHECK_VALUE(
+      std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
+  const auto format = in.number<uint8_t>();
+  TORCH_CHECK_VALUE(format == kFormat, op, ": expected changes of format ", int{kFormat}, ", got ", int{format});
+  const int64_t unit = in.number<uint8_t>();
+  in.number<uint16_t>();
+  const auto length = in.number<int64_t>();
+  TORCH_CHECK_VALUE(
+      length >= 0 && length <= nbytes - begin,
+      op,
+      ": expected changes of ",
+      nbytes - begin,
+      " bytes, got those of ",
+      length);
+  changed += with_unit(op, unit, [&](auto type) {
+    check_unit(op, base, length, unit);
+    TORCH_CHECK_VALUE(
+        begin % unit == 0, op, ": expected a block at a multiple of ", unit, " bytes, got one at ", begin);
+    return decode_all<decltype(type)>(in, length, base);
+  });
+  return length;
+}
+
 // Checks all blocks, and writes them unless `base` is null. Returns the units that change.
 int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
   int64_t changed = 0, begin = 0;
   do {
-    TORCH_CHECK_VALUE(
-        std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
-    const auto format = in.number<uint8_t>();
-    TORCH_CHECK_VALUE(format == kFormat, op, ": expected changes of format ", int{kFormat}, ", got ", int{format});
-    const int64_t unit = in.number<uint8_t>();
-    in.number<uint16_t>();
-    const auto length = in.number<int64_t>();
-    TORCH_CHECK_VALUE(
-        length >= 0 && length <= nbytes - begin,
-        op,
-        ": expected changes of ",
-        nbytes - begin,
-        " bytes, got those of ",
-        length);
-    auto* const block = base != nullptr ? base + begin : nullptr;
-    changed += with_unit(op, unit, [&](auto type) {
-      check_unit(op, block, length, unit);
-      TORCH_CHECK_VALUE(
-          begin % unit == 0, op, ": expected a block at a multiple of ", unit, " bytes, got one at ", begin);
-      return decode_all<decltype(type)>(in, length, block);
-    });
-    begin += length;
+    begin += decode_block(op, in, begin, nbytes, base != nullptr ? base + begin : nullptr, changed);
   } while (in.left > 0);
   TORCH_CHECK_VALUE(begin == nbytes, op, ": expected changes of ", nbytes, " bytes, got those of ", begin);
   return changed;
@@ -445,6 +481,60 @@ int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
 Input input_of(const char* op, const at::Tensor& encoded) {
   check_bytes(op, "the encoded changes", encoded, 0);
   return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
+}
+
+// Decodes the block of each region, and those between, which change nothing. Writes the regions if `writes` is set.
+int64_t decode_regions(
+    const char* op,
+    Input in,
+    at::TensorList base,
+    const std::vector<RegionCopy>& rows,
+    int64_t begin,
+    int64_t end,
+    bool writes) {
+  at::Tensor scratch;
+  int64_t at = begin, changed = 0;
+  const auto skip = [&](int64_t until) {
+    int64_t none = 0;
+    while (at < until) {
+      const auto length = decode_block(op, in, at - begin, until - begin, nullptr, none);
+      TORCH_CHECK_VALUE(length > 0 && none == 0, op, ": expected no changes between regions");
+      at += length;
+    }
+  };
+  for (auto row : rows) {
+    skip(row.bucket_offset);
+    const auto& tensor = base[row.tensor];
+    TORCH_CHECK_VALUE(
+        in.left > kUnitAt && in.data[kUnitAt] == unit_of(row), op, ": expected a block in units of ", unit_of(row));
+    auto* const bytes =
+        writes ? bytes_of(static_cast<uint8_t*>(tensor.mutable_data_ptr()), tensor, row, scratch) : nullptr;
+    const auto nbytes = bytes_in(row), length = decode_block(op, in, at - begin, at - begin + nbytes, bytes, changed);
+    TORCH_CHECK_VALUE(length == nbytes, op, ": expected a block of ", nbytes, " bytes, got one of ", length);
+    at += nbytes;
+    if (scratch.defined() && bytes == scratch.const_data_ptr<uint8_t>()) {
+      row.bucket_offset = 0;
+      region_copy(scratch, base, {row}, Direction::kUnpack);
+    }
+  }
+  skip(end);
+  TORCH_CHECK_VALUE(in.left == 0, op, ": expected changes of ", end - begin, " bytes, got those of more");
+  return changed;
+}
+
+int64_t apply_regions(
+    const at::Tensor& encoded, at::TensorList base, const at::Tensor& copies, int64_t begin, int64_t end) {
+  constexpr auto op = "apply_regions";
+  const at::NoGradGuard no_grad;
+  const auto in = input_of(op, encoded);
+  const auto rows = regions_of(op, base, copies, begin, end);
+  for (const auto& tensor : base) {
+    TORCH_CHECK_VALUE(!encoded.is_alias_of(tensor), op, ": expected the changes to be other memory");
+  }
+  const auto changed = decode_regions(op, in, base, rows, begin, end, false);
+  decode_regions(op, in, base, rows, begin, end, true);
+  mark_written(base);
+  return changed;
 }
 
 } // namespace
@@ -468,6 +558,7 @@ int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("encode_changes", TORCH_FN(epload::encode_changes));
   m.impl("encode_regions", TORCH_FN(epload::encode_regions));
+  m.impl("apply_regions", TORCH_FN(epload::apply_regions));
   m.impl("check_changes", TORCH_FN(epload::check_changes));
   m.impl("apply_changes", TORCH_FN(epload::apply_changes));
 }

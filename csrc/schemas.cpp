@@ -34,8 +34,9 @@ TORCH_LIBRARY(epload, m) {
   m.def("digest_bucket(Tensor bucket, Tensor copies) -> Tensor");
   m.def("encode_changes(Tensor base, Tensor changed, int unit, Tensor(a!) out) -> (int, int)");
   m.def(
-      "encode_regions(Tensor[] base, Tensor[] changed, Tensor copies, int begin, int end, Tensor(a!) out) -> (int, "
-      "int)");
+      "encode_regions(Tensor[] base, Tensor[] changed, Tensor copies, int begin, int end, Tensor(a!) out, "
+      "Tensor? bucket=None) -> (int, int)");
+  m.def("apply_regions(Tensor encoded, Tensor(a!)[] base, Tensor copies, int begin, int end) -> int");
   m.def("check_changes(Tensor encoded, int nbytes) -> int");
   m.def("apply_changes(Tensor encoded, Tensor(a!) base) -> int");
   m.def("dtypes() -> (str[], int[])");

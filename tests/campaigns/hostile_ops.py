@@ -160,6 +160,13 @@ def encoded(base: Tensor) -> Tensor:
     return out[: ops.encode_changes(base, changed, 1, out)[0]]
 
 
+def encoded_regions(setting: Setting) -> Tensor:
+    """Encoded changes of the regions that the copies name."""
+    nbytes, changed = len(setting.bucket), [tensor + 1 for tensor in setting.tensors]
+    out = torch.zeros(ops.encoded_limit(nbytes), dtype=torch.uint8)
+    return out[: ops.encode_regions(setting.tensors, changed, setting.copies, 0, nbytes, out)[0]]
+
+
 CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "two_level", None],
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
@@ -185,6 +192,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "encode_regions": lambda s: [
         s.tensors, s.tensors, s.copies, 0, len(s.bucket), torch.zeros(ops.encoded_limit(len(s.bucket)), dtype=torch.uint8),
     ],
+    "apply_regions": lambda s: [encoded_regions(s), s.tensors, s.copies, 0, len(s.bucket)],
     "check_changes": lambda s: [encoded(s.bucket), len(s.bucket)],
     "apply_changes": lambda s: [encoded(s.bucket), s.bucket],
     "cuda_obstacle": lambda s: [torch.device("cuda", 0)],

@@ -80,6 +80,82 @@ def test_tensors_at_any_address_are_compared() -> None:
     assert torch.equal(copy, memory[1][1:])
 
 
+def regions(*rows: tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """A table of copies of tensors with two dims: target, offset, dtype, start, size, stride."""
+    return torch.tensor(
+        [[target, at, dtypes.code(dtype), 2, *start, *size, *stride] for target, at, dtype, start, size, stride in rows]
+    )
+
+
+ROWS = regions(
+    (1, 64, torch.bfloat16, (3, 0), (300, 250), (250, 1)),
+    (0, 64 + 150_000, torch.float32, (0, 4), (50, 30), (1, 50)),  # transposed in the bucket
+    (2, 64 + 156_016, torch.complex128, (1, 2), (5, 3), (3, 1)),  # behind a gap
+    (0, 64 + 156_256, torch.float32, (10, 0), (0, 4), (4, 1)),  # without elements
+)
+END = 64 + 156_256 + 7
+
+
+def regions_before_and_after() -> tuple[list[Tensor], list[Tensor]]:
+    shapes = ((50, 40), torch.float32), ((310, 250), torch.bfloat16), ((7, 6), torch.complex128)
+    before, after = [], []
+    for number, (shape, dtype) in enumerate(shapes):
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        old = random_bytes(nbytes, 20 + number)
+        new = changed_bytes(old, 2, torch.randperm(nbytes // 2)[: nbytes // 100])
+        before.append(old.view(dtype).reshape(shape))
+        after.append(new.view(dtype).reshape(shape))
+    return before, after
+
+
+def packed(tensors: list[Tensor]) -> Tensor:
+    bucket = torch.zeros(END, dtype=torch.uint8)
+    ops.pack(bucket, tensors, ROWS)
+    return bucket
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_regions_become_those_that_have_changed(is_packed: bool) -> None:
+    before, after = regions_before_and_after()
+    bucket, out = packed(after), torch.empty(ops.encoded_limit(END, len(ROWS)), dtype=torch.uint8)
+    nbytes, count = ops.encode_regions(before, bucket if is_packed else after, ROWS, 64, END, out)
+    encoded = out[:nbytes].clone()
+    body = packed(before)[64:]
+    assert ops.apply_changes(encoded, body) == count  # a receiver has the bucket
+    assert torch.equal(body, bucket[64:])
+
+    expected = [tensor.clone() for tensor in before]
+    ops.unpack(bucket, expected, ROWS)
+    assert ops.apply_regions(encoded, before, ROWS, 64, END) == count
+    for found, want in zip(before, expected, strict=True):  # what is in no region has not changed
+        assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
+    before, after = regions_before_and_after()
+    out = torch.empty(ops.encoded_limit(END, len(ROWS)), dtype=torch.uint8)
+    encoded = out[: ops.encode_regions(before, after, ROWS, 64, END, out)[0]].clone()
+    unchanged = [tensor.clone() for tensor in before]
+    for text, changes, copies, end in [
+        ("got one of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (300, 249), (249, 1))), END),
+        ("got those of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (300, 249), (249, 1))), 64 + 149_400),
+        ("in units of 4", encoded, regions((0, 64, torch.float32, (3, 0), (4, 4), (4, 1))), END),
+        ("no changes between regions", encoded, ROWS[1:], END),
+        ("those of more", encoded, ROWS[:1], 64 + 150_000),
+        ("end", encoded[:-9], ROWS, END),
+        ("no encoded changes", encoded ^ 255, ROWS, END),
+        ("follow one another", encoded, ROWS.flip(0), END),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            ops.apply_regions(changes, before, copies, 64, end)
+        for found, want in zip(before, unchanged, strict=True):
+            assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+    with pytest.raises(ValueError, match="a bucket of at least"):
+        ops.encode_regions(before, packed(after)[:-1].clone(), ROWS, 64, END, out)
+    with pytest.raises(ValueError, match="other memory"):
+        ops.encode_regions(before, out, ROWS, 64, END, out)
+
+
 def test_bits_are_compared_and_not_values() -> None:
     base = torch.tensor([0.0, float("nan"), 1.0, float("nan")]).bfloat16()
     changed = base.clone()

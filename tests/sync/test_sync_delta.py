@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import epload
 from epload.planning.buckets import HEADER_BYTES
 from epload.sync.changes import ReceivedChanges
+from epload.sync.changes_route import ChangesRoute
 from epload.sync.participants import EngineRank
 from support import checks, fakedev
 from support.accelerator import DEVICE
@@ -179,12 +180,14 @@ def attempt(step: Callable[[], Any]) -> tuple[str, Sent | None]:
 
 
 def changing_trainer(
-    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype, receivers: int = 3
+    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype, receivers: int = 3, snapshot: Any = "none"
 ) -> list[tuple[str, Sent | None]]:
     """Sends versions to engines that come, go and fail. ``waits``: what is waited for before a version."""
     with many_waves(lease_seconds=1.5):
         model, outcomes = build("fsdp", 2, dtype), []
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always") as sender:
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always", snapshot=snapshot
+        ) as sender:
             if rank == 0:
                 meeting.say("address", sender.address)
             for version in range(1, 8):
@@ -225,11 +228,12 @@ def changing_engine(
     return reports
 
 
-def test_engines_that_come_and_go_and_fail_leave_the_others_their_base() -> None:
+@pytest.mark.parametrize("snapshot", ["none", "host"])
+def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(snapshot: str) -> None:
     """An engine joins before version 3 or 4. Version 5 fails in another, which leaves after version 6; it is the first one, so
     that those that stay have other ranks then."""
     jobs = [
-        Job(2, changing_trainer, ({3: "z-0"}, HALF)),
+        Job(2, changing_trainer, ({3: "z-0"}, HALF, 3, snapshot)),
         Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF)),
         Job(1, changing_engine, ("plain", "a", "", 6, 5, HALF)),
         Job(1, changing_engine, ("plain", "z", "tried-2", 7, 0, HALF)),
@@ -278,6 +282,31 @@ def test_a_base_in_bf16_is_none_for_weights_that_come_in_fp32_once_an_engine_nee
         assert not any(texts), texts
         assert [report.changed is not None for report in reports].count(False) in (1, 2)
         assert all(report.changed for report in reports[4:])
+
+
+def impatient_trainer(rank: int, meeting: Meeting) -> None:
+    """Changes the model once a version has been compared, while its changes are sent."""
+    with many_waves():
+        model, move = build("fsdp", 2, HALF), ChangesRoute.move
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=30, delta="always") as sender:
+            if rank == 0:
+                meeting.say("address", sender.address)
+            for version in range(1, 6):
+                write_bits(model, version)
+
+                def moving(*args: Any, following: int = version + 1) -> None:
+                    write_bits(model, following)
+                    move(*args)
+
+                with mock.patch.object(ChangesRoute, "move", moving):
+                    report = sender.send_weights(version)
+                assert report is not None
+                assert report.changed == (changed_elements(version, HALF) if version > 1 else None)
+
+
+def test_what_changes_while_changes_are_sent_comes_with_the_next_version() -> None:
+    """The base becomes what receivers make of theirs, and not what the model has by then."""
+    run([Job(2, impatient_trainer), Job(2, receive, ("tp0", 2, 5, HALF))])
 
 
 def replaced(model: nn.Module, name: str) -> None:

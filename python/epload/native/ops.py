@@ -267,13 +267,14 @@ def encode_changes(base: Tensor, changed: Tensor, unit: int, out: Tensor) -> tup
 
 
 def encode_regions(
-    base: Sequence[Tensor], changed: Sequence[Tensor], copies: Tensor, begin: int, end: int, out: Tensor
+    base: Sequence[Tensor], changed: Sequence[Tensor] | Tensor, copies: Tensor, begin: int, end: int, out: Tensor
 ) -> tuple[int, int]:
     """Encodes the differences between a bucket that is packed from some tensors and one packed from others, from ``begin`` to
     ``end`` (bytes), without packing them. Each region is a block of the encoding, compared in units of its dtype.
 
     Args:
-        base, changed: on CPU.
+        base: on CPU.
+        changed: likewise; or the bucket that is packed from them, uint8 on CPU.
         copies: as for :func:`unpack`, in the order of their offsets, and each without gaps in the bucket. Bytes of no copy are
             equal.
         out: uint8 on CPU, with room for :func:`encoded_limit` bytes.
@@ -284,8 +285,22 @@ def encode_regions(
     Raises:
         ValueError: a row reaches outside its tensor, has another dtype than it, or does not lie so.
     """
-    nbytes, count = _ops.encode_regions.default(base, changed, copies, begin, end, out)
+    bucket, tensors = (changed, ()) if isinstance(changed, Tensor) else (None, changed)
+    nbytes, count = _ops.encode_regions.default(base, tensors, copies, begin, end, out, bucket)
     return int(nbytes), int(count)
+
+
+def apply_regions(encoded: Tensor, base: Sequence[Tensor], copies: Tensor, begin: int, end: int) -> int:
+    """Makes tensors equal to those that :func:`encode_regions` was called with; returns the number of units that change.
+
+    Args:
+        encoded: uint8 on CPU.
+        base, copies, begin, end: as for :func:`encode_regions`.
+
+    Raises:
+        ValueError: the changes are damaged, or those of other regions; nothing was changed.
+    """
+    return int(_ops.apply_regions.default(encoded, base, copies, begin, end))
 
 
 def encoded_limit(nbytes: int, regions: int = 1) -> int:

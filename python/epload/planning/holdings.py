@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -133,6 +134,19 @@ class Holdings:
     def dims(self) -> int:
         """The most dims of a local tensor, at least 1."""
         return max((len(view.size) for share in self.classes for _, view in share.views), default=1) or 1
+
+    def elements_of_targets(self, count: int) -> Tensor:
+        """Returns the number of elements that tensors have in each local tensor. An element that two tensors have counts twice.
+
+        Args:
+            count: local tensors.
+        """
+        of_class = [[(part.place, prod(part.size)) for part in parts] for parts in self.parts]
+        elements = [0] * count
+        for number, targets in zip(self.class_of.tolist(), self.targets, strict=True):
+            for place, size in of_class[number] if number != NO_PART else ():
+                elements[targets[place]] += size
+        return column(elements)
 
     @cached_property
     def digest(self) -> str:

@@ -8,15 +8,9 @@ from epload.core.attempt import Attempt
 from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
 from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.ranks.control import Control
-from epload.sync.changes import (
-    DENSE,
-    TOO_MANY,
-    Comparison,
-    EncodedChanges,
-    ReceivedChanges,
-    compare,
-    merge_comparisons,
-)
+from epload.sync.changes import ReceivedChanges
+from epload.sync.committed import CommittedTensors
+from epload.sync.comparison import DENSE, TOO_MANY, Comparison, EncodedChanges, compare, merge_comparisons
 from epload.sync.node_version import NodeVersion
 from epload.sync.report import SyncReport
 from epload.sync.transfer import HostRoute, LocalBuckets
@@ -64,8 +58,8 @@ class ChangesRoute:
         self,
         plan: ExchangePlan,
         nodes: frozenset[int],
-        shards: Callable[[], tuple[Shards, Shards]] | None,
-        limit: float,
+        shards: Callable[[], Shards],
+        base: CommittedTensors | None,
         report: SyncReport,
     ) -> bool:
         """Compares a version with the one before, on the senders.
@@ -73,23 +67,26 @@ class ChangesRoute:
         Args:
             plan: by which its buckets go to some nodes.
             nodes: those, which have the version before.
-            shards: returns a sender's tensors, and a copy of what they were; None on a receiver.
-            limit: the most bytes that a sender's changes may have.
+            shards: returns a sender's tensors.
+            base: a copy of what they were; None on a receiver.
 
         Returns:
             False if the version comes in full, on all ranks.
         """
         view: object = None
         compared: Attempt[Comparison | None] = Attempt(lambda: None)
-        if shards is not None:
+        if base is not None:
+            before, limit = Shards(plan, base.tensors, False, "", 1), base.limit(plan)
             with report.timed("read", "compares with the version before"):
-                compared = Attempt(lambda: compare(plan, *shards(), self._verify, limit))
+                compared = Attempt(lambda: compare(plan, shards(), before, self._verify, limit))
             view = compared.result.changed if compared.result is not None else TOO_MANY
         merged = self._control.agree("comparing with the version before", compared.failure, view, merge_comparisons)
         if merged is None:
             report.why_full = f"more than {DENSE:.0%} of the bytes would be sent"
             return False
         self._comparison = compared.result
+        if base is not None:
+            base.comparison = compared.result
         of_senders = {int(rank): [ChangedBucket(*fields) for fields in buckets] for rank, buckets in merged.items()}
         self._changes = plan_changes(plan, of_senders, WAVE_BYTES)
         nbytes = self._changes.staging_bytes

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from epload.core import threads
 from epload.core.attempt import Attempt
+from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan
-from epload.sync.changes import DENSE
+from epload.sync.comparison import DENSE, Comparison
 
 VERSIONS_BETWEEN = 50
 """Number of versions sent as changes before one is sent in full, unless receivers verify what they make of them."""
@@ -30,6 +31,10 @@ class CommittedTensors:
         """Number of versions since the last that was sent in full."""
         self.obstacle = ""
         """Why :meth:`usable_key` was empty."""
+        self.comparison: Comparison | None = None
+        """Of the version that is being sent, if receivers get its changes."""
+        self._left_out: tuple[ExchangePlan, list[int]] | None = None
+        """See :meth:`Comparison.left_out`, and the plan for which this was computed."""
         self._copying: tuple[threading.Thread, list[Attempt[None]]] | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
@@ -44,14 +49,26 @@ class CommittedTensors:
 
     def forget(self) -> None:
         """Frees the copy."""
-        self.key, self.tensors = "", []
+        self.key, self.tensors, self.comparison, self._left_out = "", [], None, None
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors, which are committed once :meth:`commit` is called."""
+        self.comparison = None
         self.reserve(tensors)
+        self._copy(tensors, range(len(tensors)))
+
+    def copy_left_out(self, tensors: Sequence[Tensor], holdings: Holdings) -> None:
+        """Copies those tensors that do not follow from the comparison. See :meth:`Comparison.left_out`."""
+        assert self.comparison is not None
+        if self._left_out is None or self._left_out[0] is not self.comparison.plan:
+            self._left_out = self.comparison.plan, self.comparison.left_out(holdings)
+        if self._left_out[1]:
+            self._copy(tensors, self._left_out[1])
+
+    def _copy(self, tensors: Sequence[Tensor], numbers: Iterable[int]) -> None:
         self.key = ""
-        for copy, tensor in zip(self.tensors, tensors, strict=True):
-            copy.copy_(tensor.detach())
+        for number in numbers:
+            self.tensors[number].copy_(tensors[number].detach())
 
     def copy_meanwhile(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors on CPU in a thread, until :meth:`finish`."""
@@ -69,7 +86,15 @@ class CommittedTensors:
         return outcomes[0].failure is None
 
     def commit(self, key: str, in_full: bool) -> None:
-        """Says that what was copied was committed. ``in_full``: whether no receiver got it as changes."""
+        """Says that the version was committed: makes the copy what the receivers have.
+
+        Args:
+            in_full: whether no receiver got it as changes.
+        """
+        if self.comparison is not None:
+            self.key = ""  # while the copy has parts of two versions
+            self.comparison.apply()
+            self.comparison = None
         self.key, self._count = key, 0 if in_full else self._count + 1
 
     def usable_key(self, verify: bool) -> str:

@@ -229,7 +229,7 @@ class Generation:
             tensors: to be sent, or filled as the version arrives; None to leave it in the node's memory.
             base: what a sender has committed before, if it may send changes.
             failure: why this rank cannot take part; then nothing moves.
-            begins: called when all ranks are ready, before anything moves, with True if all nodes receive the version in full.
+            begins: called when all ranks are ready, before anything moves, with True if a node receives the version in full.
                 What it returns is sent in place of ``tensors``.
             check: called on a sender before it packs a bucket, and after the last one. Raises LoadError if ``tensors`` are no
                 longer what is to be sent.
@@ -245,8 +245,8 @@ class Generation:
                         nodes = self._get_ready(tensors, failure or usable.failure, base, report)
                     if not nodes or not self._compare(nodes, tensors, base, report):
                         nodes = frozenset()
-                    tensors = begins(not nodes) or tensors
                     in_full = frozenset(range(len(self.members.nodes))) - nodes
+                    tensors = begins(bool(in_full)) or tensors
                     self._prepare_memory(in_full)
                     with self._pulled(tensors or [], report):
                         if nodes:
@@ -390,14 +390,8 @@ class Generation:
         self, nodes: frozenset[int], tensors: list[Tensor] | None, base: CommittedTensors | None, report: SyncReport
     ) -> bool:
         """See :meth:`ChangesRoute.compare`."""
-        plan, shards, limit = self._toward(nodes), None, 0.0
-        if base is not None:
-            limit = base.limit(plan)
-
-            def shards() -> tuple[Shards, Shards]:
-                return self._shards(plan, tensors or []), Shards(plan, base.tensors, False, "", 1)
-
-        return self._changes.compare(plan, nodes, shards, limit, report)
+        plan = self._toward(nodes)
+        return self._changes.compare(plan, nodes, lambda: self._shards(plan, tensors or []), base, report)
 
     def _commit(self, key: str) -> None:
         """Makes the version that has come the one that the node has. ``key``: see :class:`Start`."""

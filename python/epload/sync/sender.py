@@ -267,6 +267,7 @@ class WeightSender(Endpoint):
                 if self._first:
                     self._offer(report.version, self._generation)
             except BaseException:  # receivers may have left the generation
+                model.copies.comparison = None
                 self._drop_generation()
                 raise
         self._version = report.version

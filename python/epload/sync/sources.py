@@ -111,7 +111,7 @@ class SentModel:
         through_host = self._through_host or self._snapshot
         self.access = DeviceAccess() if through_host else DeviceAccess.of_sender(self.tensors)
         if self.base_version is None:
-            self.let_change()
+            self.let_change(in_full=True)
         elif not self.copies.tensors:
             self.copies.reserve(self.tensors)
 
@@ -144,21 +144,25 @@ class SentModel:
         assert self._quantized is not None
         return self._quantized.quantize(local, self._topology, on_host=self._snapshot)
 
-    def let_change(self, in_full: bool = False) -> list[Tensor] | None:
+    def let_change(self, in_full: bool) -> list[Tensor] | None:
         """Makes the copy, if one is sent; then the model may change. Returns it.
 
         Args:
-            in_full: whether all receivers get all of it, so that nobody has the version before any more. Then what is kept for
-                the next comparison is copied while it is sent.
+            in_full: whether receivers get all of it. If all of them do, nobody has the version before any more, and what is kept
+                for the next comparison is copied while it is sent.
         """
+        copies = self.copies
         if not self._snapshot:
-            if in_full and self.base_version is not None and all(tensor.is_cpu for tensor in self.tensors):
-                self.copies.copy_meanwhile(self.tensors)
-            return None
-        if self.tensors is not self.copies.tensors:
-            self.copies.copy(self.tensors)
-            self.tensors = self.copies.tensors
-        return self.tensors
+            on_cpu = all(tensor.is_cpu for tensor in self.tensors)
+            if self.base_version is not None and copies.comparison is None and on_cpu:
+                copies.copy_meanwhile(self.tensors)
+        elif not in_full:  # their changes are sent, which are not part of the model
+            copies.copy_left_out(self.tensors, self.holdings)
+        elif self.tensors is not copies.tensors:
+            copies.copy(self.tensors)
+            self.tensors = copies.tensors
+            return self.tensors
+        return None
 
     def commit(self, key: str, in_full: bool) -> None:
         """Called when receivers have the version that was read last, with which the next one is compared. See
@@ -166,7 +170,9 @@ class SentModel:
         if self.scope.adapter is None and self.scope.adapters != MERGED and not self.scope.left_out:
             merged_bases.discard(self._base)
         if self.base_version is not None:
-            if not self._snapshot and not self.copies.finish():
+            if not self._snapshot and self.copies.comparison is not None:
+                self.copies.copy_left_out(self.tensors, self.holdings)
+            elif not self._snapshot and not self.copies.finish():
                 self.copies.copy(self.tensors)
             self.copies.commit(key, in_full)
 

@@ -38,7 +38,7 @@ class Shards:
             direct: whether buckets are on the device, too. What is queued on them is on the current stream.
         """
         self._plan = plan
-        self._tensors = tensors
+        self.tensors = tensors
         self._verify = verify
         self._who = who
         self.pipe: DevicePipe | None = None
@@ -64,11 +64,11 @@ class Shards:
     @cached_property
     def _codes(self) -> Tensor:
         """The dtype of each tensor as :func:`epload.core.dtypes.code`; -1 if it is not on CPU."""
-        return column([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in self._tensors])
+        return column([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in self.tensors])
 
     def counted(self, number: int) -> list[Tensor]:
         """Returns the tensors that a bucket's copies count."""
-        return [self._tensors[target] for target in self._plan.buckets[number].targets]
+        return [self.tensors[target] for target in self._plan.buckets[number].targets]
 
     def are_plain(self, number: int) -> bool:
         """Returns True if these are on CPU, and their elements are not converted."""
@@ -100,7 +100,7 @@ class Shards:
             return
         self.finish()
         copies, table = planned.copies, planned.copies.clone()
-        tensors = [self._tensors[target].cpu() for target in planned.targets]
+        tensors = [self.tensors[target].cpu() for target in planned.targets]
         if what == "packed":  # a narrower bucket holds what the tensors become
             packed = dict(zip(copies.target.tolist(), map(dtypes.from_code, copies.dtype.tolist()), strict=True))
             tensors = [tensor.to(packed[i]).to(tensor.dtype) for i, tensor in enumerate(tensors)]
