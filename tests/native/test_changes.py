@@ -137,13 +137,13 @@ def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
     encoded = out[: ops.encode_regions(before, after, ROWS, 64, END, out)[0]].clone()
     unchanged = [tensor.clone() for tensor in before]
     for text, changes, copies, end in [
-        ("got one of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (300, 249), (249, 1))), END),
-        ("got those of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (300, 249), (249, 1))), 64 + 149_400),
+        ("got those of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (300, 249), (249, 1))), END),
+        ("got one of", encoded, regions((1, 64, torch.bfloat16, (3, 0), (301, 250), (250, 1))), END),
         ("in units of 4", encoded, regions((0, 64, torch.float32, (3, 0), (4, 4), (4, 1))), END),
         ("no changes between regions", encoded, ROWS[1:], END),
         ("those of more", encoded, ROWS[:1], 64 + 150_000),
         ("end", encoded[:-9], ROWS, END),
-        ("no encoded changes", encoded ^ 255, ROWS, END),
+        ("no encoded changes", torch.cat([encoded[:1] ^ 255, encoded[1:]]), ROWS, END),
         ("follow one another", encoded, ROWS.flip(0), END),
     ]:
         with pytest.raises(ValueError, match=text):
