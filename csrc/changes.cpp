@@ -347,7 +347,7 @@ std::tuple<int64_t, int64_t> encode_changes(
 // The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor,
 // whose memory is `data`, or a copy in `scratch`.
 template <typename Byte>
-Byte* bytes_of(Byte* data, const at::Tensor& tensor, RegionCopy row, at::Tensor& scratch) {
+Byte* bytes_of(Byte* data, const at::Tensor& tensor, const RegionCopy& row, at::Tensor& scratch) {
   const auto strided = collapse(tensor, row);
   if (strided.size.empty() && is_aligned(data + strided.tensor, unit_of(row))) {
     return data + strided.tensor;
@@ -355,8 +355,9 @@ Byte* bytes_of(Byte* data, const at::Tensor& tensor, RegionCopy row, at::Tensor&
   if (!scratch.defined() || scratch.numel() < bytes_in(row)) {
     scratch = at::empty({bytes_in(row)}, at::kByte);
   }
-  row.tensor = row.bucket_offset = 0;
-  region_copy(scratch, {tensor}, {row}, Direction::kPack);
+  auto packed = row;
+  packed.tensor = packed.bucket_offset = 0;
+  region_copy(scratch, {tensor}, {packed}, Direction::kPack);
   return scratch.mutable_data_ptr<uint8_t>();
 }
 
@@ -413,12 +414,31 @@ std::tuple<int64_t, int64_t> encode_regions(
         " tensors");
     TORCH_CHECK_VALUE(!out.is_alias_of(*bucket), op, ": expected out to be other memory");
   } else {
-    regions_of(op, changed, copies, begin, end);
+    TORCH_CHECK_VALUE(
+        changed.size() == base.size(), op, ": expected ", base.size(), " changed tensors, got ", changed.size());
   }
-  for (const auto& tensors : {base, changed}) {
-    for (const auto& tensor : tensors) {
-      TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
-    }
+  for (size_t i = 0; i < changed.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        changed[i].is_cpu() && changed[i].sizes() == base[i].sizes() &&
+            changed[i].scalar_type() == base[i].scalar_type(),
+        op,
+        ": expected changed tensor ",
+        i,
+        " to be as that of the base, ",
+        base[i].scalar_type(),
+        " of ",
+        base[i].sizes(),
+        " on cpu, got ",
+        changed[i].scalar_type(),
+        " of ",
+        changed[i].sizes(),
+        " on ",
+        changed[i].device());
+    check_memory(op, changed[i], i);
+    TORCH_CHECK_VALUE(!out.is_alias_of(changed[i]), op, ": expected out to be other memory");
+  }
+  for (const auto& tensor : base) {
+    TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
   }
   Output output{out.mutable_data_ptr<uint8_t>()};
   at::Tensor scratch, other;
@@ -502,7 +522,7 @@ int64_t decode_regions(
       at += length;
     }
   };
-  for (auto row : rows) {
+  for (const auto& row : rows) {
     skip(row.bucket_offset);
     const auto& tensor = base[row.tensor];
     TORCH_CHECK_VALUE(
@@ -513,8 +533,9 @@ int64_t decode_regions(
     TORCH_CHECK_VALUE(length == nbytes, op, ": expected a block of ", nbytes, " bytes, got one of ", length);
     at += nbytes;
     if (scratch.defined() && bytes == scratch.const_data_ptr<uint8_t>()) {
-      row.bucket_offset = 0;
-      region_copy(scratch, base, {row}, Direction::kUnpack);
+      auto unpacked = row;
+      unpacked.bucket_offset = 0;
+      region_copy(scratch, base, {unpacked}, Direction::kUnpack);
     }
   }
   skip(end);

@@ -152,8 +152,13 @@ def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
     with pytest.raises(ValueError, match="a bucket of at least"):
         ops.encode_regions(before, packed(after)[:-1].clone(), ROWS, 64, END, out)
-    with pytest.raises(ValueError, match="other memory"):
-        ops.encode_regions(before, out, ROWS, 64, END, out)
+    with pytest.raises(ValueError, match="changed tensor 1 to be as that of the base"):
+        ops.encode_regions(before, [after[0], after[1][1:], after[2]], ROWS, 64, END, out)
+    with pytest.raises(ValueError, match="expected 3 changed tensors, got 2"):
+        ops.encode_regions(before, after[:2], ROWS, 64, END, out)
+    for of_base, changed in ((before, out), (before, [*after[:2], out[:672].view(torch.complex128).view(7, 6)])):
+        with pytest.raises(ValueError, match="other memory"):
+            ops.encode_regions(of_base, changed, ROWS, 64, END, out)
 
 
 def test_bits_are_compared_and_not_values() -> None:

@@ -1,0 +1,95 @@
+"""A sender's base becomes what it has compared: in all tensors of which it sends everything, and in no other."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epload.core.pieces import Kinds
+from epload.core.views import View
+from epload.planning.exchange import plan_exchange
+from epload.planning.holdings import Holdings, Share, full_holdings
+from epload.planning.streams import Members
+from epload.sync.comparison import compare
+from epload.transfer.shards import Shards
+from support.small_syncs import many_waves
+
+HALF = torch.bfloat16
+SHAPES = {"gate": (150, 40), "up": (150, 40), "embed": (500, 64), "head": (500, 64), "scale": ()}
+LOCAL = [(300, 40), (500, 64), ()]
+"""Gate and up are one tensor, embed and head are tied."""
+
+
+def manifest(dtype: torch.dtype = HALF) -> Any:
+    shapes, dtypes = tuple(SHAPES.values()), (dtype,) * len(SHAPES)
+    kinds = Kinds.of(shapes, dtypes)
+    return SimpleNamespace(names=tuple(SHAPES), shapes=shapes, dtypes=dtypes, source="a test", digest=b"", kinds=kinds)
+
+
+def receiving() -> Holdings:
+    return full_holdings(tuple(SHAPES.values()), (HALF,) * len(SHAPES))
+
+
+def holdings(dtype: torch.dtype = HALF) -> Holdings:
+    gate, up = (View((row, 0), (150, 40), 0, (40, 1)) for row in (0, 150))
+    embed, scale = View.whole((500, 64)), View.whole(())
+    shares = [
+        Share(shape, ((0, view),), dtype)
+        for shape, view in (((150, 40), gate), ((150, 40), up), ((500, 64), embed), ((), scale))
+    ]
+    return Holdings(torch.tensor([0, 1, 2, 2, 3]), tuple(shares), [(0,), (0,), (1,), (1,), (2,)])
+
+
+def changed(tensors: list[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, tensor + 1, tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("senders", [1, 2, 3])
+def test_the_base_becomes_what_was_compared(senders: int, verify: bool) -> None:
+    own = holdings()
+    members = Members(tuple((rank,) for rank in range(senders)), ((senders,),))
+    of_ranks = {**dict.fromkeys(range(senders), own), senders: receiving()}
+    sent: list[int] = []
+    for rank in range(senders):
+        with many_waves():
+            plan = plan_exchange(manifest(), members, of_ranks, rank, own, 20_000)
+        old = [torch.arange(math.prod(shape)).reshape(shape).to(HALF) for shape in LOCAL]
+        new, base = changed(old, rank), [tensor.clone() for tensor in old]
+        comparison = compare(plan, Shards(plan, new, verify, "", 1), Shards(plan, base, False, "", 1), verify, math.inf)
+        assert comparison is not None
+        assert len(comparison.changed) == len(plan.buckets) > 1
+        left_out = comparison.left_out(own)
+        comparison.apply()
+        for number, (found, before, after) in enumerate(zip(base, old, new, strict=True)):
+            if number not in left_out:
+                assert torch.equal(found, after)
+                sent.append(number)
+            else:  # a part of it may have been sent
+                assert ((found == before) | (found == after)).all()
+    if senders == 1:
+        assert sent == [0, 1, 2]
+    else:
+        assert sent.count(2) == 1  # one rank sends a scalar, and several a large tensor
+        assert len(sent) < 3 * senders
+
+
+def test_what_is_sent_in_another_dtype_is_left_out() -> None:
+    own = holdings(torch.float32)
+    members = Members(((0,),), ((1,),))
+    plan = plan_exchange(manifest(torch.float32), members, {0: own, 1: receiving()}, 0, own, 20_000)
+    old = [torch.zeros(shape) for shape in LOCAL]
+    base = [tensor.clone() for tensor in old]
+    comparison = compare(
+        plan, Shards(plan, changed(old, 0), False, "", 1), Shards(plan, base, False, "", 1), False, math.inf
+    )
+    assert comparison is not None
+    assert comparison.left_out(own) == [0, 1, 2]
+    comparison.apply()
+    assert not any(tensor.any() for tensor in base)
