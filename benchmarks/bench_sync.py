@@ -1,7 +1,8 @@
 """Times syncs of a trainer's weights into a rollout job, over loopback and over links of a given rate. The latter needs root.
 
-    python benchmarks/bench_sync.py                        # loopback, then 2 trainer nodes and 2, then 4 rollout nodes
+    python benchmarks/bench_sync.py                      # loopback, then 2 trainer nodes and 2, 2 and 4 rollout nodes
     python benchmarks/bench_sync.py --cases loopback
+    python benchmarks/bench_sync.py --cases large        # 2 rollout nodes again, twice the bytes in half of the tensors
     python benchmarks/bench_sync.py --cases planning     # one sender's and one receiver's plan, of up to 1,024 + 4,096 ranks
     python benchmarks/bench_sync.py --cases 2,4 --layers 16 --peers epload_sync,floor
 
@@ -46,18 +47,27 @@ FP8 = "epload_fp8"
 JOIN = "epload_join"
 QUANTIZED = re.compile(r"_proj\.weight$")
 """Names of the weights that are sent in fp8."""
-PLANNING = "planning"
+PLANNING, LARGE = "planning", "large"
+LARGE_PEERS = (FLOOR, JOIN, "epload_sync")
+"""Those that are measured with large tensors: each takes twice as long."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", default="loopback,2,4,planning", help="loopback, numbers of rollout nodes, planning; comma-separated"
+        "--cases", default="loopback,2,large,4,planning",
+        help="loopback, numbers of rollout nodes, large, planning; comma-separated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB); large: 8 (622 MB)",
     )
-    parser.add_argument("--layers", type=int, help="layers of 128 experts; 48 (929 MB) over loopback, else 16 (311 MB)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer")
     parser.add_argument(
-        "--width", type=int, default=1, help="factor of the layers' sizes; their bytes grow with its square"
+        "--width",
+        type=int,
+        help="factor of the layers' sizes, of whose square their bytes are a multiple; large: 2, else 1",
     )
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
@@ -94,17 +104,16 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, case: str) -> Row:
-    """Measures all peers between two jobs. ``case``: "loopback", or the number of rollout nodes in a testbed."""
+    """Measures all peers between two jobs. ``case``: "loopback", the number of rollout nodes in a testbed, or "large"."""
     began = monotonic()
-    linked = case != "loopback"
-    size = Size(
-        layers=options.layers or (16 if linked else 48), experts=options.experts, hidden=options.width * Size.hidden,
-        intermediate=options.width * Size.intermediate,
-    )  # fmt: skip
+    linked, large = case != "loopback", case == LARGE
+    width = options.width or (2 if large else 1)
+    layers = options.layers or (8 if large else 16 if linked else 48)
+    size = Size(layers, options.experts, width * Size.hidden, width * Size.intermediate)
     nbytes, tensors = summary.contents(meta_model(size))
     experts = (parameter for name, parameter in meta_model(size).named_parameters() if QUANTIZED.search(name))
     quantized = sum(parameter.nbytes for parameter in experts)
-    trainers, rollouts = (TRAINERS, int(case)) if linked else (1, 1)
+    trainers, rollouts = (TRAINERS, 2 if large else int(case)) if linked else (1, 1)
     print(
         f"{case}: {nbytes / 1e6:.0f} MB in {tensors} tensors, {trainers} + {rollouts} nodes x {RANKS} ranks", flush=True
     )
@@ -112,7 +121,7 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     entries: dict[str, dict[str, list[float]]] = {"sync": {}}
     titles = {}
     for name in sync_peers.names():
-        if not options.peers or name in options.peers.split(","):
+        if name in options.peers.split(",") if options.peers else not large or name in LARGE_PEERS:
             for peer in sync_peers.find(name):
                 if (name == JOIN and not linked) or (peer.changes == "adamw" and case != "2"):
                     continue  # there is no second node that could join; the optimizer takes four times the memory
@@ -257,19 +266,18 @@ def targets(runs: dict[str, Row]) -> Table:
     def cpu_of_sync(row: Row) -> float:
         return float(row["cpu"]["user"] + row["cpu"]["system"])
 
-    with_changes = [
-        ("2 rollout nodes, 2 % changed: bytes into a node over its union", 0.036, of("2", few, lambda row: row["in"])),
-        ("2 rollout nodes, 2 % changed: time over a full sync's", 1 / 12, ratio(median_of("2", few), median_of("2", full))),
-        (
-            "2 rollout nodes, all changed: time over a full sync's", 1.03,
-            ratio(median_of("2", all_changed), median_of("2", full)),
-        ),
+    with_changes = []
+    for case, legend in (("2", "2 rollout nodes"), (LARGE, "2 rollout nodes, large tensors")):
+        full_seconds, bound = median_of(case, full), runs.get(case, {}).get("bound")
+        with_changes += [
+            (f"{legend}, 2 % changed: bytes into a node over its union", 0.036, of(case, few, lambda row: row["in"])),
+            (f"{legend}, 2 % changed: time over a full sync's", 1 / 12, ratio(median_of(case, few), full_seconds)),
+            (f"{legend}, all changed: time over a full sync's", 1.03, ratio(median_of(case, all_changed), full_seconds)),
+            (f"{legend}, one joins: time over S/B", 1.15, ratio(median_of(case, JOIN), bound)),
+        ]  # fmt: skip
+    with_changes += [
         ("2 rollout nodes, fp8: bytes into a node of quantized weights, over bf16", 0.52, of("2", FP8, of_quantized)),
         ("2 rollout nodes, fp8: bytes into a node, over all in bf16", 1.0, of("2", FP8, lambda row: row["in"])),
-        (
-            "a node joins: time over S/B", 1.15,
-            of("2", JOIN, lambda row: row["median"] / (runs["2"]["nbytes"] / (runs["2"]["mbit"] * 1e6 / 8))),
-        ),
         ("three nodes join at once: bytes out of a node, over S", 2.0, of("4", JOIN, lambda row: row["sent"])),
         (
             "loopback: CPU time of the comparison over that of a full sync", 0.35,

@@ -152,12 +152,14 @@ class Values:
     def _train(self, number: int) -> list[Tensor]:
         """bf16 weights before and after each step with an fp32 master and random gradients."""
         generator, parameter = torch.Generator().manual_seed(number), self._parameters[number]
-        master = nn.Parameter((0.02 * torch.randn(parameter.shape, generator=generator)).bfloat16().float())
+        box = box_of(parameter)
+        weights = 0.02 * torch.randn(parameter.shape, generator=generator)
+        master = nn.Parameter(cut(weights, *box).bfloat16().float())
         optimizer = torch.optim.AdamW([master], lr=LEARNING_RATE)
         states = []
         for _ in range(STEPS + 1):
-            states.append(cut(master.detach().bfloat16().view(torch.int16), *box_of(parameter)).clone())
-            master.grad = torch.randn(parameter.shape, generator=generator)
+            states.append(master.detach().bfloat16().view(torch.int16))
+            master.grad = cut(torch.randn(parameter.shape, generator=generator), *box).contiguous()
             optimizer.step()
         return states
 
