@@ -76,7 +76,7 @@ class ChangesRoute:
         view: object = None
         compared: Attempt[Comparison | None] = Attempt(lambda: None)
         if base is not None:
-            before, limit = Shards(plan, base.tensors, False, "", 1), base.limit(plan)
+            before, limit = base.shards(plan), base.limit(plan)
             with report.timed("read", "compares with the version before"):
                 compared = Attempt(lambda: compare(plan, shards(), before, self._verify, limit))
             view = compared.result.changed if compared.result is not None else TOO_MANY

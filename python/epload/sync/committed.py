@@ -13,6 +13,7 @@ from epload.core.attempt import Attempt
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan
 from epload.sync.comparison import DENSE, Comparison
+from epload.transfer.shards import Shards
 
 VERSIONS_BETWEEN = 50
 """Number of versions sent as changes before one is sent in full, unless receivers verify what they make of them."""
@@ -33,8 +34,9 @@ class CommittedTensors:
         """Why :meth:`usable_key` was empty."""
         self.comparison: Comparison | None = None
         """Of the version that is being sent, if receivers get its changes."""
+        self._shards: tuple[ExchangePlan, Shards] | None = None
         self._left_out: tuple[ExchangePlan, list[int]] | None = None
-        """See :meth:`Comparison.left_out`, and the plan for which this was computed."""
+        """See :meth:`Comparison.left_out`. Like the shards with the plan for which they were made."""
         self._copying: tuple[threading.Thread, list[Attempt[None]]] | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
@@ -49,7 +51,14 @@ class CommittedTensors:
 
     def forget(self) -> None:
         """Frees the copy."""
-        self.key, self.tensors, self.comparison, self._left_out = "", [], None, None
+        self.key, self.tensors, self.comparison = "", [], None
+        self._shards = self._left_out = None
+
+    def shards(self, plan: ExchangePlan) -> Shards:
+        """Returns the copy as the tensors of a plan."""
+        if self._shards is None or self._shards[0] is not plan:
+            self._shards = plan, Shards(plan, self.tensors, False, "the copy", 1)
+        return self._shards[1]
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors, which are committed once :meth:`commit` is called."""

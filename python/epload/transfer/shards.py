@@ -64,7 +64,9 @@ class Shards:
     @cached_property
     def _codes(self) -> Tensor:
         """The dtype of each tensor as :func:`epload.core.dtypes.code`; -1 if it is not on CPU."""
-        return column([dtypes.code(tensor.dtype) if tensor.is_cpu else -1 for tensor in self.tensors])
+        kinds = [tensor.dtype if tensor.is_cpu else None for tensor in self.tensors]
+        codes = {dtype: -1 if dtype is None else dtypes.code(dtype) for dtype in set(kinds)}
+        return column([codes[kind] for kind in kinds])
 
     def counted(self, number: int) -> list[Tensor]:
         """Returns the tensors that a bucket's copies count."""
