@@ -2,20 +2,13 @@
 // format is in docs/sync.md; an encoded buffer that came over a network is not trusted.
 #include "changes.h"
 
-#include "copy_table.h"
-#include "region_copy.h"
-#include "strided.h"
 #include "tensor_memory.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -25,46 +18,8 @@ namespace {
 constexpr std::array<char, 4> kMagic{'e', 'p', 'l', 'd'};
 constexpr uint8_t kFormat = 1;
 constexpr int64_t kHeaderBytes = 16;
-constexpr int64_t kUnitAt = 5; // in the header
-constexpr int64_t kChunkUnits = 1 << 16;
 constexpr uint8_t kLongGap = 255; // the gap follows in two bytes
 enum Kind : uint8_t { kUnchanged, kWhole, kBitmap, kGaps };
-
-// A range of bytes that is read or written from its start. Reading past its end throws; room is checked by the writer.
-struct Input {
-  const uint8_t* data;
-  int64_t left;
-
-  const uint8_t* take(int64_t nbytes) {
-    TORCH_CHECK_VALUE(nbytes <= left, "the encoded changes end ", nbytes - left, " bytes too early; they are damaged");
-    const auto* const begin = data;
-    data += nbytes;
-    left -= nbytes;
-    return begin;
-  }
-
-  template <typename T>
-  T number() {
-    T value;
-    std::memcpy(&value, take(sizeof(T)), sizeof(T));
-    return value;
-  }
-};
-
-struct Output {
-  uint8_t* data;
-  int64_t nbytes = 0;
-
-  void put(const void* source, int64_t size) {
-    std::memcpy(data + nbytes, source, static_cast<size_t>(size));
-    nbytes += size;
-  }
-
-  template <typename T>
-  void number(T value) {
-    put(&value, sizeof(T));
-  }
-};
 
 // The units of a chunk that differ, ascending.
 template <typename Unit>
@@ -111,7 +66,7 @@ int64_t count_changes(const Unit* base, const Unit* changed, int64_t units) {
 
 // Returns the units that differ.
 template <typename Unit>
-int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, Output& out) {
+int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, ChangesOutput& out) {
   constexpr int64_t kSample = 256;
   if (units > kSample &&
       count_changes(base, changed, kSample) == kSample) { // need not be listed if all of it is like that
@@ -166,7 +121,7 @@ int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint1
 }
 
 template <typename Unit>
-int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, Output& out) {
+int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, ChangesOutput& out) {
   const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
   thread_local std::vector<uint16_t> positions(kChunkUnits); // making one takes longer than a small block
   int64_t count = 0;
@@ -185,7 +140,7 @@ int64_t encode_all(const uint8_t* base, const uint8_t* changed, int64_t nbytes, 
 // Decodes a chunk; writes it unless `base` is null, which only checks it. Returns the units that it changes.
 // `positions` has room for one for each unit.
 template <typename Unit>
-int64_t decode_chunk(Input& in, int64_t units, uint16_t* positions, Unit* base) {
+int64_t decode_chunk(ChangesInput& in, int64_t units, uint16_t* positions, Unit* base) {
   constexpr int64_t size = sizeof(Unit);
   const auto kind = in.number<uint8_t>();
   if (kind == kUnchanged) {
@@ -243,7 +198,7 @@ int64_t decode_chunk(Input& in, int64_t units, uint16_t* positions, Unit* base) 
 }
 
 template <typename Unit>
-int64_t decode_all(Input& in, int64_t nbytes, uint8_t* base) {
+int64_t decode_all(ChangesInput& in, int64_t nbytes, uint8_t* base) {
   const int64_t units = nbytes / static_cast<int64_t>(sizeof(Unit));
   thread_local std::vector<uint16_t> positions(kChunkUnits);
   int64_t changed = 0;
@@ -271,6 +226,17 @@ int64_t with_unit(const char* op, int64_t unit, const Function& call) {
   }
 }
 
+void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t unit) {
+  TORCH_CHECK_VALUE(
+      nbytes % unit == 0 && is_aligned(data, unit),
+      op,
+      ": expected a buffer that starts and ends at a multiple of ",
+      unit,
+      " bytes");
+}
+
+} // namespace
+
 void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size_t index) {
   TORCH_CHECK_VALUE(
       bytes.is_cpu() && bytes.scalar_type() == at::kByte && bytes.dim() == 1,
@@ -282,29 +248,6 @@ void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size
   TORCH_CHECK_VALUE(bytes.is_contiguous(), op, ": expected ", name, " to be contiguous");
 }
 
-bool is_aligned(const uint8_t* data, int64_t unit) {
-  return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0;
-}
-
-int64_t bytes_in(const RegionCopy& row) {
-  return c10::multiply_integers(row.size) * static_cast<int64_t>(c10::elementSize(row.dtype));
-}
-
-// The size of what is compared in a region: an element, or a half of a wide one.
-int64_t unit_of(const RegionCopy& row) {
-  return std::min<int64_t>(static_cast<int64_t>(c10::elementSize(row.dtype)), 8);
-}
-
-void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t unit) {
-  TORCH_CHECK_VALUE(
-      nbytes % unit == 0 && is_aligned(data, unit),
-      op,
-      ": expected a buffer that starts and ends at a multiple of ",
-      unit,
-      " bytes");
-}
-
-// Writes a block: its header, and its chunks. Returns the units that differ.
 int64_t encode_block(
     const char* op,
     const uint8_t* base,
@@ -312,7 +255,7 @@ int64_t encode_block(
     int64_t nbytes,
     int64_t unit,
     int64_t room,
-    Output& out) {
+    ChangesOutput& out) {
   return with_unit(op, unit, [&](auto type) {
     check_unit(op, base, nbytes, unit);
     check_unit(op, changed, nbytes, unit);
@@ -328,143 +271,7 @@ int64_t encode_block(
   });
 }
 
-std::tuple<int64_t, int64_t> encode_changes(
-    const at::Tensor& base, const at::Tensor& changed, int64_t unit, at::Tensor& out) {
-  constexpr auto op = "encode_changes";
-  check_bytes(op, "base", base, 0);
-  check_bytes(op, "changed", changed, 1);
-  check_bytes(op, "out", out, 2);
-  const auto nbytes = base.numel();
-  TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
-  TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
-  Output output{out.mutable_data_ptr<uint8_t>()};
-  const auto count = encode_block(
-      op, base.const_data_ptr<uint8_t>(), changed.const_data_ptr<uint8_t>(), nbytes, unit, out.numel(), output);
-  mark_written({out});
-  return {output.nbytes, count};
-}
-
-// The bytes of a region of a tensor on CPU, one after the other, from a multiple of `unit` on: those of the tensor,
-// whose memory is `data`, or a copy in `scratch`.
-template <typename Byte>
-Byte* bytes_of(Byte* data, const at::Tensor& tensor, const RegionCopy& row, at::Tensor& scratch) {
-  const auto strided = collapse(tensor, row);
-  if (strided.size.empty() && is_aligned(data + strided.tensor, unit_of(row))) {
-    return data + strided.tensor;
-  }
-  if (!scratch.defined() || scratch.numel() < bytes_in(row)) {
-    scratch = at::empty({bytes_in(row)}, at::kByte);
-  }
-  auto packed = row;
-  packed.tensor = packed.bucket_offset = 0;
-  region_copy(scratch, {tensor}, {packed}, Direction::kPack);
-  return scratch.mutable_data_ptr<uint8_t>();
-}
-
-const uint8_t* bytes_of(const at::Tensor& tensor, const RegionCopy& row, at::Tensor& scratch) {
-  return bytes_of(static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor, row, scratch);
-}
-
-// The regions of tensors on CPU that lie in a bucket from `begin` to `end`, one after the other, each without gaps and
-// of its tensor's dtype.
-std::vector<RegionCopy> regions_of(
-    const char* op, at::TensorList tensors, const at::Tensor& copies, int64_t begin, int64_t end) {
-  TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
-  }
-  auto rows = decode_copies(end, tensors, copies);
-  for (const auto& row : rows) {
-    const auto dtype = tensors[row.tensor].scalar_type();
-    TORCH_CHECK_VALUE(dtype == row.dtype, op, ": expected tensors of ", row.dtype, ", as the copies say, got ", dtype);
-    TORCH_CHECK_VALUE(
-        span_of(row) == bytes_in(row) && row.bucket_offset >= begin,
-        op,
-        ": expected regions that follow one another without gaps");
-    begin = row.bucket_offset + bytes_in(row);
-  }
-  return rows;
-}
-
-// Encodes the differences between regions of tensors and those of others, or of the bucket that has been packed from
-// the others.
-std::tuple<int64_t, int64_t> encode_regions(
-    at::TensorList base,
-    at::TensorList changed,
-    const at::Tensor& copies,
-    int64_t begin,
-    int64_t end,
-    at::Tensor& out,
-    const std::optional<at::Tensor>& bucket) {
-  constexpr auto op = "encode_regions";
-  const at::NoGradGuard no_grad;
-  check_bytes(op, "out", out, 0);
-  const auto rows = regions_of(op, base, copies, begin, end);
-  if (bucket.has_value()) {
-    check_bytes(op, "the bucket", *bucket, 0);
-    TORCH_CHECK_VALUE(
-        bucket->numel() >= end && changed.empty(),
-        op,
-        ": expected a bucket of at least ",
-        end,
-        " bytes and no changed tensors, got ",
-        bucket->numel(),
-        " bytes and ",
-        changed.size(),
-        " tensors");
-    TORCH_CHECK_VALUE(!out.is_alias_of(*bucket), op, ": expected out to be other memory");
-  } else {
-    TORCH_CHECK_VALUE(
-        changed.size() == base.size(), op, ": expected ", base.size(), " changed tensors, got ", changed.size());
-  }
-  for (size_t i = 0; i < changed.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        changed[i].is_cpu() && changed[i].sizes() == base[i].sizes() &&
-            changed[i].scalar_type() == base[i].scalar_type(),
-        op,
-        ": expected changed tensor ",
-        i,
-        " to be as that of the base, ",
-        base[i].scalar_type(),
-        " of ",
-        base[i].sizes(),
-        " on cpu, got ",
-        changed[i].scalar_type(),
-        " of ",
-        changed[i].sizes(),
-        " on ",
-        changed[i].device());
-    check_memory(op, changed[i], i);
-    TORCH_CHECK_VALUE(!out.is_alias_of(changed[i]), op, ": expected out to be other memory");
-  }
-  for (const auto& tensor : base) {
-    TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
-  }
-  Output output{out.mutable_data_ptr<uint8_t>()};
-  at::Tensor scratch, other;
-  int64_t at = begin, count = 0;
-  const auto skip = [&](int64_t until) { // bytes of no region, which are equal
-    static const std::vector<uint8_t> zeros(kChunkUnits);
-    for (; at < until; at += std::min(until - at, kChunkUnits)) {
-      encode_block(op, zeros.data(), zeros.data(), std::min(until - at, kChunkUnits), 1, out.numel(), output);
-    }
-  };
-  for (const auto& row : rows) {
-    skip(row.bucket_offset);
-    const auto* const from = bytes_of(base[row.tensor], row, scratch);
-    const auto* const to = bucket.has_value() ? bucket->const_data_ptr<uint8_t>() + row.bucket_offset
-                                              : bytes_of(changed[row.tensor], row, other);
-    count += encode_block(op, from, to, bytes_in(row), unit_of(row), out.numel(), output);
-    at += bytes_in(row);
-  }
-  skip(end);
-  mark_written({out});
-  return {output.nbytes, count};
-}
-
-// Checks a block that begins at some byte of `nbytes`, and writes it unless `base`, its bytes, is null. Adds the units
-// that change to `changed`; returns its length in bytes.
-int64_t decode_block(const char* op, Input& in, int64_t begin, int64_t nbytes, uint8_t* base, int64_t& changed) {
+int64_t decode_block(const char* op, ChangesInput& in, int64_t begin, int64_t nbytes, uint8_t* base, int64_t& changed) {
   TORCH_CHECK_VALUE(
       std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
   const auto format = in.number<uint8_t>();
@@ -488,8 +295,31 @@ int64_t decode_block(const char* op, Input& in, int64_t begin, int64_t nbytes, u
   return length;
 }
 
+ChangesInput changes_in(const char* op, const at::Tensor& encoded) {
+  check_bytes(op, "the encoded changes", encoded, 0);
+  return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
+}
+
+namespace {
+
+std::tuple<int64_t, int64_t> encode_changes(
+    const at::Tensor& base, const at::Tensor& changed, int64_t unit, at::Tensor& out) {
+  constexpr auto op = "encode_changes";
+  check_bytes(op, "base", base, 0);
+  check_bytes(op, "changed", changed, 1);
+  check_bytes(op, "out", out, 2);
+  const auto nbytes = base.numel();
+  TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
+  TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
+  ChangesOutput output{out.mutable_data_ptr<uint8_t>()};
+  const auto count = encode_block(
+      op, base.const_data_ptr<uint8_t>(), changed.const_data_ptr<uint8_t>(), nbytes, unit, out.numel(), output);
+  mark_written({out});
+  return {output.nbytes, count};
+}
+
 // Checks all blocks, and writes them unless `base` is null. Returns the units that change.
-int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
+int64_t decode(const char* op, ChangesInput in, int64_t nbytes, uint8_t* base) {
   int64_t changed = 0, begin = 0;
   do {
     begin += decode_block(op, in, begin, nbytes, base != nullptr ? base + begin : nullptr, changed);
@@ -498,76 +328,16 @@ int64_t decode(const char* op, Input in, int64_t nbytes, uint8_t* base) {
   return changed;
 }
 
-Input input_of(const char* op, const at::Tensor& encoded) {
-  check_bytes(op, "the encoded changes", encoded, 0);
-  return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
-}
-
-// Decodes the block of each region, and those between, which change nothing. Writes the regions if `writes` is set.
-int64_t decode_regions(
-    const char* op,
-    Input in,
-    at::TensorList base,
-    const std::vector<RegionCopy>& rows,
-    int64_t begin,
-    int64_t end,
-    bool writes) {
-  at::Tensor scratch;
-  int64_t at = begin, changed = 0;
-  const auto skip = [&](int64_t until) {
-    int64_t none = 0;
-    while (at < until) {
-      const auto length = decode_block(op, in, at - begin, until - begin, nullptr, none);
-      TORCH_CHECK_VALUE(length > 0 && none == 0, op, ": expected no changes between regions");
-      at += length;
-    }
-  };
-  for (const auto& row : rows) {
-    skip(row.bucket_offset);
-    const auto& tensor = base[row.tensor];
-    TORCH_CHECK_VALUE(
-        in.left > kUnitAt && in.data[kUnitAt] == unit_of(row), op, ": expected a block in units of ", unit_of(row));
-    auto* const bytes =
-        writes ? bytes_of(static_cast<uint8_t*>(tensor.mutable_data_ptr()), tensor, row, scratch) : nullptr;
-    const auto nbytes = bytes_in(row), length = decode_block(op, in, at - begin, at - begin + nbytes, bytes, changed);
-    TORCH_CHECK_VALUE(length == nbytes, op, ": expected a block of ", nbytes, " bytes, got one of ", length);
-    at += nbytes;
-    if (scratch.defined() && bytes == scratch.const_data_ptr<uint8_t>()) {
-      auto unpacked = row;
-      unpacked.bucket_offset = 0;
-      region_copy(scratch, base, {unpacked}, Direction::kUnpack);
-    }
-  }
-  skip(end);
-  TORCH_CHECK_VALUE(in.left == 0, op, ": expected changes of ", end - begin, " bytes, got those of more");
-  return changed;
-}
-
-int64_t apply_regions(
-    const at::Tensor& encoded, at::TensorList base, const at::Tensor& copies, int64_t begin, int64_t end) {
-  constexpr auto op = "apply_regions";
-  const at::NoGradGuard no_grad;
-  const auto in = input_of(op, encoded);
-  const auto rows = regions_of(op, base, copies, begin, end);
-  for (const auto& tensor : base) {
-    TORCH_CHECK_VALUE(!encoded.is_alias_of(tensor), op, ": expected the changes to be other memory");
-  }
-  const auto changed = decode_regions(op, in, base, rows, begin, end, false);
-  decode_regions(op, in, base, rows, begin, end, true);
-  mark_written(base);
-  return changed;
-}
-
 } // namespace
 
 int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
-  return decode("check_changes", input_of("check_changes", encoded), nbytes, nullptr);
+  return decode("check_changes", changes_in("check_changes", encoded), nbytes, nullptr);
 }
 
 int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
   constexpr auto op = "apply_changes";
   check_bytes(op, "base", base, 1);
-  const auto in = input_of(op, encoded);
+  const auto in = changes_in(op, encoded);
   const auto changed = decode(op, in, base.numel(), nullptr);
   decode(op, in, base.numel(), base.mutable_data_ptr<uint8_t>());
   mark_written({base});
@@ -578,8 +348,6 @@ int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   m.impl("encode_changes", TORCH_FN(epload::encode_changes));
-  m.impl("encode_regions", TORCH_FN(epload::encode_regions));
-  m.impl("apply_regions", TORCH_FN(epload::apply_regions));
   m.impl("check_changes", TORCH_FN(epload::check_changes));
   m.impl("apply_changes", TORCH_FN(epload::apply_changes));
 }

@@ -33,7 +33,7 @@ class CommittedTensors:
         self.obstacle = ""
         """Why :meth:`usable_key` was empty."""
         self.comparison: Comparison | None = None
-        """Of the version that is being sent, if receivers get its changes."""
+        """Comparison of the version that is being sent, if receivers get its changes."""
         self._shards: tuple[ExchangePlan, Shards] | None = None
         self._left_out: tuple[ExchangePlan, list[int]] | None = None
         """See :meth:`Comparison.left_out`. Like the shards with the plan for which they were made."""
