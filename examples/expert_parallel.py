@@ -35,7 +35,7 @@ def main(checkpoint: str) -> None:
         experts = model.model.layers[0].mlp.experts.down_proj
         print(f"{len(experts.to_local())} of {len(experts)} experts on this rank")
         print(f"loss {loss.item():.4f}")
-    dist.barrier()  # else a thread of gloo may still free what backward has sent, which aborts a process that ends
+    dist.barrier()  # gloo's threads have freed what backward has sent before Python exits
     dist.destroy_process_group()
 
 

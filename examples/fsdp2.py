@@ -28,7 +28,7 @@ def main(checkpoint: str) -> None:
     if dist.get_rank() == 0:
         print(report)
         print(f"loss {loss.item():.4f}")
-    dist.barrier()  # else a thread of gloo may still free what backward has sent, which aborts a process that ends
+    dist.barrier()  # gloo's threads have freed what backward has sent before Python exits
     dist.destroy_process_group()
 
 

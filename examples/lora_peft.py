@@ -38,7 +38,7 @@ def main(checkpoint: str) -> None:
     if dist.get_rank() == 0:
         print(report)
         print(f"loss {losses[0]:.4f}, {losses[-1]:.4f} after {len(losses) - 1} steps")
-    dist.barrier()  # else a thread of gloo may still free what backward has sent, which aborts a process that ends
+    dist.barrier()  # gloo's threads have freed what backward has sent before Python exits
     dist.destroy_process_group()
 
 

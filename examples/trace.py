@@ -31,7 +31,7 @@ def main(checkpoint: str, path: str) -> None:
         for name, value in report.scalars().items():  # for W&B, TensorBoard
             print(f"{name} = {value:.6g}")
         print(f"loss {loss.item():.4f}")
-    dist.barrier()  # else a thread of gloo may still free what backward has sent, which aborts a process that ends
+    dist.barrier()  # gloo's threads have freed what backward has sent before Python exits
     dist.destroy_process_group()
 
 
