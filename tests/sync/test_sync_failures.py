@@ -96,6 +96,7 @@ def late(rank: int, meeting: Meeting) -> int | None:
         with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20) as receiver:
             meeting.say(f"late-{rank}-joined")
             receiver.receive_weights()
+            meeting.say(f"late-{rank}-received")
             receiver.commit()
             assert receiver.version is not None
             check(model, receiver.version)
@@ -105,7 +106,7 @@ def late(rank: int, meeting: Meeting) -> int | None:
 def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_one() -> None:
     sent, first, second = run(
         [
-            Job(1, trainer, (1, 1, 5, {2: "late-1-joined", 3: "late-0-joined"})),
+            Job(1, trainer, (1, 1, 5, {2: "late-1-joined", 3: "late-0-joined", 5: "late-0-received"})),
             Job(1, receives, ("a", [""] * 5)),
             Job(2, late),
         ]
