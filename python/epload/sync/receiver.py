@@ -157,13 +157,16 @@ class WeightReceiver(Endpoint):
         self._check_open()
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
         self._discard()
-        if (report := self._receive_from_engines(version, until)) is None:
-            number, announced, start, participants = self._wait_for_start(until)
+        while (report := self._receive_from_engines(version, until)) is None:
+            if (started := self._wait_for_start(until)) is None:
+                continue  # other ranks of the engine may have come too late for that version, and get it from other engines
+            number, announced, start, participants = started
             report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
             try:
                 self._take_part(version, start, participants, report)
             finally:
                 self._rendezvous.versions.acknowledge(number)
+            break
         report.waited = perf_counter() - began - report.seconds
         return report
 
@@ -210,10 +213,10 @@ class WeightReceiver(Endpoint):
             raise
         report.seconds = perf_counter() - began
 
-    def _wait_for_start(self, until: float) -> tuple[int, int, Start, Participants | None]:
-        """Gets ready for versions until this rank takes part in one. Returns the number of its announcement, the version, the
-        sender's decision, and the participants if they form a new generation."""
-        while (left := until - time.monotonic()) > 0:
+    def _wait_for_start(self, until: float) -> tuple[int, int, Start, Participants | None] | None:
+        """Gets ready for the next version. Returns the number of its announcement, the version, the sender's decision, and the
+        participants if they form a new generation; None if this rank does not take part."""
+        if (left := until - time.monotonic()) > 0:
             number, version = self._rendezvous.get_ready(timedelta(seconds=left))
             start = self._rendezvous.versions.wait_for_start(number, self._timeout)
             if self._continues(start):
@@ -222,6 +225,7 @@ class WeightReceiver(Endpoint):
             if self._rendezvous.participant in participants.receivers:
                 return number, version, start, participants
             self._rendezvous.join_again()  # it came too late for this version, or was taken for dead
+            return None
         raise WaitTimeout(
             f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
             f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
