@@ -1,6 +1,6 @@
 """Times syncs of a trainer's weights into a rollout job, over loopback and over links of a given rate. The latter needs root.
 
-    python benchmarks/bench_sync.py                      # loopback, then 2 trainer nodes and 2, 2 and 4 rollout nodes
+    python benchmarks/bench_sync.py                      # all cases: loopback, then 2 trainer nodes and 2 or 4 rollout nodes
     python benchmarks/bench_sync.py --cases loopback
     python benchmarks/bench_sync.py --cases large        # 2 rollout nodes again, twice the bytes in half of the tensors
     python benchmarks/bench_sync.py --cases planning     # one sender's and one receiver's plan, of up to 1,024 + 4,096 ranks
@@ -49,7 +49,7 @@ QUANTIZED = re.compile(r"_proj\.weight$")
 """Names of the weights that are sent in fp8."""
 PLANNING, LARGE = "planning", "large"
 LARGE_PEERS = (FLOOR, JOIN, "epload_sync")
-"""Those that are measured with large tensors: each takes twice as long."""
+"""Peers that are measured with large tensors: each takes twice as long."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument(
         "--width",
         type=int,
-        help="factor of the layers' sizes, of whose square their bytes are a multiple; large: 2, else 1",
+        help="factor of the layers' sizes, large: 2, else 1; their bytes grow with its square",
     )
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")

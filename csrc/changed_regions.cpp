@@ -135,13 +135,13 @@ std::tuple<int64_t, int64_t> encode_regions(
   for (const auto& tensor : base) {
     TORCH_CHECK_VALUE(!out.is_alias_of(tensor), op, ": expected out to be other memory");
   }
-  ChangesOutput output{out.mutable_data_ptr<uint8_t>()};
+  ChangesOutput output{out.mutable_data_ptr<uint8_t>(), out.numel()};
   at::Tensor scratch, other;
   int64_t at = begin, count = 0;
   const auto skip = [&](int64_t until) { // bytes of no region, which are equal
     static const std::vector<uint8_t> zeros(kChunkUnits);
     for (; at < until; at += std::min(until - at, kChunkUnits)) {
-      encode_block(op, zeros.data(), zeros.data(), std::min(until - at, kChunkUnits), 1, out.numel(), output);
+      encode_block(op, zeros.data(), zeros.data(), std::min(until - at, kChunkUnits), 1, output);
     }
   };
   for (const auto& row : rows) {
@@ -149,7 +149,7 @@ std::tuple<int64_t, int64_t> encode_regions(
     const auto* const from = bytes_of(base[row.tensor], row, scratch);
     const auto* const to = bucket.has_value() ? bucket->const_data_ptr<uint8_t>() + row.bucket_offset
                                               : bytes_of(changed[row.tensor], row, other);
-    count += encode_block(op, from, to, bytes_in(row), unit_of(row), out.numel(), output);
+    count += encode_block(op, from, to, bytes_in(row), unit_of(row), output);
     at += bytes_in(row);
   }
   skip(end);

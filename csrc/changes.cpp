@@ -249,19 +249,13 @@ void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size
 }
 
 int64_t encode_block(
-    const char* op,
-    const uint8_t* base,
-    const uint8_t* changed,
-    int64_t nbytes,
-    int64_t unit,
-    int64_t room,
-    ChangesOutput& out) {
+    const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, ChangesOutput& out) {
   return with_unit(op, unit, [&](auto type) {
     check_unit(op, base, nbytes, unit);
     check_unit(op, changed, nbytes, unit);
     const auto needed = kHeaderBytes + (nbytes / unit + kChunkUnits - 1) / kChunkUnits + nbytes;
     TORCH_CHECK_VALUE(
-        room - out.nbytes >= needed, op, ": expected room for ", out.nbytes + needed, " bytes, got ", room);
+        out.room - out.nbytes >= needed, op, ": expected room for ", out.nbytes + needed, " bytes, got ", out.room);
     out.put(kMagic.data(), kMagic.size());
     out.number(kFormat);
     out.number(static_cast<uint8_t>(unit));
@@ -311,9 +305,9 @@ std::tuple<int64_t, int64_t> encode_changes(
   const auto nbytes = base.numel();
   TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
   TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
-  ChangesOutput output{out.mutable_data_ptr<uint8_t>()};
-  const auto count = encode_block(
-      op, base.const_data_ptr<uint8_t>(), changed.const_data_ptr<uint8_t>(), nbytes, unit, out.numel(), output);
+  ChangesOutput output{out.mutable_data_ptr<uint8_t>(), out.numel()};
+  const auto count =
+      encode_block(op, base.const_data_ptr<uint8_t>(), changed.const_data_ptr<uint8_t>(), nbytes, unit, output);
   mark_written({out});
   return {output.nbytes, count};
 }

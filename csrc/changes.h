@@ -13,7 +13,7 @@ namespace epload {
 constexpr int64_t kChunkUnits = 1 << 16;
 constexpr int64_t kUnitAt = 5; // where the header of a block has its unit
 
-// A range of bytes that is read or written from its start. Reading past its end throws; room is checked by the writer.
+// A range of bytes that is read or written from its start. Reading past its end throws; who writes checks the room.
 struct ChangesInput {
   const uint8_t* data;
   int64_t left;
@@ -36,6 +36,7 @@ struct ChangesInput {
 
 struct ChangesOutput {
   uint8_t* data;
+  int64_t room;
   int64_t nbytes = 0;
 
   void put(const void* source, int64_t size) {
@@ -58,13 +59,7 @@ inline bool is_aligned(const uint8_t* data, int64_t unit) {
 
 // Writes a block: its header, and its chunks. Returns the units that differ.
 int64_t encode_block(
-    const char* op,
-    const uint8_t* base,
-    const uint8_t* changed,
-    int64_t nbytes,
-    int64_t unit,
-    int64_t room,
-    ChangesOutput& out);
+    const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, ChangesOutput& out);
 
 // Checks a block that begins at some byte of `nbytes`, and writes it unless `base`, its bytes, is null. Adds the units
 // that change to `changed`; returns its length in bytes.

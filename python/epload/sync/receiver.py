@@ -157,16 +157,9 @@ class WeightReceiver(Endpoint):
         self._check_open()
         began, until = perf_counter(), time.monotonic() + self._timeout.total_seconds()
         self._discard()
-        while (report := self._receive_from_engines(version, until)) is None:
-            if (started := self._wait_for_start(until)) is None:
-                continue  # other ranks of the engine may have come too late for that version, and get it from other engines
-            number, announced, start, participants = started
-            report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
-            try:
-                self._take_part(version, start, participants, report)
-            finally:
-                self._rendezvous.versions.acknowledge(number)
-            break
+        report = None
+        while report is None:
+            report = self._receive_from_engines(version, until) or self._receive_from_sender(version, until)
         report.waited = perf_counter() - began - report.seconds
         return report
 
@@ -195,6 +188,28 @@ class WeightReceiver(Endpoint):
                 self._joining.end(number, received, holds)
         return None
 
+    def _receive_from_sender(self, version: int | None, until: float) -> SyncReport | None:
+        """Receives the sender's next version. Returns None if this rank came too late for it: other ranks of the engine may, too,
+        and wait for that version from other engines."""
+        if (left := until - time.monotonic()) <= 0:
+            raise WaitTimeout(
+                f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
+                f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
+            )
+        number, announced = self._rendezvous.get_ready(timedelta(seconds=left))
+        start, participants = self._rendezvous.versions.wait_for_start(number, self._timeout), None
+        if not self._continues(start):
+            participants = Participants.fetch(self._store, start.participants, self._timeout)
+            if self._rendezvous.participant not in participants.receivers:
+                self._rendezvous.join_again()  # it may also have been taken for dead
+                return None
+        report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
+        try:
+            self._take_part(version, start, participants, report)
+        finally:
+            self._rendezvous.versions.acknowledge(number)
+        return report
+
     def _take_part(
         self, version: int | None, start: Start, participants: Participants | None, report: SyncReport
     ) -> None:
@@ -212,24 +227,6 @@ class WeightReceiver(Endpoint):
             self._rendezvous.join_again()  # the sender may still count on the generation
             raise
         report.seconds = perf_counter() - began
-
-    def _wait_for_start(self, until: float) -> tuple[int, int, Start, Participants | None] | None:
-        """Gets ready for the next version. Returns the number of its announcement, the version, the sender's decision, and the
-        participants if they form a new generation; None if this rank does not take part."""
-        if (left := until - time.monotonic()) > 0:
-            number, version = self._rendezvous.get_ready(timedelta(seconds=left))
-            start = self._rendezvous.versions.wait_for_start(number, self._timeout)
-            if self._continues(start):
-                return number, version, start, None
-            participants = Participants.fetch(self._store, start.participants, self._timeout)
-            if self._rendezvous.participant in participants.receivers:
-                return number, version, start, participants
-            self._rendezvous.join_again()  # it came too late for this version, or was taken for dead
-            return None
-        raise WaitTimeout(
-            f"engine {self.engine.name} took part in no version within {self._timeout.total_seconds():.0f} s; have all "
-            f"of its {self.engine.size} ranks called receive_weights(), and are they alive?"
-        )
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
         before, manifest = self._joined_holdings, Attempt(lambda: self._read_manifest(participants))
