@@ -187,7 +187,7 @@ def changing_trainer(
 ) -> list[tuple[str, Sent | None]]:  # fmt: skip
     """Sends versions to engines that come, go and fail, and that nobody hands a version on to. ``waits``: which engine's waiting
     for the next one is waited for before a version."""
-    with many_waves(lease_seconds=1.5), mock.patch.object(Offers, "offer"):
+    with many_waves(lease_seconds=10), mock.patch.object(Offers, "offer"):
         model, outcomes = build(layout, 2, dtype), []
         with epload.WeightSender(
             model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always", snapshot=snapshot
@@ -211,7 +211,7 @@ def changing_engine(
     source: torch.dtype | None = None,
 ) -> dict[int, Sent | None]:  # fmt: skip
     """Joins after an event, and receives until a version; one of them fails here. Every version that is received is whole."""
-    with many_waves(lease_seconds=1.5):
+    with many_waves(lease_seconds=10):
         if after:
             meeting.hear(after)
         model, reports = build(layout, 2 if layout != "plain" else 1, dtype), {}
