@@ -11,6 +11,9 @@
 #include <cstring>
 #include <tuple>
 #include <vector>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace epload {
 namespace {
@@ -18,26 +21,42 @@ namespace {
 constexpr std::array<char, 4> kMagic{'e', 'p', 'l', 'd'};
 constexpr uint8_t kFormat = 1;
 constexpr int64_t kHeaderBytes = 16;
+constexpr int64_t kCountBytes = 4;
 constexpr uint8_t kLongGap = 255; // the gap follows in two bytes
 enum Kind : uint8_t { kUnchanged, kWhole, kBitmap, kGaps };
+
+constexpr int64_t kBlockUnits = 64;
+
+// Returns a bit for each unit of a block, set if it differs.
+template <typename Unit>
+uint64_t compare_block(const Unit* base, const Unit* changed) {
+  std::array<int8_t, kBlockUnits> differs; // a byte each, in a loop that compilers vectorize
+  for (int64_t i = 0; i < kBlockUnits; ++i) {
+    differs[i] = base[i] != changed[i] ? -1 : 0;
+  }
+  uint64_t mask = 0;
+#ifdef __SSE2__
+  for (int64_t i = 0; i < kBlockUnits; i += 16) {
+    const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(differs.data() + i));
+    mask |= uint64_t{static_cast<uint16_t>(_mm_movemask_epi8(bytes))} << i;
+  }
+#else
+  for (int64_t i = 0; i < kBlockUnits; i += 8) {
+    uint64_t bytes;
+    std::memcpy(&bytes, differs.data() + i, 8);
+    mask |= ((bytes & 0x0101010101010101u) * 0x0102040810204080u >> 56) << i;
+  }
+#endif
+  return mask;
+}
 
 // The units of a chunk that differ, ascending.
 template <typename Unit>
 int64_t find_changes(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions) {
-  constexpr int64_t kBlock = 64;
   constexpr uint64_t kTop = uint64_t{1} << 63;
   int64_t count = 0, first = 0;
-  for (; first + kBlock <= units; first += kBlock) {
-    std::array<uint8_t, kBlock> differs; // a byte each, in a loop that compilers vectorize
-    for (int64_t i = 0; i < kBlock; ++i) {
-      differs[i] = base[first + i] != changed[first + i];
-    }
-    uint64_t mask = 0;
-    for (int64_t i = 0; i < kBlock; i += 8) {
-      uint64_t bytes;
-      std::memcpy(&bytes, differs.data() + i, 8);
-      mask |= (bytes * 0x0102040810204080u >> 56) << i; // the lowest bit of each byte
-    }
+  for (; first + kBlockUnits <= units; first += kBlockUnits) {
+    auto mask = compare_block(base + first, changed + first);
     for (int i = 0; i < 3; ++i) { // without a branch, which processors would often predict wrongly
       positions[count] = static_cast<uint16_t>(first + __builtin_ctzll(mask | kTop));
       count += mask != 0;
@@ -64,6 +83,26 @@ int64_t count_changes(const Unit* base, const Unit* changed, int64_t units) {
   return count;
 }
 
+// Writes the gaps in front of the positions. Returns their bytes and those of their count; if there are more than `limit`,
+// nothing is written, or only some.
+int64_t list_gaps(const uint16_t* positions, int64_t count, int64_t limit, uint8_t* out) {
+  if (kCountBytes + count > limit) {
+    return kCountBytes + count;
+  }
+  const auto* const begin = out;
+  int64_t next = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto gap = positions[i] - next;
+    *out++ = static_cast<uint8_t>(std::min<int64_t>(gap, kLongGap));
+    if (gap >= kLongGap) {
+      *out++ = static_cast<uint8_t>(gap);
+      *out++ = static_cast<uint8_t>(gap >> 8);
+    }
+    next = positions[i] + 1;
+  }
+  return kCountBytes + (out - begin);
+}
+
 // Returns the units that differ.
 template <typename Unit>
 int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint16_t* positions, ChangesOutput& out) {
@@ -82,12 +121,8 @@ int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint1
     out.number<uint8_t>(kUnchanged);
     return 0;
   }
-  int64_t gap_bytes = 4 + count, next = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    gap_bytes += positions[i] - next >= kLongGap ? 2 : 0;
-    next = positions[i] + 1;
-  }
   const int64_t bitmap_bytes = (units + 7) / 8, size = sizeof(Unit), values = count * size;
+  const auto gap_bytes = list_gaps(positions, count, bitmap_bytes, out.data + out.nbytes + 1 + kCountBytes);
   if (std::min(gap_bytes, bitmap_bytes) + values >= units * size) {
     out.number<uint8_t>(kWhole);
     out.put(changed, units * size);
@@ -96,15 +131,7 @@ int64_t encode_chunk(const Unit* base, const Unit* changed, int64_t units, uint1
   if (gap_bytes <= bitmap_bytes) {
     out.number<uint8_t>(kGaps);
     out.number(static_cast<uint32_t>(count));
-    next = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const auto gap = positions[i] - next;
-      out.number(static_cast<uint8_t>(std::min<int64_t>(gap, kLongGap)));
-      if (gap >= kLongGap) {
-        out.number(static_cast<uint16_t>(gap));
-      }
-      next = positions[i] + 1;
-    }
+    out.nbytes += gap_bytes - kCountBytes;
   } else {
     out.number<uint8_t>(kBitmap);
     auto* const bits = out.data + out.nbytes;
