@@ -83,8 +83,8 @@ int64_t count_changes(const Unit* base, const Unit* changed, int64_t units) {
   return count;
 }
 
-// Writes the gaps in front of the positions. Returns their bytes and those of their count; if there are more than `limit`,
-// nothing is written, or only some.
+// Writes the gaps in front of the positions. Returns their bytes and those of their count; if there are more than
+// `limit`, nothing is written, or only some.
 int64_t list_gaps(const uint16_t* positions, int64_t count, int64_t limit, uint8_t* out) {
   if (kCountBytes + count > limit) {
     return kCountBytes + count;
