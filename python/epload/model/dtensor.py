@@ -105,7 +105,8 @@ def layout_of(
         in_module: False for an entry of a state dict, which is what its ``full_tensor()`` returns, by the order of the groups.
 
     Raises ModelMismatch: a placement that cannot be loaded into (Partial), a mesh without this rank, or a mesh whose groups
-    have another order than its coordinates, along an axis that shards the tensor other than by FSDP."""
+    have another order than its coordinates, along an axis that shards the tensor other than by FSDP; a local tensor of another
+    shape than the placements give."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Layout(shape, (), ()), ()
@@ -122,10 +123,17 @@ def layout_of(
         for axis, placement in enumerate(placements)
     )
     reordered = [axis for axis, index in enumerate(by_group) if index != coordinate[axis]]
-    is_undefined = bool(reordered) and tuple(tensor.to_local().shape) != owned_shape(layout, by_group)
+    local, owned = tuple(with_memory(tensor).shape), owned_shape(layout, by_group)
+    is_undefined = local != owned
     for axis in reordered:
         if is_undefined or (in_module and axis != fsdp_axis):
             raise ModelMismatch(_order_problem(name, mesh, axis))
+    if is_undefined:
+        raise ModelMismatch(
+            f"{name}, of shape {list(shape)}, has a local tensor of shape {list(local)} on this rank, where its placements "
+            f"({', '.join(map(str, tensor.placements))}) on the mesh {describe_mesh(mesh_of(mesh))} give {list(owned)}: "
+            "from_local() was called with shards of other sizes than distribute_tensor() makes; make it with the latter"
+        )
     return layout, by_group
 
 
@@ -175,6 +183,16 @@ def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placeme
     raise ModelMismatch(
         f"{name} has placement {placement}, which cannot be loaded into; redistribute it to Shard or Replicate"
     )
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """Returns the tensor whose memory a tensor is: the local tensor of a DTensor, else itself."""
+    if type(tensor) is DTensor:
+        return tensor._local_tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor
 
 
 def local_tensors(tensors: list[Tensor]) -> list[Tensor]:

@@ -41,6 +41,14 @@ def has_internal_overlap(tensor: Tensor) -> bool:
     return False
 
 
+def may_overlap(described: Tensor) -> bool:
+    """Returns True if tensors may share memory. ``described``: their addresses, as in the first columns of
+    :func:`epload.native.ops.describe_memory`."""
+    begin, order = described[:, 0].sort()
+    end = described[order, 1]
+    return bool((end[:-1] > begin[1:]).any())
+
+
 def find_overlap(tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Returns the names of two tensors that share memory, None if there are none."""
     spans = []

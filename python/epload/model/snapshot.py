@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from epload.model import dtensor
-from epload.model.memory import wraps_tensors
+from epload.model.memory import may_overlap, wraps_tensors
 from epload.model.modules import Modules
 from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
@@ -71,7 +71,7 @@ class Snapshot:
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
         self._types = {*map(type, targets.tensors)}
         self._shardings, memory = dtensor.metadata(targets.tensors)
-        if _overlap(memory):
+        if may_overlap(memory):
             return
         self._layouts = memory[:, 2:]
         self._fsdp_modules = [*map(weakref.ref, modules.fsdp)]
@@ -107,7 +107,7 @@ class Snapshot:
         if {*map(type, tensors)} != self._types:
             return None
         shardings, memory = dtensor.metadata(tensors)
-        if shardings != self._shardings or not torch.equal(memory[:, 2:], self._layouts) or _overlap(memory):
+        if shardings != self._shardings or not torch.equal(memory[:, 2:], self._layouts) or may_overlap(memory):
             return None
         targets = copy(self._targets)
         targets.tensors = tensors
@@ -139,10 +139,3 @@ class Snapshot:
 def _clear(lists: tuple[list[Any], ...], _: object) -> None:
     for collections in lists:
         collections.clear()
-
-
-def _overlap(memory: Tensor) -> bool:
-    """Returns True if tensors may share memory, by the addresses in :func:`epload.native.ops.describe_memory`'s first columns."""
-    begin, order = memory[:, 0].sort()
-    end = memory[order, 1]
-    return bool((end[:-1] > begin[1:]).any())

@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from epload.model.flat_state import FlatState
 from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
 from epload.model.state_dict import read_state
+from epload.native import ops
 
 
 @dataclass
@@ -172,24 +173,26 @@ def collect(
     targets = Targets(plain=plain, unsaved_buffers=unsaved_buffers, unsaved_meta=unsaved_meta)
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
-    by_storage: dict[memory.StorageKey, int] = {}
+    by_memory: dict[tuple[object, ...], int] = {}
+    """Targets with storage, by where they have it, and how they are sharded."""
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
         number = len(targets.names)
         owner = by_id.setdefault(id(tensor), number)
-        if owner == number and not isinstance(tensor, DTensor):
-            _check_loadable(name, tensor, filled)
-            is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-            if is_plain and tensor.numel() and tensor.data_ptr():  # not freed, as by FSDP
-                owner = by_storage.setdefault(memory.storage_key(tensor), number)
+        local = dtensor.with_memory(tensor)
+        sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if owner == number:
+            _check_loadable(name, local, filled)
+            is_plain = type(local) in (Tensor, nn.Parameter) and not local.is_meta
+            if is_plain and local.numel() and local.data_ptr():  # not freed, as by FSDP
+                owner = by_memory.setdefault((memory.storage_key(local), sharding), number)
                 targets.has_aliases |= owner != number
         if owner != number:
             targets.index[name] = by_id[id(tensor)] = owner
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
-        sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        key = (tensor.shape, sharding, fsdp_axis, outer)
+        key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)
         if key not in layouts:
             layouts[key] = len(targets.layouts)
             layout, coordinate = dtensor.layout_of(name, tensor, fsdp_axis, in_module)
@@ -204,7 +207,7 @@ def collect(
         targets.has_meta |= tensor.is_meta
     if isinstance(model, MegatronChunks):
         targets.index |= {alias: targets.index[name] for alias, name in model.tied_names().items()}
-    _check_overlap(targets, by_storage)
+    _check_overlap(targets, [*by_memory.values()])
     for name, local in zip(targets.names, targets.local() if filled else (), strict=filled):
         if memory.wraps_tensors(type(local)) and not memory.keeps_writes(local):
             raise ModelMismatch(
@@ -215,11 +218,12 @@ def collect(
     return targets
 
 
-def _check_overlap(targets: Targets, by_storage: Mapping[memory.StorageKey, int]) -> None:
-    """Raises ModelMismatch if plain targets overlap in memory."""
-    if len({pointer for pointer, *_ in by_storage}) == len(by_storage):
+def _check_overlap(targets: Targets, numbers: Sequence[int]) -> None:
+    """Raises ModelMismatch if some of the targets overlap in memory."""
+    tensors = [dtensor.with_memory(targets.tensors[number]) for number in numbers]
+    if not memory.may_overlap(ops.describe_memory(tensors)):
         return
-    pair = memory.find_overlap([(targets.names[i], targets.tensors[i]) for i in sorted(by_storage.values())])
+    pair = memory.find_overlap([(targets.names[i], tensor) for i, tensor in zip(numbers, tensors, strict=True)])
     if pair is not None:
         raise ModelMismatch(
             f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
@@ -228,7 +232,7 @@ def _check_overlap(targets: Targets, by_storage: Mapping[memory.StorageKey, int]
 
 
 def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
-    """Raises ModelMismatch for a plain tensor whose elements cannot be written one by one, as in Tensor.copy_; if not ``filled``,
+    """Raises ModelMismatch for a local tensor whose elements cannot be written one by one, as in Tensor.copy_; if not ``filled``,
     read."""
     if (shape := getattr(tensor, "ds_shape", None)) is not None and (filled or tensor.shape != shape):
         way = "load before deepspeed.initialize() and outside zero.Init(), or with its load_checkpoint()"
@@ -245,7 +249,12 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
         raise ModelMismatch(
             f"{name} has no memory: its storage was freed, as by a trainer that has offloaded it; bring it back first"
         )
-    if not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
+    if filled and not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
+        )
+    if filled and (tensor.is_conj() or tensor.is_neg()):
+        raise ModelMismatch(
+            f"{name} is a view that is conjugated or negated where it is read, and cannot be loaded into; resolve_conj() or "
+            "resolve_neg() it first"
         )
