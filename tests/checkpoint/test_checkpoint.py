@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from epload import Checkpoint, CheckpointError
+from epload.checkpoint import object_store
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support.checkpoint_kinds import (
@@ -112,3 +113,20 @@ def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
         Checkpoint.join(tmp_path / "nowhere", manifest)
     with pytest.raises(CheckpointError, match="is one file, but the source rank reads 2 files"):
         Checkpoint.join(folder / "model-00001-of-00002.safetensors", manifest)
+
+
+def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.arange(4.0)[2::2][:1], "imaginary": torch.tensor([1 + 2j]).imag}
+    assert_same(read_all(Checkpoint.open(state)), {name: torch.tensor(value.tolist()) for name, value in state.items()})
+    for name in ("run", "run#2"):
+        save_file({"w": torch.tensor([float(len(name))])}, (tmp_path / name).with_suffix(".safetensors"))
+    with pytest.raises(CheckpointError, match="a # begins"):
+        Checkpoint.open(f"file://{tmp_path}/run#2.safetensors")
+    assert read_all(Checkpoint.open(tmp_path / "run#2.safetensors"))["w"].item() == 5
+    opened: list[str] = []
+    monkeypatch.setattr(object_store, "connect", opened.append)
+    object_store.ObjectStore("hdfs:///user/x")
+    object_store.locate("hdfs:///user/x/model.safetensors", "", lambda nbytes: None, None)
+    assert opened == ["hdfs:///user/x"] * 2

@@ -139,3 +139,21 @@ def test_mistakes_and_dicts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     for text, start in zip(first, expected, strict=True):
         assert start in text, text
     assert "executed" not in capfd.readouterr().out
+
+
+def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+    """As in an optimizer's own state dict. torch saves them under their strings."""
+    model, data = nn.Linear(3, 2), torch.ones(2, 3)
+    optimizers = [torch.optim.LBFGS(model.parameters(), max_iter=steps) for steps in (3, 1)]
+    for optimizer in optimizers:
+        optimizer.step(lambda: model(data).sum())
+    saved, state = (optimizer.state_dict() for optimizer in optimizers)
+    dcp.save(saved, checkpoint_id=tmp_path / "step")
+    for source in (tmp_path / "step", saved):
+        epload.load_state(state, source, strict=False, progress=False)
+        assert list(state["state"]) == list(saved["state"]) == [0]
+        assert state["state"][0]["n_iter"] == saved["state"][0]["n_iter"]
+        assert state["param_groups"][0]["max_iter"] == 3
+    nested = {"k": {0: "old", "x": "old"}}
+    epload.load_state(nested, {"k": {0: "new", "x": "new"}}, progress=False)
+    assert nested == {"k": {0: "new", "x": "new"}}

@@ -1,4 +1,5 @@
-"""Ranks that disagree about a device mesh are refused; meshes that rightly differ between ranks are not."""
+"""Ranks that disagree about a device mesh are refused, as are DTensors whose memory is not what torch's functions make; meshes
+that rightly differ between ranks are not."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import epload
 from epload import HierarchicalLoader, ManifestMismatch, OuterShard, Topology
 from support import ranks
 
@@ -157,3 +159,52 @@ def rightly_different(rank: int) -> list[str]:
 
 def test_meshes_that_rightly_differ_between_ranks() -> None:
     assert ranks.run(4, rightly_different) == [[]] * 4
+
+
+def with_other_memory(rank: int, path: str) -> list[str]:
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(8.0)
+    sharded = distribute_tensor(torch.zeros(8), mesh, [Shard(0)])
+
+    def of(*tensors: torch.Tensor) -> nn.Module:
+        model = nn.Module()
+        for name, tensor in zip("ab", tensors, strict=False):
+            model.register_parameter(name, nn.Parameter(tensor))
+        return model
+
+    def from_local(local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(local, mesh, [Shard(0)], shape=(8,), stride=(1,), run_check=False)
+
+    uneven, large = from_local(whole[:5] if rank == 0 else whole[5:]), from_local(torch.zeros(6))
+    outcomes = []
+    for call in (
+        lambda: epload.save(of(uneven), path),
+        lambda: epload.load(of(uneven), {"a": whole}),
+        lambda: epload.load(of(large), {"a": whole}, verify=True),
+        lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole}),
+        lambda: epload.load(of(sharded, sharded.detach()), {"a": whole, "b": -whole}),
+        lambda: epload.load(of(sharded, sharded.to_local()[1:]), {"a": whole, "b": whole[:3]}),
+    ):
+        try:
+            call()
+            outcomes.append("loaded")
+        except epload.LoadError as error:
+            outcomes.append(str(error))
+    tied = of(sharded, sharded.detach())
+    epload.load(tied, {"a": whole})
+    assert tied.b.full_tensor().equal(whole)
+    return outcomes
+
+
+def test_dtensors_with_other_memory_than_their_placements_say(tmp_path: Any) -> None:
+    expected = [
+        "a, of shape [8], has a local tensor of shape [5] on this rank",
+        "a, of shape [8], has a local tensor of shape [5] on this rank",
+        "a, of shape [8], has a local tensor of shape [6] on this rank",
+        "a is expanded",
+        "the model ties a and b",
+        "a and b share part of their memory",
+    ]
+    for of_rank in ranks.run(2, with_other_memory, str(tmp_path / "saved")):
+        for outcome, text in zip(of_rank, expected, strict=True):
+            assert text in outcome
+    assert not (tmp_path / "saved").exists()

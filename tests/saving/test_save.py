@@ -195,3 +195,27 @@ def test_names_of_another_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoint names of the model's tensors cannot be derived"):
         epload.save(model, tmp_path / "new", mapping=rename)
     assert os.listdir(tmp_path) == ["names.pt"]
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/step-1", Path("gs://bucket/step-1")])
+def test_a_url_is_no_folder_to_write(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    epload.save({"w": torch.ones(2)}, "source")
+    for call in (lambda: epload.save({"w": torch.ones(2)}, path), lambda: epload.convert("source", path)):
+        with pytest.raises(ValueError, match="expected the path of a local folder"):
+            call()
+    assert os.listdir() == ["source"]
+
+
+def test_copied_files_do_not_replace_those_that_are_written(tmp_path: Path) -> None:
+    for name in ("a/model.safetensors.index.json", "a/model.safetensors", "a/tokenizer.json", "b/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for files in (
+        ["a/model.safetensors.index.json"],
+        ["a/model.safetensors"],
+        ["a/tokenizer.json", "b/tokenizer.json"],
+    ):
+        with pytest.raises(ValueError, match="expected files="):
+            epload.save({"w": torch.ones(2)}, tmp_path / "c", files=[tmp_path / file for file in files])
+        assert not (tmp_path / "c").exists()

@@ -298,7 +298,7 @@ def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("4", {"base": "9"}, epload.CheckpointError, "no checkpoint at"),
         (
             "4",
-            {"base": "1", "files": ["1/model.safetensors"]},
+            {"base": "1", "files": ["note.txt"]},
             ValueError,
             "files= and checksums= are for whole checkpoints",
         ),
@@ -311,6 +311,7 @@ def test_mistakes(
     path: str, options: dict[str, Any], kind: Any, text: str, chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(chain)
+    Path("note.txt").write_text("to be copied")
     before = sorted(os.listdir())
     state = read_all(epload.Checkpoint.open("3"))
     if kind is None:
@@ -320,6 +321,20 @@ def test_mistakes(
             epload.save(state, path, **options)
     assert sorted(os.listdir()) == before
     assert_same(read_all(epload.Checkpoint.open("3")), state)
+
+
+def test_a_base_whose_file_is_a_link_is_not_replaced(tmp_path: Path) -> None:
+    first, second, blob = tmp_path / "1", tmp_path / "2", tmp_path / "blob.safetensors"
+    epload.save({"w": torch.tensor([1.0, 2.0])}, first)
+    (first / "model.safetensors").rename(blob)
+    (first / "model.safetensors").symlink_to(blob)
+    epload.save({"w": torch.tensor([1.0, 3.0])}, second, base=first)
+    for base in (first, second):
+        with pytest.raises(ValueError, match="changes of itself"):
+            epload.save({"w": torch.tensor([1.0, 4.0])}, first, base=base, overwrite=True)
+    assert read_all(epload.Checkpoint.open(second))["w"].tolist() == [1, 3]
+    epload.save({"w": torch.tensor([1.0, 5.0])}, first, base=first / "model.safetensors", overwrite=True)
+    assert read_all(epload.Checkpoint.open(first))["w"].tolist() == [1, 5]
 
 
 # ---- ranks that fail ----

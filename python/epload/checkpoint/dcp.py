@@ -21,14 +21,14 @@ from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.open_files import OpenFiles, StoredTensor
 from epload.checkpoint.pickles import PickledCall, read_pickle
-from epload.core.dtype_table import BY_SAFETENSORS_NAME, DtypeRow
+from epload.core.dtype_table import TABLE, DtypeRow
 from epload.core.placement import Box
 from epload.errors import CheckpointError
 from epload.observe.render import list_first
 
 _MAX_BYTES = 2_000_000_000
 """Limit of the metadata. Those of 100,000 tensors in 64 chunks each have about 1 GB."""
-_DTYPES = {f"torch {row.name}": row for row in BY_SAFETENSORS_NAME.values()}
+_DTYPES = {f"torch {row.name}": row for row in TABLE}
 _NAMES = {
     *_DTYPES,
     *(

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
 from posixpath import normpath
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
@@ -154,7 +154,7 @@ class ObjectStore(ByteStore):
 
     def resolve(self, relative: str) -> str:
         parts = urlsplit(self._url)
-        return urlunsplit(parts._replace(path=normpath(f"{parts.path}/{relative}")))
+        return _with_path(parts, normpath(f"{parts.path}/{relative}"))
 
     def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
         return self._threads().map(self._open_file, names)
@@ -228,7 +228,17 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
             "expected a URL such as s3://bucket/path, got a malformed one: write each of /?#@ in a user or password as %2F, "
             "%3F, %23 or %40, or leave them out and let the client find the credentials"
         ) from None
+    if "#" in source:
+        raise CheckpointError(
+            f"cannot read {redact_url(source)}: in a URL, a # begins what is not part of the path; rename the folder, or "
+            "pass the path itself if it is a local one"
+        )
     path, name = parts.path.rstrip("/"), ""
     if path.endswith(_SUFFIXES):
         path, _, name = path.rpartition("/")
-    return ObjectStore(urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))), name
+    return ObjectStore(_with_path(parts, path)), name
+
+
+def _with_path(parts: SplitResult, path: str) -> str:
+    """Returns the URL with another path. urlunsplit() leaves out the // of those that name no host, such as hdfs:///user."""
+    return f"{parts.scheme}://{parts.netloc}{path}" + (f"?{parts.query}" if parts.query else "")

@@ -13,7 +13,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore
 from epload.checkpoint.manifest import Manifest
 from epload.core.columns import arange, column
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import CopyTable, byte_view
 from epload.core.pieces import Piece, Pieces
 from epload.core.placement import box_slices
 from epload.core.views import View
@@ -141,7 +141,7 @@ def _bytes_of(tensor: Tensor) -> Tensor | None:
     """Returns the memory of a tensor as bytes, if it is on CPU and holds its elements in order."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor.detach().view(-1).view(torch.uint8)
+    return byte_view(tensor.detach())
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,12 +29,24 @@ class FlatState(nn.Module):
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         self.others = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
         """Values that are not tensors, by name."""
-        self.paths: dict[str, tuple[Any, ...]] = dict(paths)
-        """Keys of each value in the nested state, by its name."""
+        self.paths = {name: _own_keys(state, paths[name]) for name in self.others}
+        """Keys of each of these in the nested state, by its name."""
         if on_meta := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
             raise ValueError(f"{on_meta} is on meta; give it storage first")
         # Not register_buffer(), which refuses names with a dot.
         self._buffers.update({name: t.detach() if t.requires_grad else t for name, t in tensors.items()})
+
+
+def _own_keys(state: Any, path: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the keys of a value in a nested state dict. ``path``: those keys as strings, which torch makes of all that are in
+    dicts."""
+    keys = []
+    for key in path:
+        if isinstance(state, Mapping) and key not in state:
+            key = next(own for own in state if str(own) == key)
+        keys.append(key)
+        state = state[key]
+    return tuple(keys)
 
 
 def assign(state: Any, path: tuple[Any, ...], value: Any) -> None:

@@ -61,7 +61,7 @@ class BaseCheckpoint:
             )
         self._checkpoint = Checkpoint.open(source)
         with closing(self._checkpoint):
-            self._check_chain(path)
+            self._check_chain(path, Path(source).expanduser().resolve())
             self.digest = content_digest(self._checkpoint)
         manifest = self._checkpoint.manifest
         base, parent = Path(source).expanduser().resolve(), path.parent.resolve()
@@ -71,15 +71,22 @@ class BaseCheckpoint:
         numbers = {key: i for i, key in enumerate(_keys(manifest))}
         self._numbers = [numbers.get(key, -1) for key in _keys(saved.manifest)]
 
-    def _check_chain(self, path: Path) -> None:
-        """Raises ValueError if the chain has no room for another delta, or the save would delete a part of it."""
+    def _check_chain(self, path: Path, base: Path) -> None:
+        """Raises ValueError if the chain has no room for another delta, or the save would delete a part of it.
+
+        ``base``: where the first link is, as the index will say.
+        """
         link, links = self._checkpoint, 1
         while True:
-            folder = Path(link.manifest.source).resolve()
-            if path.resolve() in (folder, *folder.parents):
-                raise ValueError(
-                    f"{path} cannot be saved as changes of itself: its base needs {folder}; pass another path"
-                )
+            source = Path(link.manifest.source)
+            named = (
+                base if links == 1 else source.parent.resolve() / source.name
+            )  # which may be a link to another folder
+            for needed in (source.resolve(), named):
+                if path.resolve() in (needed, *needed.parents):
+                    raise ValueError(
+                        f"{path} cannot be saved as changes of itself: its base needs {needed}; pass another path"
+                    )
             if not isinstance(link, DeltaCheckpoint):
                 break
             link, links = link.base, links + 1

@@ -27,7 +27,7 @@ from epload.ranks.control import Control
 from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
-from epload.saving.folder import NewFolder
+from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
@@ -78,7 +78,7 @@ def convert(
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
     began = perf_counter()
-    report = SaveReport(path=str(Path(path).expanduser().absolute()))
+    report = SaveReport(path=str(folder_path(path)))
     with ExitStack() as stack:
         if topology is not None:
             call = Call("convert()", topology, object(), threading.current_thread())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,6 +18,15 @@ from epload.saving.layout import FilesLayout
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2) on Linux."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The start of a URL. A Path has one of its slashes."""
+
+
+def folder_path(path: str | Path) -> Path:
+    """Returns the absolute path of a folder to write. Raises ValueError for a URL."""
+    if _URL.match(str(path)):
+        raise ValueError(f"expected the path of a local folder to write, got {path}; save to one and upload it")
+    return Path(path).expanduser().absolute()
 
 
 class NewFolder:

@@ -26,7 +26,7 @@ from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
-from epload.saving.folder import NewFolder
+from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.quantized import check_files
@@ -55,7 +55,7 @@ class PendingSave:
         """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
         log.configure()
-        self._path = Path(path).expanduser().absolute()
+        self._path = folder_path(path)
         self._max_shard_bytes = max_shard_bytes
         self._files = tuple(map(Path, files))
         self._checksums = checksums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.file_sets import CHECKSUMS
+from epload.checkpoint.file_sets import CHECKSUMS, DELTA
 from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
@@ -41,9 +42,17 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
 
 
 def check_names(files: Sequence[Path], writes: bool) -> None:
-    """Raises ValueError if one of the files to be copied has the name of the list that is written."""
+    """Raises ValueError if one of the files to be copied has the name of another, or of one that describes tensors. ``writes``:
+    whether a list of digests is written."""
     if writes and any(file.name == CHECKSUMS for file in files):
         raise ValueError(f"expected files= without {CHECKSUMS}, which checksums=True writes")
+    for name, count in Counter(file.name for file in files).items():
+        if count > 1:
+            raise ValueError(f"expected files= of different names, got {count} called {name}")
+        if name == DELTA or name.endswith((".safetensors", ".safetensors.index.json")):
+            raise ValueError(
+                f"expected files= without {name}: the tensors of the checkpoint are written, and no others"
+            )
 
 
 def write_checkpoint(
