@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from epload.errors import ModelMismatch
@@ -34,6 +35,8 @@ TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
 """PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
 _ORIGINAL = "original_module"
 NamePairs = tuple[tuple[str, str], ...]
+_IN_PLACE = ("lora", "adalora", "loha", "lokr", "hira", "ln_tuning")
+"""Packages of PEFT's tuners whose ``merge_adapter()`` changes base weights in place (PEFT 0.21)."""
 _DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 _SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """Fields of an adapter's configuration on which it depends what is computed with its tensors."""
@@ -53,11 +56,13 @@ def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[R
         if not is_peft:
             inner = inner.module if isinstance(inner, _DATA_PARALLEL) else inner._orig_mod
             continue
-        base = inner.get_base_model()
-        # Prompt tuning changes no layer, and moves the model one module deeper.
-        aliases += [Rename(r"^base_model\.", "")] if inner.base_model is base else PEFT_ALIASES
-        inner, adapted = base, True
+        (depth, inner), adapted = _base_model(inner), True
+        aliases += [Rename(f"^{re.escape(depth)}", ""), *PEFT_ALIASES[1:]]
     text = "\n".join(names)  # searched at once
+    for path, module in inner.named_modules() if "base_model." in text else ():
+        if _is_peft_model(module):
+            prefix = strip_wrappers(f"{path}.", aliases)
+            aliases.append(Rename(f"^{re.escape(prefix + _base_model(module)[0])}", prefix))
     if not adapted and (".base_layer." in text or ".modules_to_save." in text):
         # Added by transformers, or a PEFT model without its outer modules.
         adapted = any(is_adapter(module) or is_from_package(module, "peft") for module in inner.modules())
@@ -72,6 +77,21 @@ def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[R
         ties = [(strip_wrappers(a, aliases), strip_wrappers(b, aliases)) for a, b in pairs]
         aliases.append(original_module)
     return inner, tuple(aliases), tuple(ties)
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    """Returns True for what ``get_peft_model`` returns."""
+    classes = (cls for cls in type(module).__mro__ if cls.__module__.startswith("peft."))
+    return any(cls.__name__ in ("PeftModel", "PeftMixedModel") for cls in classes)
+
+
+def _base_model(wrapper: Any) -> tuple[str, nn.Module]:
+    """Returns the prefix of the names in the model inside a PEFT model, and the model. Prompt tuning changes no layer, and moves it
+    one module deeper; others two."""
+    inner = wrapper.base_model
+    if is_from_package(inner, "peft"):
+        return f"{_PREFIX}model.", inner.model
+    return _PREFIX, inner
 
 
 def wrapper_aliases(model: nn.Module, names: Collection[str]) -> tuple[Rename, ...]:
@@ -289,6 +309,12 @@ def _is_prompt_tuned(module: Any) -> bool:
 def _check_merged(path: str, layer: Any) -> None:
     """Raises ModelMismatch unless a layer computes with its base weights as they are."""
     merged = list(getattr(layer, "merged_adapters", ()))
+    if merged and not _merges_in_place(layer, merged) and any(isinstance(p, DTensor) for p in layer.parameters()):
+        raise ModelMismatch(
+            f"{path} has an adapter merged into it ({', '.join(sorted(merged))}) whose base weights are DTensors: PEFT merges with "
+            "weight.data = ..., which changes no DTensor, so that the base weights may be those from before; merge before the model "
+            "is sharded"
+        )
     if merged and getattr(layer, "disable_adapters", False):
         raise ModelMismatch(
             f"the adapters of {path} are merged into its base weights and disabled at once ({', '.join(sorted(merged))}); call "
@@ -300,6 +326,13 @@ def _check_merged(path: str, layer: Any) -> None:
             "model computes with; call merge_adapter() before and unmerge_adapter() after, or disable the adapters to get the "
             "base model; save_pretrained() saves the adapter itself"
         )
+
+
+def _merges_in_place(layer: Any, adapters: Iterable[str]) -> bool:
+    """Returns True if PEFT's ``merge_adapter()`` changes the base weights of a layer in place, as long as it is not called with
+    ``safe_merge=True``."""
+    variants = getattr(layer, "lora_variant", {})
+    return type(layer).__module__.split(".")[-2] in _IN_PLACE and not any(adapter in variants for adapter in adapters)
 
 
 def _unmerged(layer: Any) -> list[str]:

@@ -319,10 +319,17 @@ class _Initializer:
 
 def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
     """Lets a layer initialize its adapters."""
-    for name in layer.lora_A if hasattr(layer, "reset_lora_parameters") else ():
+    if not hasattr(layer, "reset_lora_parameters"):
+        return
+    takes_method = (
+        "init_lora_weights" in inspect.signature(layer.reset_lora_parameters).parameters
+    )  # AdaLoRA's does not
+    for name in (*layer.lora_A, *layer.lora_embedding_A):
         method = getattr(configs.get(name), "init_lora_weights", True)
-        if method is True or method == "gaussian":
-            layer.reset_lora_parameters(name, method)  # other methods need the base weights
+        if method is True or method == "gaussian":  # others need the base weights
+            layer.reset_lora_parameters(*((name, method) if takes_method else (name,)))
+    for name, rank in getattr(layer, "ranknum", {}).items():  # AdaLoRA's, which its method leaves as it is
+        rank.data.fill_(layer.r[name])
 
 
 @contextmanager
