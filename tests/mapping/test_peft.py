@@ -323,3 +323,46 @@ def test_an_adapter_that_transformers_has_put_in_place(tmp_path: Path, monkeypat
     wanted.add_adapter(CONFIGS["modules_to_save"]())
     state = model.state_dict()
     assert [n for n, t in wanted.state_dict().items() if ".lora_" not in n and not torch.equal(t, state[n])] == []
+
+
+def test_an_adapters_file_of_another_scale(tmp_path: Path) -> None:
+    model, other = (
+        peft.get_peft_model(base(), peft.LoraConfig(r=3, lora_alpha=alpha, target_modules=["q_proj"]))
+        for alpha in (8, 32)
+    )
+    other.save_pretrained(tmp_path)
+    with pytest.raises(epload.ModelMismatch, match="the checkpoint's adapter has lora_alpha=32 and the model's 8"):
+        epload.load(model, tmp_path, progress=False)
+    epload.load(model, tmp_path, strict=False, progress=False)
+
+
+def test_base_rows_of_trained_tokens(tmp_path: Path) -> None:
+    draw(base()).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    model, other = peft.get_peft_model(base(), config), peft.get_peft_model(base(), config)
+    draw(other).save_pretrained(tmp_path / "adapter")
+    epload.load(model, tmp_path / "base", strict=False, progress=False)
+    epload.load(model, tmp_path / "adapter", progress=False)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    rows = model.get_base_model().model.embed_tokens.token_adapter.base_layer.weight
+    assert torch.equal(rows, load_file(tmp_path / "base/model.safetensors")["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9),
+        lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens"]),
+    ],
+)
+def test_adapters_on_meta_that_initialize_themselves(config: Callable[[], Any], tmp_path: Path) -> None:
+    draw(base()).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = peft.get_peft_model(base(), config())
+    report = epload.load(model, tmp_path, strict=False, progress=False)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    wanted, inputs = LlamaForCausalLM.from_pretrained(tmp_path).eval(), torch.arange(7)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(inputs).logits, wanted(inputs).logits), "an adapter begins with no effect"
+    assert {name for name in report.missing_keys if ".embed_tokens.base_layer" in name} == set()

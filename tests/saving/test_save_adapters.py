@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import epload
 from support import ranks
+from support.checks import all_fine
 from support.jobs import Job, Meeting, run
 
 IDS = torch.arange(7)[None]
@@ -210,6 +211,48 @@ def test_a_sharded_model(tmp_path: Path) -> None:
     assert state.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value)
+
+
+def merge_sharded(rank: int, folder: str) -> list[str]:
+    model = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    train(model)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.merge_adapter()
+    try:
+        epload.save(model, folder)
+    except epload.ModelMismatch as error:
+        return [] if "merge_and_unload() before" in str(error) else [str(error)]
+    return ["saved"]
+
+
+def test_a_merge_that_a_dtensor_ignores(tmp_path: Path) -> None:
+    """PEFT assigns ``weight.data``, with which torch leaves a DTensor as it is."""
+    all_fine(ranks.run(2, merge_sharded, str(tmp_path / "saved")))
+    assert not (tmp_path / "saved").exists()
+
+
+class Outer(nn.Module):
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        config = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+        self.inner = get_peft_model(base(), config, mixed=mixed)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_adapter_around_a_module_of_the_model(mixed: bool, tmp_path: Path) -> None:
+    model = Outer(mixed)
+    epload.save({f"inner.{name}": value for name, value in base().state_dict().items()}, tmp_path / "base")
+    report = epload.load(model, tmp_path / "base", strict=False, progress=False)
+    assert report.unexpected_keys == []
+    assert all(".lora_" in name for name in report.missing_keys)
+    model.inner.merge_adapter()
+    epload.save(model, tmp_path / "saved")
+    expected = model.inner.merge_and_unload().state_dict()
+    state = load_file(tmp_path / "saved/model.safetensors")
+    assert state.keys() == {f"inner.{name}" for name in expected}
+    assert all(torch.equal(state[f"inner.{name}"], value) for name, value in expected.items())
 
 
 # ---- syncs ----

@@ -87,14 +87,14 @@ def check_no_options(source: str, prefix: str, variant: str = "") -> None:
         )
 
 
-def read_config(source: Any) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none, or it is no JSON object. Raises
-    CheckpointError if it cannot be read."""
+def read_config(source: Any, name: str = file_sets.CONFIG) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` next to a checkpoint, or of another file; empty if there is none, or it is no
+    JSON object. Raises CheckpointError if it cannot be read."""
     if not isinstance(source, str | os.PathLike):
         return {}
     with located(source) as (store, _):
         try:
-            config = json.loads(store.peek(file_sets.CONFIG))
+            config = json.loads(store.peek(name))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
     return config if isinstance(config, dict) else {}

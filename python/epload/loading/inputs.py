@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
 from epload.core.log import logger
 from epload.errors import CheckpointError
@@ -16,6 +17,7 @@ from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.mapping.mapping import Mapping
 from epload.mapping.precision import check_patterns, set_dtypes
+from epload.mapping.wrappers import check_same_scale, is_adapter_file
 from epload.model.devices import check_backend, devices_of
 from epload.model.expert_parallel import LocalModules
 from epload.model.materialize import cpu_offloaded_ids
@@ -95,6 +97,10 @@ class InputReader:
         opened = Checkpoint.open(source, self.manifest, request.prefix, request.variant, self._progress)
         if options.verify and opened.cannot_verify:
             raise ValueError(f"verify=True {opened.cannot_verify}")
+        if request.strict and path and is_adapter_file(request.model, opened.manifest.names):
+            config = read_config(source, "adapter_config.json")
+            if config:
+                check_same_scale(request.model, config, "the checkpoint's", "the model's")
         return self._use(opened, source)
 
     def join(self, inputs: LocalInputs, source: Any, manifest: Manifest) -> Manifest:

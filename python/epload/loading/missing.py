@@ -17,7 +17,14 @@ from epload.loading.hints import unfilled_error
 from epload.loading.inputs import LocalInputs
 from epload.loading.request import Request
 from epload.model.dtensor import local_tensors
-from epload.model.initialization import Attributes, init_missing_calls, is_adapter, params_ignoring_meta, stale_adapters
+from epload.model.initialization import (
+    Attributes,
+    init_missing_calls,
+    is_adapter,
+    params_ignoring_meta,
+    refresh_token_rows,
+    stale_adapters,
+)
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
@@ -185,6 +192,7 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
             "unmerge_adapter() would subtract it from them; adapter weights that were loaded have no effect. Call "
             "unmerge_adapter() before the load"
         )
+    refresh_token_rows(model)
     computed = missing.computed
     if not computed and not missing.unfilled:
         return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epload.checkpoint.manifest import is_extra_state
 from epload.core.views import View
 from epload.mapping.operations import Operation
 from epload.mapping.quantize import Quantize
@@ -146,7 +147,7 @@ def ignored_keys(
 ) -> list[str]:
     """Returns the ignored ones of the model's missing names and the checkpoint's unexpected keys, among all its ``names``."""
     missing, unexpected = list(missing), set(unexpected)
-    ignored = []
+    ignored = sorted(filter(is_extra_state, unexpected))
     if mapping.ignore_missing and missing:
         search = _any_of(mapping.ignore_missing).search
         unwrapped = apply_renames(mapping.aliases, missing)

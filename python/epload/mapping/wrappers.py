@@ -86,8 +86,8 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _base_model(wrapper: Any) -> tuple[str, nn.Module]:
-    """Returns the prefix of the names in the model inside a PEFT model, and the model. Prompt tuning changes no layer, and moves it
-    one module deeper; others two."""
+    """Returns the prefix of the names in the model inside a PEFT model, and the model. Prompt tuning changes no layer, and moves
+    it one module deeper; others two."""
     inner = wrapper.base_model
     if is_from_package(inner, "peft"):
         return f"{_PREFIX}model.", inner.model
@@ -123,16 +123,20 @@ def is_from_package(model: object, package: str) -> bool:
 # ---- the file of an adapter ----
 
 
+def is_adapter_file(model: nn.Module, checkpoint: Collection[str]) -> bool:
+    """Returns True if the names of a checkpoint's tensors may be those in the file of an adapter, and the model has adapters."""
+    of_peft = bool(checkpoint) and all(name.startswith(_PREFIX) for name in checkpoint)
+    return of_peft and _find_peft_model(model)[1] is not None
+
+
 def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
     """Returns each key of an adapter file with its model name; nothing if the checkpoint is not one, or the model has no adapter.
 
     The tensors are those of the active adapter. PEFT says under which key each is saved. Raises ModelMismatch if several adapters
     are active, or base weights are still on meta."""
-    if not checkpoint or not all(name.startswith(_PREFIX) for name in checkpoint):
+    if not is_adapter_file(model, checkpoint):
         return ()
     prefix, adapted = _find_peft_model(model)
-    if adapted is None:
-        return ()
     inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
     active, aliases = _active(adapted), _compile_aliases(inner)
     saved: dict[str, str] = {}
@@ -208,15 +212,15 @@ def check_unmerged(model: nn.Module) -> None:
             )
 
 
-def check_same_scale(model: nn.Module, config: dict[str, Any]) -> None:
+def check_same_scale(model: nn.Module, config: dict[str, Any], whose: str, own_whose: str) -> None:
     """Raises ModelMismatch if the model's active adapter would compute something else with the tensors of another of this
-    configuration."""
+    configuration. ``whose``, ``own_whose``: whose the other and its own are, for the message."""
     _, adapted = _find_peft_model(model)
     own = adapted.peft_config[_active(adapted)[0]] if adapted is not None else None
     for field in _SCALES if own is not None else ():
         if (value := getattr(own, field, None)) != (other := config.get(field)) and (value or other):
             raise ModelMismatch(
-                f"the sender's adapter has {field}={other!r} and the receiver's {value!r}, so that it would compute something "
+                f"{whose} adapter has {field}={other!r} and {own_whose} {value!r}, so that it would compute something "
                 "else with the same tensors; make both from one configuration"
             )
 
@@ -309,11 +313,12 @@ def _is_prompt_tuned(module: Any) -> bool:
 def _check_merged(path: str, layer: Any) -> None:
     """Raises ModelMismatch unless a layer computes with its base weights as they are."""
     merged = list(getattr(layer, "merged_adapters", ()))
-    if merged and not _merges_in_place(layer, merged) and any(isinstance(p, DTensor) for p in layer.parameters()):
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in layer.parameters())
+    if merged and is_sharded and not _merges_in_place(layer, merged):
         raise ModelMismatch(
-            f"{path} has an adapter merged into it ({', '.join(sorted(merged))}) whose base weights are DTensors: PEFT merges with "
-            "weight.data = ..., which changes no DTensor, so that the base weights may be those from before; merge before the model "
-            "is sharded"
+            f"{path} has adapters merged into DTensors ({', '.join(sorted(merged))}): PEFT merges them with weight.data = ..., "
+            "which does not change a DTensor, so that the base weights may be those from before; call merge_and_unload() before "
+            "the model is sharded"
         )
     if merged and getattr(layer, "disable_adapters", False):
         raise ModelMismatch(

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -213,6 +213,18 @@ def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
         if of_weights and any(adapter in name.split(".") for name in kept):
             stale.append(adapter)
     return stale
+
+
+def refresh_token_rows(model: nn.Module) -> None:
+    """Copies the rows of base weights that PEFT keeps of trained tokens, and puts back when it unmerges them, from the weights
+    that a load has filled. Not those of DTensors, which other ranks have."""
+    modules: Iterable[Any] = model.modules() if hasattr(model, "peft_config") else ()
+    for module in modules:
+        rows = getattr(module, "trainable_tokens_original", None)
+        if rows is not None and not module.merged_adapters:
+            weight = module.get_base_layer().weight.detach()
+            for adapter, row in rows.items() if not isinstance(weight, DTensor) and not weight.is_meta else ():
+                row.copy_(weight[module.token_indices[adapter]])
 
 
 def class_before_fsdp(cls: type) -> Any:

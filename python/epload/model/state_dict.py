@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from epload.checkpoint.manifest import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.model.modules import Modules, NamedModule
@@ -27,8 +28,6 @@ _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
 _STATE_METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
-_EXTRA_STATE = "_extra_state"
-"""Last part of the name under which torch puts what ``get_extra_state`` returns."""
 _MAX_LISTED = 5
 """Names in an error message."""
 
@@ -103,18 +102,20 @@ def _hide_own(
 
 
 def tensor_entries(model: nn.Module, prefix: str = "") -> list[NamedTensor]:
-    """Returns the tensors of ``model.state_dict(keep_vars=True)``.
+    """Returns the tensors of ``model.state_dict(keep_vars=True)``, without extra state.
 
     Raises ModelMismatch: an entry is a ShardedTensor, or neither a tensor nor extra state."""
     entries = []
     for name, value in model.state_dict(keep_vars=True).items():
+        if is_extra_state(name):
+            continue
         if type(value).__name__ == "ShardedTensor":
             raise ModelMismatch(
                 f"{prefix}{name} is a ShardedTensor, which cannot be loaded into; use DTensor, as fully_shard does"
             )
         if isinstance(value, Tensor):
             entries.append((prefix + name, value))
-        elif value is not None and not name.endswith(_EXTRA_STATE):
+        elif value is not None:
             raise ModelMismatch(
                 f"{prefix}{name} is a {type(value).__name__} in the state dict and not a tensor, as of modules with packed "
                 "weights, which cannot be loaded or saved tensor by tensor: use torch.save and load_state_dict for this model"
@@ -224,7 +225,7 @@ def _fillable(
             problem = f"{custom}, which does not run when tensors are filled in place"
             raise _not_fillable(problem, names, prefix, prefix.startswith(hidden))
     is_owned = storage_filter([*model.parameters(), *model.buffers()])
-    copies = {name for name, tensor in entries if not is_owned(tensor) and not name.endswith(_EXTRA_STATE)}
+    copies = {name for name, tensor in entries if not is_owned(tensor)}
     for prefix, module in reversed(customized) if copies else ():  # the innermost module first
         copied = [(name, tensor) for name, tensor in tensor_entries(module, prefix) if name in copies]
         if names := [name for name, tensor in copied if not is_owned(tensor)]:

@@ -140,7 +140,7 @@ class ModelTarget(Target):
                 "the sender sends an adapter alone, for which the receiver's model has no place; pass a PeftModel with that "
                 "adapter, or take its tensors from WeightReceiver(None, address)"
             )
-        check_same_scale(self._model, self.scope.adapter)
+        check_same_scale(self._model, self.scope.adapter, "the sender's", "the receiver's")
 
     def _check_mixing(self) -> None:
         """Raises ModelMismatch if adapters that are merged, in either job, would mix with adapters apart."""
