@@ -287,6 +287,21 @@ def test_extra_state_stays_as_it_is(kept: Any) -> None:
     assert torch.equal(model.weight, torch.ones(3, 2))
 
 
+def test_extra_state_that_is_a_tensor_is_not_saved(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.ones(4)
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    model = nn.Sequential(Extra(2, 3))
+    epload.save(model, tmp_path / "saved")
+    assert list(epload.Checkpoint.open(tmp_path / "saved").manifest.names) == ["0.weight", "0.bias"]
+    report = epload.load(model, model.state_dict(), progress=False)
+    assert report.ignored_keys == ["0._extra_state"]
+
+
 def test_packed_weights_are_refused_by_name(tmp_path: Path) -> None:
     class Packed(nn.Linear):
         """Its weights are one entry of the state dict that is not a tensor, as those of dynamically quantized layers."""

@@ -336,7 +336,7 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
     takes_method = (
         "init_lora_weights" in inspect.signature(layer.reset_lora_parameters).parameters
     )  # AdaLoRA's does not
-    for name in (*layer.lora_A, *layer.lora_embedding_A):
+    for name in (*layer.lora_A, *getattr(layer, "lora_embedding_A", ())):
         method = getattr(configs.get(name), "init_lora_weights", True)
         if method is True or method == "gaussian":  # others need the base weights
             layer.reset_lora_parameters(*((name, method) if takes_method else (name,)))

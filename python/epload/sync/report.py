@@ -22,7 +22,8 @@ class SyncReport(TransferReport):
     wire_bytes: int = 0
     """Bytes that this rank sent, or that entered its node; headers included."""
     changed: int | None = None
-    """Number of elements of the model that differ from the version before, where changes were sent; else None."""
+    """Number of elements that differ from the version before, in the dtypes that are sent, where changes were sent; else None.
+    A bucket of several dtypes that are converted counts units of its narrowest one."""
     buckets_changed: int = 0
     """Number of buckets whose changes this rank sent, or its node received, in place of the buckets."""
     buckets_unchanged: int = 0
