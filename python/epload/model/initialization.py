@@ -333,9 +333,7 @@ def _reset_adapters(layer: Any, configs: Mapping[str, Any]) -> None:
     """Lets a layer initialize its adapters."""
     if not hasattr(layer, "reset_lora_parameters"):
         return
-    takes_method = (
-        "init_lora_weights" in inspect.signature(layer.reset_lora_parameters).parameters
-    )  # AdaLoRA's does not
+    takes_method = len(inspect.signature(layer.reset_lora_parameters).parameters) > 1  # not that of AdaLoRA
     for name in (*layer.lora_A, *getattr(layer, "lora_embedding_A", ())):
         method = getattr(configs.get(name), "init_lora_weights", True)
         if method is True or method == "gaussian":  # others need the base weights
