@@ -100,6 +100,8 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         Checkpoint.open({"a": tensor(1, (2,)), "b": torch.eye(3).to_sparse()})
     with pytest.raises(CheckpointError, match="b is not a dense tensor"):
         Checkpoint.open({"b": torch.empty(3, device="meta")})
+    with pytest.raises(CheckpointError, match=r"b is not a dense tensor with data \(nested"):
+        Checkpoint.open({"b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
     with pytest.raises((TypeError, CheckpointError)):
         Checkpoint.open({1: tensor(1, (2,))})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import epload
 from support import ranks
@@ -366,3 +367,19 @@ def test_adapters_on_meta_that_initialize_themselves(config: Callable[[], Any], 
     with torch.no_grad():
         assert torch.equal(model.eval()(inputs).logits, wanted(inputs).logits), "an adapter begins with no effect"
     assert {name for name in report.missing_keys if ".embed_tokens.base_layer" in name} == set()
+
+
+def test_biases_that_peft_saves_twice(tmp_path: Path) -> None:
+    def classifier() -> Any:
+        config = BertConfig(
+            vocab_size=17, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_labels=3
+        )
+        return BertForSequenceClassification(config)
+
+    config = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", bias="all")
+    whole = classifier()
+    draw(peft.get_peft_model(copy.deepcopy(whole), config)).save_pretrained(tmp_path)
+    model = peft.get_peft_model(copy.deepcopy(whole), config)
+    report = epload.load(model, tmp_path, progress=False)
+    assert report.missing_keys == report.unexpected_keys == []
+    assert differ(model.state_dict(), peft.PeftModel.from_pretrained(copy.deepcopy(whole), tmp_path).state_dict()) == []

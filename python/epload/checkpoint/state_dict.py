@@ -70,9 +70,10 @@ class StateDictCheckpoint(Checkpoint):
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise TypeError(f"expected a state dict of full tensors, but {name!r} is a {type(tensor).__name__}")
-            if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            nested = "nested, " if tensor.is_nested else ""
+            if nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
                 raise CheckpointError(
-                    f"{source}: {name} is not a dense tensor with data ({tensor.layout}, {tensor.device})"
+                    f"{source}: {name} is not a dense tensor with data ({nested}{tensor.layout}, {tensor.device})"
                 )
             if type(tensor) not in (Tensor, torch.nn.Parameter) and tensor.numel() and not _is_readable(tensor):
                 raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -78,7 +79,9 @@ def resolve_mapping(
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
     if pairs := adapter_pairs(model, names, checkpoint):
-        return Mapping(only=pairs)
+        last = {target: key for key, target in pairs}  # PEFT saves the biases of trained modules twice
+        twice = tuple(f"^{re.escape(key)}$" for key, target in pairs if key and last[target] != key)
+        return Mapping(only=tuple((key, target) for target, key in last.items()), ignore_unexpected=twice)
     return from_model(model, names)
 
 

@@ -130,7 +130,8 @@ def is_adapter_file(model: nn.Module, checkpoint: Collection[str]) -> bool:
 
 
 def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
-    """Returns each key of an adapter file with its model name; nothing if the checkpoint is not one, or the model has no adapter.
+    """Returns each key of an adapter file with its model name, of which the last key counts; nothing if the checkpoint is not one,
+    or the model has no adapter.
 
     The tensors are those of the active adapter. PEFT says under which key each is saved. Raises ModelMismatch if several adapters
     are active, or base weights are still on meta."""
@@ -154,7 +155,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
         )
     pairs = [(name, inner[target]) for name, key in keys.items() if (target := saved.pop(key, key)) in inner]
     # Tensors that the file lacks: no checkpoint key is empty, so they are reported as missing.
-    pairs += [("", inner[target]) for target in saved.values()]
+    pairs = [("", inner[target]) for target in saved.values()] + pairs
     filled = {target for _, target in pairs}
     if on_meta := [name for name, tensor in tensor_entries(model) if tensor.is_meta and name not in filled]:
         raise ModelMismatch(

@@ -71,7 +71,7 @@ def lay_out(
             name, shape = names[i], list(manifest.shapes[i])
             if dtypes[i] not in _NAMES:
                 raise ValueError(
-                    f"{name} is {dtypes[i]}, which safetensors files do not have; pass dtype=, or convert the tensor"
+                    f"{name} is {dtypes[i]}, which safetensors files do not have; convert the tensor first"
                 )
             if name == "__metadata__":
                 raise ValueError("a tensor is called __metadata__, which safetensors files reserve; rename it")
