@@ -130,8 +130,8 @@ def is_adapter_file(model: nn.Module, checkpoint: Collection[str]) -> bool:
 
 
 def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence[str]) -> NamePairs:
-    """Returns each key of an adapter file with its model name, of which the last key counts; nothing if the checkpoint is not one,
-    or the model has no adapter.
+    """Returns each key of an adapter file with its model name, of which the last key counts; nothing if the checkpoint is not
+    one, or the model has no adapter.
 
     The tensors are those of the active adapter. PEFT says under which key each is saved. Raises ModelMismatch if several adapters
     are active, or base weights are still on meta."""
