@@ -174,18 +174,19 @@ def collect(
     fsdp_axes, in_module = dtensor.fsdp_shard_axes(modules.fsdp), not isinstance(model, FlatState)
     by_id: dict[int, int] = {}
     by_memory: dict[tuple[object, ...], int] = {}
-    """Targets with storage, by where they have it, and how they are sharded."""
+    """Targets with storage, by where they have it, and how they are sharded; filled only if some may share it."""
+    with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
+    overlap = memory.may_overlap(ops.describe_memory([t for t in with_memory.values() if _is_dense(t)]))
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
         number = len(targets.names)
         owner = by_id.setdefault(id(tensor), number)
-        local = dtensor.with_memory(tensor)
+        local = with_memory[id(tensor)]
         sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         if owner == number:
             _check_loadable(name, local, filled)
-            is_plain = type(local) in (Tensor, nn.Parameter) and not local.is_meta
-            if is_plain and local.numel() and local.data_ptr():  # not freed, as by FSDP
+            if overlap and _is_dense(local) and local.numel() and local.data_ptr():  # not freed, as by FSDP
                 owner = by_memory.setdefault((memory.storage_key(local), sharding), number)
                 targets.has_aliases |= owner != number
         if owner != number:
@@ -207,7 +208,7 @@ def collect(
         targets.has_meta |= tensor.is_meta
     if isinstance(model, MegatronChunks):
         targets.index |= {alias: targets.index[name] for alias, name in model.tied_names().items()}
-    _check_overlap(targets, [*by_memory.values()])
+    _check_overlap([(targets.names[i], with_memory[id(targets.tensors[i])]) for i in by_memory.values()])
     for name, local in zip(targets.names, targets.local() if filled else (), strict=filled):
         if memory.wraps_tensors(type(local)) and not memory.keeps_writes(local):
             raise ModelMismatch(
@@ -218,12 +219,14 @@ def collect(
     return targets
 
 
-def _check_overlap(targets: Targets, numbers: Sequence[int]) -> None:
-    """Raises ModelMismatch if some of the targets overlap in memory."""
-    tensors = [dtensor.with_memory(targets.tensors[number]) for number in numbers]
-    if not memory.may_overlap(ops.describe_memory(tensors)):
-        return
-    pair = memory.find_overlap([(targets.names[i], tensor) for i, tensor in zip(numbers, tensors, strict=True)])
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns True for a plain tensor with memory of its own, unless that was freed."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ModelMismatch if some tensors overlap in memory."""
+    pair = memory.find_overlap(tensors)
     if pair is not None:
         raise ModelMismatch(
             f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
@@ -244,8 +247,7 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
             f"{name} is {tensor.layout}, and only dense tensors can be loaded into; "
             "make it dense, or register it with persistent=False"
         )
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-    if not filled and is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+    if not filled and _is_dense(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise ModelMismatch(
             f"{name} has no memory: its storage was freed, as by a trainer that has offloaded it; bring it back first"
         )
