@@ -35,7 +35,7 @@ TRAINED_COPY = Rename(r"\.modules_to_save\.[^.]+\.", ".")
 """PEFT trains a copy of each module in ``modules_to_save``, one for each adapter."""
 _ORIGINAL = "original_module"
 NamePairs = tuple[tuple[str, str], ...]
-_IN_PLACE = ("lora", "adalora", "loha", "lokr", "hira", "ln_tuning")
+_IN_PLACE = tuple(f"peft.tuners.{name}." for name in ("lora", "adalora", "loha", "lokr", "hira", "ln_tuning"))
 """Packages of PEFT's tuners whose ``merge_adapter()`` changes base weights in place (PEFT 0.21)."""
 _DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 _SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
@@ -338,7 +338,8 @@ def _merges_in_place(layer: Any, adapters: Iterable[str]) -> bool:
     """Returns True if PEFT's ``merge_adapter()`` changes the base weights of a layer in place, as long as it is not called with
     ``safe_merge=True``."""
     variants = getattr(layer, "lora_variant", {})
-    return type(layer).__module__.split(".")[-2] in _IN_PLACE and not any(adapter in variants for adapter in adapters)
+    package = next((cls.__module__ for cls in type(layer).__mro__ if cls.__module__.startswith("peft.tuners.")), "")
+    return package.startswith(_IN_PLACE) and not any(adapter in variants for adapter in adapters)
 
 
 def _unmerged(layer: Any) -> list[str]:

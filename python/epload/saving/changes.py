@@ -79,9 +79,8 @@ class BaseCheckpoint:
         link, links = self._checkpoint, 1
         while True:
             source = Path(link.manifest.source)
-            named = (
-                base if links == 1 else source.parent.resolve() / source.name
-            )  # which may be a link to another folder
+            # Its file may be a link to another folder.
+            named = base if links == 1 else source.parent.resolve() / source.name
             for needed in (source.resolve(), named):
                 if path.resolve() in (needed, *needed.parents):
                     raise ValueError(
