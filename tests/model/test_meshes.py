@@ -174,10 +174,15 @@ def with_other_memory(rank: int, path: str) -> list[str]:
     def from_local(local: torch.Tensor) -> DTensor:
         return DTensor.from_local(local, mesh, [Shard(0)], shape=(8,), stride=(1,), run_check=False)
 
+    def send(model: nn.Module) -> None:
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+            sender.send_weights(1)
+
     uneven, large = from_local(whole[:5] if rank == 0 else whole[5:]), from_local(torch.zeros(6))
     outcomes = []
     for call in (
         lambda: epload.save(of(uneven), path),
+        lambda: send(of(uneven)),
         lambda: epload.load(of(uneven), {"a": whole}),
         lambda: epload.load(of(large), {"a": whole}, verify=True),
         lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole}),
@@ -197,6 +202,7 @@ def with_other_memory(rank: int, path: str) -> list[str]:
 
 def test_dtensors_with_other_memory_than_their_placements_say(tmp_path: Any) -> None:
     expected = [
+        "a, of shape [8], has a local tensor of shape [5] on this rank",
         "a, of shape [8], has a local tensor of shape [5] on this rank",
         "a, of shape [8], has a local tensor of shape [5] on this rank",
         "a, of shape [8], has a local tensor of shape [6] on this rank",

@@ -255,8 +255,3 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
         )
-    if filled and (tensor.is_conj() or tensor.is_neg()):
-        raise ModelMismatch(
-            f"{name} is a view that is conjugated or negated where it is read, and cannot be loaded into; resolve_conj() or "
-            "resolve_neg() it first"
-        )
