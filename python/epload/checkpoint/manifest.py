@@ -178,8 +178,3 @@ class TensorLocations:
         if chunks is not None:
             chunks = Chunks(*(torch.tensor(values, dtype=torch.int64, device="cpu") for values in chunks))
         return cls((), column(file), column(steps).cumsum(0), chunks=chunks)
-
-
-def is_extra_state(name: str) -> bool:
-    """Returns True for the name under which torch puts what ``get_extra_state`` returns, which is not loaded or saved."""
-    return name.rpartition(".")[2] == "_extra_state"

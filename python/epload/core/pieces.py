@@ -153,3 +153,8 @@ class Pieces(Sequence[Piece]):
     def __getitem__(self, index: int | slice) -> Piece | Pieces:
         part = self.columns[index]
         return Pieces(part) if isinstance(index, slice) else Piece(*part.tolist())
+
+
+def is_extra_state(name: str) -> bool:
+    """Returns True for the name under which torch puts what ``get_extra_state`` returns, which is not loaded or saved."""
+    return name.rpartition(".")[2] == "_extra_state"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epload.checkpoint.manifest import is_extra_state
+from epload.core.pieces import is_extra_state
 from epload.core.views import View
 from epload.mapping.operations import Operation
 from epload.mapping.quantize import Quantize

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from epload.checkpoint.manifest import is_extra_state
+from epload.core.pieces import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.model.modules import Modules, NamedModule
