@@ -34,7 +34,7 @@ def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         nbytes = []
-        for _ in range(5):  # where the machine is busy, a load takes the store for slow, and reads larger gaps along
+        for _ in range(5):  # the first reads modules, too; where the machine is busy, one takes the store for slow
             before = bytes_read()
             loader.load_weights(model, config.model_config)
             nbytes.append(bytes_read() - before)
