@@ -142,7 +142,7 @@ def test_mistakes_and_dicts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_keys_that_are_no_strings(tmp_path: Path) -> None:
-    """As in an optimizer's own state dict. torch saves them under their strings."""
+    """An optimizer's own state dict has such keys. torch saves them under their strings."""
     model, data = nn.Linear(3, 2), torch.ones(2, 3)
     optimizers = [torch.optim.LBFGS(model.parameters(), max_iter=steps) for steps in (3, 1)]
     for optimizer in optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ import epload
 from support import ranks
 from support.checks import all_fine
 from support.jobs import Job, Meeting, run
+from support.small_syncs import outcome
 
 IDS = torch.arange(7)[None]
 
@@ -214,10 +216,12 @@ def test_a_sharded_model(tmp_path: Path) -> None:
 
 
 def merge_sharded(rank: int, folder: str) -> list[str]:
-    texts = {}
+    texts, problems = {}, []
     for kind, options in {"dora": {"use_dora": True}, "lora": {}}.items():
-        model = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj"], **options))
+        torch.manual_seed(3)
+        model = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], **options))
         train(model)
+        expected = copy.deepcopy(model).merge_and_unload().state_dict()
         for layer in model.base_model.model.model.layers:
             fully_shard(layer.self_attn.q_proj)  # a class of its own then
             fully_shard(layer)
@@ -226,9 +230,16 @@ def merge_sharded(rank: int, folder: str) -> list[str]:
         try:
             epload.save(model, folder)
             texts[kind] = "saved"
+            state = load_file(f"{folder}/model.safetensors")
+            problems += [name for name, value in expected.items() if not torch.allclose(state[name], value, atol=1e-6)]
         except epload.ModelMismatch as error:
             texts[kind] = str(error)
-    return [] if "merge_and_unload() before" in texts["dora"] and texts["lora"] == "saved" else [*texts.values()]
+        if kind == "dora":
+            with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+                problems += [] if "merge_and_unload() before" in outcome(lambda: sender.send_weights(1)) else ["sent"]
+    if "merge_and_unload() before" not in texts["dora"] or texts["lora"] != "saved":
+        problems += texts.values()
+    return problems
 
 
 def test_a_merge_that_a_dtensor_ignores(tmp_path: Path) -> None:

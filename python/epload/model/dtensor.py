@@ -190,7 +190,7 @@ def with_memory(tensor: Tensor) -> Tensor:
     if type(tensor) is DTensor:
         return tensor._local_tensor
     if isinstance(tensor, DTensor):
-        with torch.no_grad():
+        with torch.no_grad():  # with autograd on, to_local() takes ten times as long
             return tensor.to_local()
     return tensor
 
@@ -198,12 +198,7 @@ def with_memory(tensor: Tensor) -> Tensor:
 def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
     """``to_local()`` of each DTensor, without a gradient, and each plain tensor, detached. They alias the model's storage."""
     with torch.no_grad():
-        return [
-            tensor._local_tensor
-            if type(tensor) is DTensor
-            else (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
-            for tensor in tensors
-        ]
+        return [with_memory(tensor) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 def metadata(tensors: Iterable[Any]) -> tuple[list[object], Tensor]:
@@ -211,16 +206,12 @@ def metadata(tensors: Iterable[Any]) -> tuple[list[object], Tensor]:
     what :func:`epload.native.ops.describe_memory` returns of the local tensors."""
     shardings: list[object] = []
     local: list[Tensor] = []
-    with torch.no_grad():  # with autograd on, to_local() takes ten times as long
-        for tensor in tensors:
-            if type(tensor) is DTensor:
-                shardings.append(tensor._spec)
-                local.append(tensor._local_tensor)
-            elif isinstance(tensor, DTensor):
-                shardings.append((tensor.shape, tensor.placements, tensor.device_mesh))
-                local.append(tensor.to_local())
-            else:
-                shardings.append(None)
-                local.append(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
-            return shardings, ops.describe_memory(local)
+    for tensor in tensors:
+        local.append(with_memory(tensor))
+        if type(tensor) is DTensor:
+            shardings.append(tensor._spec)
+        else:
+            is_sharded = isinstance(tensor, DTensor)
+            shardings.append((tensor.shape, tensor.placements, tensor.device_mesh) if is_sharded else None)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return shardings, ops.describe_memory(local)

@@ -220,7 +220,7 @@ def collect(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns True for a plain tensor with memory of its own, unless that was freed."""
+    """Returns True for a plain tensor with strides that is not on meta."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
 
 
