@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from epload.planning.holdings import Holdings, Share, full_holdings
 from epload.planning.streams import Members
 from epload.sync.comparison import compare
 from epload.transfer.shards import Shards
+from support import fakedev
+from support.ranks import run
 from support.small_syncs import many_waves
 
 HALF = torch.bfloat16
@@ -93,3 +96,32 @@ def test_what_is_sent_in_another_dtype_is_left_out() -> None:
     assert comparison.left_out(own) == [0, 1, 2]
     comparison.apply()
     assert not any(tensor.any() for tensor in base)
+
+
+def compare_with_threads(rank: int, verify: bool) -> None:
+    """Several threads compare what is on a device with a copy on the host: as they do on the host, one bucket like the other."""
+    torch.set_num_threads(4)
+    own = holdings()
+    with many_waves():
+        plan = plan_exchange(manifest(), Members(((0,),), ((1,),)), {0: own, 1: receiving()}, 0, own, 20_000)
+    assert len(plan.buckets) > 4
+    old = [torch.arange(math.prod(shape)).reshape(shape).to(HALF) for shape in LOCAL]
+    for seed in range(20):
+        new = changed(old, seed)
+        outcomes = []
+        for where in ("cpu", fakedev.NAME):
+            shards = Shards(plan, [tensor.to(where) for tensor in new], verify, "", 1)
+            base = Shards(plan, [tensor.clone() for tensor in old], False, "", 1)
+            comparison = compare(plan, shards, base, verify, math.inf)
+            assert comparison is not None
+            outcomes.append((comparison.changed, [encoded.tolist() for encoded in comparison.encoded]))
+            comparison.apply()
+            assert all(map(torch.equal, base.tensors, new))
+        assert outcomes[0] == outcomes[1]
+        old = new
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.usefixtures("fake_device")
+def test_threads_compare_what_is_on_a_device(verify: bool) -> None:
+    run(1, compare_with_threads, verify, setup=partial(fakedev.setup, "nccl"))

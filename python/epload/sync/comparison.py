@@ -83,19 +83,13 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
     Returns:
         None if the changes have more than ``limit`` bytes.
     """
-    full, scratch = threading.Event(), threading.local()
-    workers = _workers() if tensors.pipe is None else 1  # a pipe is one thread's at a time
-    room = ops.encoded_limit(plan.largest, max((len(bucket.rows) for bucket in plan.buckets), default=0))
+    full, scratch = threading.Event(), _Scratch(plan)
     comparison, total, compared = Comparison(plan, base, [], []), 0, 0
 
     def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
-        if full.is_set():
-            return None
-        if not hasattr(scratch, "out"):
-            scratch.out = torch.empty(room, dtype=torch.uint8, device="cpu")
-        return _compare_bucket(comparison, number, tensors, verify, scratch.out)
+        return None if full.is_set() else _compare_bucket(comparison, number, tensors, verify, scratch)
 
-    for outcome in _in_threads(compare_bucket, len(plan.buckets), workers):
+    for outcome in _in_threads(compare_bucket, len(plan.buckets), _workers()):
         if outcome is None:
             break
         comparison.changed.append(outcome[0])
@@ -106,6 +100,19 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         if total > limit or too_many:
             full.set()
     return None if full.is_set() else comparison
+
+
+class _Scratch(threading.local):
+    """Memory of each thread that compares, used again for each bucket."""
+
+    def __init__(self, plan: ExchangePlan) -> None:
+        regions = max((len(bucket.rows) for bucket in plan.buckets), default=0)
+        self.encoded = _allocate(ops.encoded_limit(plan.largest, regions))
+        self.old, self.new = _allocate(plan.largest), _allocate(plan.largest)
+
+
+def _allocate(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _workers() -> int:
@@ -122,31 +129,27 @@ def _in_threads(call: Callable[[int], T], count: int, workers: int) -> Iterator[
 
 
 def _compare_bucket(
-    comparison: Comparison, number: int, tensors: Shards, verify: bool, out: Tensor
+    comparison: Comparison, number: int, tensors: Shards, verify: bool, scratch: _Scratch
 ) -> tuple[ChangedBucket, Tensor]:
-    """Returns what has changed in a bucket, and its encoded changes. ``out``: room for them."""
+    """Returns what has changed in a bucket, and its encoded changes."""
     base, in_place, packed = comparison.base, comparison.is_in_place(number), None
-    bucket = comparison.plan.buckets[number]
+    bucket, out = comparison.plan.buckets[number], scratch.encoded
     if verify or not in_place or not tensors.are_plain(number):
-        packed = _pack(bucket.nbytes, number, tensors)
+        packed = scratch.new[: bucket.nbytes]
+        tensors.pack(number, packed)
     if in_place:
         new = tensors.counted(number) if packed is None else packed
         old = base.counted(number)
         nbytes, elements = ops.encode_regions(old, new, bucket.copies.rows, HEADER_BYTES, bucket.nbytes, out)
     else:
         assert packed is not None
-        old_bytes, new_bytes = (each[HEADER_BYTES:] for each in (_pack(bucket.nbytes, number, base), packed))
+        old_packed = scratch.old[: bucket.nbytes]
+        base.pack(number, old_packed)
         unit = min(8, int(torch.tensor(dtypes.ITEMSIZES)[bucket.rows.dtype].min()))
-        nbytes, elements = ops.encode_changes(old_bytes, new_bytes, unit, out)
+        nbytes, elements = ops.encode_changes(old_packed[HEADER_BYTES:], packed[HEADER_BYTES:], unit, out)
     checksum = ops.checksum(packed[HEADER_BYTES:]) if verify and packed is not None else 0
     encoded = out[: nbytes if elements else 0].clone()
     return ChangedBucket(bucket.stream.number, bucket.wave, elements, encoded.nbytes, checksum), encoded
-
-
-def _pack(nbytes: int, number: int, shards: Shards) -> Tensor:
-    bucket = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    shards.pack(number, bucket)
-    return bucket
 
 
 def merge_comparisons(views: Mapping[int, Any]) -> Any:

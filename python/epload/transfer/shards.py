@@ -6,7 +6,9 @@ it in the end.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -45,15 +47,25 @@ class Shards:
         """Pipe of the device, kept for the next sync; None if there is no device or ``direct`` is set."""
         self._stream: torch.Stream | None = None
         """Stream of the device; None if there is no device or ``direct`` is set."""
+        self._lock = threading.Lock()
+        """Held by the thread that has entered the stream."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if device is not None and not direct:
             self.pipe = DevicePipe.of(device, ranks)
             self._stream = torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))
 
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with self._lock, self._stream:
+                yield
+
     def pack(self, number: int, bucket: Tensor) -> None:
-        """Copies this rank's boxes of a bucket into it, behind its header."""
-        with self._stream or nullcontext():
+        """Copies this rank's boxes of a bucket into it, behind its header. May be called by several threads."""
+        with self._on_stream():
             for regions in self._regions(number):
                 regions.pack(bucket)
             if len(padding := self._plan.buckets[number].padding):
@@ -79,7 +91,7 @@ class Shards:
 
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Copies what this rank keeps out of a bucket."""
-        with self._stream or nullcontext():
+        with self._on_stream():
             for regions in self._regions(number):
                 regions.unpack(bucket)
         if self._verify:
