@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from epload.cli.main import main
 
@@ -174,6 +174,13 @@ def test_a_conversion_to_another_dtype_is_equal_within_a_tolerance(tmp_path: Pat
     run("convert", tmp_path / "bf16", tmp_path / "f32", "--dtype", "fp32")
     assert "dtype: w bfloat16 / float32" in run("diff", tmp_path / "bf16", tmp_path / "f32", status=1)
     assert "dtype (allowed): w bfloat16" in run("diff", tmp_path / "bf16", tmp_path / "f32", "--rtol", "0")
+
+
+def test_a_rename_whose_pattern_looks_around(tmp_path: Path) -> None:
+    save_file({"a.b": torch.zeros(3), "c.b=d": torch.ones(3)}, tmp_path / "m.safetensors")
+    renames = [word for rename in (r"(?<=a)\.(?=b)=_", r"^c\.(?!x)=c=") for word in ("--rename", rename)]
+    run("convert", tmp_path / "m.safetensors", tmp_path / "new", *renames)
+    assert sorted(load_file(tmp_path / "new" / "model.safetensors")) == ["a_b", "c=b=d"]
 
 
 def test_a_rename_that_matches_nothing_is_refused(tmp_path: Path) -> None:

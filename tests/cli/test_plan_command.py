@@ -119,6 +119,7 @@ def test_what_would_fail(plain: Path, tmp_path: Path) -> None:
         (["--mesh", "tp=2"], 1, "declares no plan for tensor parallelism"),
         (["--model", "json:nothing"], 1, "json has no 'nothing'"),
         (["--model", "string:digits"], 1, "string:digits is a str, which cannot be called"),
+        (["--model", "os:getcwd"], 1, "expected os:getcwd() to return a module, got a str"),
         (
             ["--model", f"{__name__}:make_sharded"],
             1,

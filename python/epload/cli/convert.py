@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,10 +86,10 @@ def convert(
 
     rules = []
     for rename in renames:
-        pattern, separator, text = rename.partition("=")
-        if not separator:
+        pattern, *text = re.split(r"(?<!\(\?)(?<!\(\?<)=", rename, maxsplit=1)  # not the = of (?=...) and (?<=...)
+        if not text:
             raise click.BadParameter(f"expected PATTERN=TEXT, got {rename}", param_hint="--rename")
-        rules.append(Rename(pattern, text))
+        rules.append(Rename(pattern, text[0]))
     if weights and quantize is None:
         raise click.BadParameter("expected --quantize with it", param_hint="--weights")
     rule = None if quantize is None else Quantize(None if quantize == "fp8" else quantize, weights)

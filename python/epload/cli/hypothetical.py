@@ -221,15 +221,19 @@ def find_factory(model: str) -> Factory:
 
     def factory(mesh: DeviceMesh) -> nn.Module:
         with torch.device("meta"):
-            if any(p.default is p.empty for p in inspect.signature(make).parameters.values()):
-                return make(mesh)  # type: ignore[no-any-return]
-            plain = make()
-            if any(isinstance(module, FSDPModule) for module in plain.modules()):
-                raise ValueError(
-                    f"expected {model}() to return a model that is not sharded yet: --mesh shards it; or let it take the mesh "
-                    "as an argument, and shard the model over it"
-                )
-            return _parallelize(plain, mesh)
+            takes_mesh = any(p.default is p.empty for p in inspect.signature(make).parameters.values())
+            made = make(mesh) if takes_mesh else make()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"expected {model}() to return a module, got a {type(made).__name__}")
+        if takes_mesh:
+            return made
+        if any(isinstance(module, FSDPModule) for module in made.modules()):
+            raise ValueError(
+                f"expected {model}() to return a model that is not sharded yet: --mesh shards it; or let it take the mesh "
+                "as an argument, and shard the model over it"
+            )
+        with torch.device("meta"):
+            return _parallelize(made, mesh)
 
     return factory
 
