@@ -14,6 +14,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import epload
@@ -196,9 +197,11 @@ def _by_own_names(rank: int, folder: Path) -> list[str]:
     state = values_of(translated())
     reference = translated()
     reference.load_state_dict(state)
-    for kind in ("with storage", "on meta", "sharded"):
+    for kind in ("with storage", "on meta", "sharded", "checkpointed"):
         model = on_meta(translated) if kind == "on meta" else translated()
-        if kind == "sharded":
+        if kind == "checkpointed":  # wrappers that do not show in names
+            model = nn.Sequential(*map(checkpoint_wrapper, model))
+        if kind in ("sharded", "checkpointed"):
             fully_shard(model)
         for mapping, text in (("auto", "has a load_state_dict hook"), (Mapping(), "1 parameter missing")):
             try:
@@ -208,11 +211,15 @@ def _by_own_names(rank: int, folder: Path) -> list[str]:
                 problems += [] if text in str(error) else [f"{kind}: {error}"]
         epload.load(model, state, mapping=PARTS, progress=False)
         for name, parameter in model.named_parameters():
+            name = name.replace("_checkpoint_wrapped_module.", "")
             if not torch.equal(full_tensor(parameter), reference.get_parameter(name)):
                 problems.append(f"{kind}: {name} is {full_tensor(parameter)}")
         epload.save(model, folder / kind, mapping=PARTS, names_from=state)
         saved = load_file(folder / kind / "model.safetensors")
         problems += [f"{kind}: saved {n} as {saved[n]}" for n in state if not torch.equal(saved[n], state[n])]
+    linear = nn.Sequential(checkpoint_wrapper(nn.Linear(5, 5)))
+    epload.save(linear, folder / "own names", mapping=Mapping())
+    problems += set(load_file(folder / "own names" / "model.safetensors")) ^ {"0.weight", "0.bias"}
     return problems
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -51,17 +52,19 @@ def read_state(
     unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
         _check_not_offloaded(prefix[:-1] or "the model", module)
+        shown = prefix.replace(_CHECKPOINT_PREFIX, "")  # activation checkpointing, whose wrappers do not show in names
         if module._state_dict_hooks or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
-            customized.append((prefix, module))
+            customized.append((shown, module))
         if _custom_loading(module):
-            custom_loading.append((prefix, module))
+            custom_loading.append((shown, module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                entries.append((prefix + name, parameter))
+                entries.append((shown + name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                is_saved = name not in module._non_persistent_buffers_set
-                (entries if is_saved else unsaved).append((prefix + name, buffer))
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                entries.append((shown + name, buffer))
+            elif buffer is not None:
+                unsaved.append((prefix + name, buffer))
     plain = not customized and not custom_loading
     if not plain:
         returned = tensor_entries(model)
