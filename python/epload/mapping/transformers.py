@@ -66,14 +66,41 @@ def checkpoint_form(
     model: Any, tensors: MappingType[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
     """Returns names and shapes of the tensors in the checkpoints that the library saves of a model, whose tensors have these
-    dtypes and shapes by their names without wrappers."""
+    dtypes and shapes by their names without wrappers.
+
+    Raises:
+        ModelMismatch: the blocks of fp8 weights reach across what are separate tensors in a checkpoint.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
     stand_in = _without_fsdp(model.named_modules())
-    vars(stand_in)["get_parameter"] = state.__getitem__  # some conversions depend on the shape of the model's tensor
-    saved = revert_weight_conversion(stand_in, state)
-    return list(saved), [tuple(tensor.shape) for tensor in saved.values()]
+
+    def saved_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        vars(stand_in)["get_parameter"] = (
+            state.__getitem__
+        )  # some conversions depend on the shape of the model's tensor
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(stand_in, state).items()}
+
+    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
+    scales = {name: state.pop(name + _SCALES) for name in tensors if name + _SCALES in tensors}
+    saved = saved_of(state)
+    for weight in {(name.rpartition(".")[2], state[name].shape): name for name in scales}.values():
+        _check_blocks(model, weight, state[weight].shape, saved_of({weight: state[weight]}))
+    saved |= {name + _SCALES: shape for name, shape in saved_of(scales).items()}  # which are divided as their weights
+    return list(saved), list(saved.values())
+
+
+def _check_blocks(model: Any, weight: str, shape: tuple[int, ...], parts: MappingType[str, tuple[int, ...]]) -> None:
+    """Raises ModelMismatch if a weight is divided between two elements that have one scale."""
+    declared = getattr(model.config, "quantization_config", None) or {}
+    declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    block = declared.get("weight_block_size") or (1, 1)
+    for part in parts.values():
+        if any(own != whole and own % size for own, whole, size in zip(part[-2:], shape[-2:], block, strict=True)):
+            raise ModelMismatch(
+                f"{weight} of shape {list(shape)} has fp8 blocks of {' x '.join(map(str, block))}, which reach across the "
+                f"parts of shape {list(part)} that a checkpoint has of it; save or send the weights before they are quantized"
+            )
 
 
 def _check_tensor_parallel(model: Any, converters: Iterable[Any]) -> None:

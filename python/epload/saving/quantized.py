@@ -6,10 +6,9 @@ each weight. Its manifest and places are those of any other model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -39,6 +38,8 @@ from epload.ranks.topology import Topology
 CONFIG = "config.json"
 _NOT_QUANTIZED = re.compile(r"(^|[._])(lm_head|gate|router)$")
 """Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
+_EXPERT = re.compile(r"(experts)\.\d+\..*")
+"""Path of a layer of one expert; libraries make one module of all experts."""
 
 
 class QuantizedModel:
@@ -78,6 +79,8 @@ class QuantizedModel:
         }
         """The shape of the scales of each weight whose blocks ranks compare, by the index of the scales."""
         self.manifest = quantized_manifest(manifest, regions, self._format)
+        self.quantization_config = declare(rule, find_modules(model, targets, names, placed), regions)
+        """The configuration that declares them."""
         scale_places = {i: (f"scales of {names[i]}", view) for i, view in zip(regions, views, strict=True)}
         self.placed = []
         for i, places in enumerate(placed):
@@ -179,6 +182,11 @@ def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8
         else:
             rows.append((name, shape, dtype))
     names, shapes, dtypes = zip(*rows, strict=True)
+    if taken := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"expected no tensor with the name of the scales of a weight that is quantized, but there is {taken[0]}; is the "
+            "weight quantized already, and stored in a wider dtype?"
+        )
     return replace(manifest, names=names, shapes=shapes, dtypes=dtypes)
 
 
@@ -190,9 +198,48 @@ def check_files(files: Iterable[Path]) -> None:
         )
 
 
-def quantized_config(config: dict[str, Any], rule: Quantize) -> bytes:
-    """Returns a ``config.json`` that declares how weights are quantized."""
-    return json.dumps(config | {"quantization_config": rule.quantization_config}, indent=2).encode()
+def declare(rule: Quantize, modules: Mapping[int, Collection[str]], weights: Collection[int]) -> dict[str, Any]:
+    """Returns the configuration of a rule, which excludes what else is not quantized, too: libraries have rules of their own for
+    modules that are not listed.
+
+    Args:
+        modules: the modules of weights that might be quantized, by the number of the tensor.
+        weights: the numbers of those that are.
+    """
+    config = rule.quantization_config
+    key = "ignore" if rule.format.suffix == "_scale" else "modules_to_not_convert"
+    wide = {module for i, paths in modules.items() for module in paths if i not in weights}
+    wide.difference_update(*(modules.get(i, ()) for i in weights))
+    listed = list(config.get(key) or config.get("ignored_layers") or ())
+    return config | {key: listed + sorted(module for module in wide if not rule.format.skips(module))}
+
+
+def find_modules(
+    model: nn.Module, targets: Targets, names: Sequence[str], placed: Sequence[tuple[Place, ...]]
+) -> dict[int, set[str]]:
+    """Returns the paths of the modules of each tensor of a checkpoint that is a weight of Linear layers, of a stack of experts or
+    of a router, which is such a layer in other libraries: in the model, and as the checkpoint has them."""
+    layers = _layers(model, targets)
+    return {
+        i: {module_of(name)}.union(*(layers[number] for number in numbers))
+        for i, (name, places) in enumerate(zip(names, placed, strict=True))
+        if (numbers := layers.keys() & {targets.index[target] for target, _ in places})
+        or _NOT_QUANTIZED.search(module_of(name))
+    }
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a weight in a checkpoint."""
+    return _EXPERT.sub(r"\1", name.removesuffix(".weight"))
+
+
+def check_not_quantized(manifest: Manifest) -> None:
+    """Raises ValueError if there are quantized weights, which another configuration would no longer declare."""
+    if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
+        scale, weight = next(iter(quantized.items()))
+        raise ValueError(
+            f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
+        )
 
 
 def select_weights(
@@ -201,11 +248,7 @@ def select_weights(
     """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor.
 
     Raises ModelMismatch, ValueError: see :class:`QuantizedModel`."""
-    if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
-        scale, weight = next(iter(quantized.items()))
-        raise ValueError(
-            f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
-        )
+    check_not_quantized(manifest)
     chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]
     weights: dict[int, Regions] = {
@@ -231,23 +274,27 @@ def select_weights(
 def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize) -> set[int]:
     """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
     configuration excludes, and what transformers keeps in float32."""
-    aliases, in_fp32 = unwrap(model, targets.index)[1], kept_in_fp32(model, targets.index, torch.float16)
-    bare_names = dict(zip(targets.index, apply_renames(aliases, targets.index), strict=True))
+    in_fp32 = kept_in_fp32(model, targets.index, torch.float16)
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    head = next((get() for get in getters if callable(get)), None)
-    names_of = Counter(targets.index.values())
+    head = getattr(next((get() for get in getters if callable(get)), None), "weight", None)
+    return {
+        number
+        for number, paths in _layers(model, targets).items()
+        if len(paths) == 1 and targets.tensors[number] is not head and targets.names[number] not in in_fp32
+        for path in paths
+        if not _NOT_QUANTIZED.search(path) and not rule.format.skips(path)
+    }
+
+
+def _layers(model: nn.Module, targets: Targets) -> dict[int, set[str]]:
+    """Returns the targets that are weights of Linear layers or stacks of experts, each with the paths of its modules, without
+    wrappers; a tied weight has several."""
     number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
-    chosen = set()
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            number = number_of.get(id(parameter))
-            if parameter is None or number is None or names_of[number] > 1 or module is head:
-                continue
-            name = targets.names[number]
-            path = bare_names[name].rpartition(".")[0]
-            is_stack = path.endswith("experts") and parameter.ndim == 3
-            if not is_stack and not (isinstance(module, nn.Linear) and leaf == "weight"):
-                continue
-            if name not in in_fp32 and not _NOT_QUANTIZED.search(path) and not rule.format.skips(path):
-                chosen.add(number)
-    return chosen
+    linear = {number_of.get(id(module.weight)) for module in model.modules() if isinstance(module, nn.Linear)}
+    aliases, layers = unwrap(model, targets.index)[1], dict[int, set[str]]()
+    for name, bare in zip(targets.index, apply_renames(aliases, targets.index), strict=True):
+        number, path = targets.index[name], bare.rpartition(".")[0]
+        is_stack = path.endswith("experts") and targets.tensors[number].ndim == 3
+        if number in linear or is_stack:
+            layers.setdefault(number, set()).add(path)
+    return layers

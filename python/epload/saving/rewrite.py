@@ -23,7 +23,16 @@ from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_box
 from epload.model.targets import collect
-from epload.saving.quantized import CONFIG, check_files, quantized_config, quantized_manifest, select_weights
+from epload.saving.quantized import (
+    CONFIG,
+    check_files,
+    check_not_quantized,
+    declare,
+    find_modules,
+    module_of,
+    quantized_manifest,
+    select_weights,
+)
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -51,10 +60,12 @@ class Rewrite:
         """
         self.new, self.config, self._weights = new, {}, list[int]()
         if rule is not None:
-            self._format, self._weights = rule.format, _weights(old, rule, config)
+            self._weights, modules = _weights(old, rule, config)
             check_files(files)
-            self.new = quantized_manifest(new, set(self._weights), rule.format)
-            self.config = {CONFIG: quantized_config(config, rule)}
+            self._format, weights = rule.format, set(self._weights)
+            self.new = quantized_manifest(new, weights, rule.format)
+            declared = config | {"quantization_config": declare(rule, modules, weights)}
+            self.config = {CONFIG: json.dumps(declared, indent=2).encode()}
 
     def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """Yields what is written of one tensor of the checkpoint, on CPU: the number in :attr:`new`, where it begins there in
@@ -87,12 +98,13 @@ class Rewrite:
                 scale_offset += scales.nbytes
 
 
-def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> list[int]:
-    """Returns the numbers of the tensors that are quantized, ascending."""
+def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[list[int], dict[int, set[str]]]:
+    """Returns the numbers of the tensors that are quantized, ascending, and the modules of those that might be."""
     if rule.weights:
-        rows = enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))
+        check_not_quantized(old)
+        rows = [*enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))]
         if numbers := [i for i, row in rows if rule.selects(*row)]:
-            return numbers
+            return numbers, {i: {module_of(name)} for i, (name, shape, _) in rows if len(shape) > 1}
         raise ValueError(
             f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
         )
@@ -103,7 +115,8 @@ def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> list[i
             f"cannot tell which weights of {old.source} to quantize: no config.json next to it names a model that can be built "
             f"({error}); pass weights=, regular expressions of their names, to Quantize"
         ) from error
-    return list(select_weights(model, collect(model), old, placed, rule))
+    targets = collect(model)
+    return list(select_weights(model, targets, old, placed, rule)), find_modules(model, targets, old.names, placed)
 
 
 def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:

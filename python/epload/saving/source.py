@@ -19,7 +19,6 @@ from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
-from epload.mapping.quantize import Quantize
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp, is_diffusers
 from epload.model.megatron import MegatronChunks
@@ -29,7 +28,7 @@ from epload.saving.catalog import catalog
 from epload.saving.layout import DIFFUSION_MODEL, MODEL
 from epload.saving.megatron import in_float32, megatron_config
 from epload.saving.model_reader import ModelReader
-from epload.saving.quantized import CONFIG, QuantizedModel, quantized_config
+from epload.saving.quantized import CONFIG, QuantizedModel
 
 
 @dataclass
@@ -76,15 +75,17 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
             exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
         manifest = with_dtype(manifest, dtype, exempt)
     rule, stem = quantize_rule(mapping), MODEL
+    quantized = (
+        QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule) if rule is not None else None
+    )
     if isinstance(model, MegatronChunks):
         config = megatron_config(names_from, dtype or next(model.parameters()).dtype)
     else:
         inner = unwrap(model, targets.index)[0]
-        config = _config_files(inner, manifest, dtype, rule)
+        config = _config_files(inner, manifest, dtype, quantized)
         stem = DIFFUSION_MODEL if is_diffusers(type(inner)) else MODEL
-    if rule is None:
+    if quantized is None:
         return SavedModel(targets, manifest, shapes, holdings, config, stem)
-    quantized = QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule)
     shapes, in_files = quantized.manifest.shapes, dict(zip(manifest.names, manifest.shapes, strict=True))
     holdings = holdings_of_targets(shapes, quantized.manifest.dtypes, quantized.targets, quantized.placed)
     names = quantized.manifest.names
@@ -111,18 +112,28 @@ def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] =
     return replace(manifest, dtypes=tuple(dtypes))
 
 
-def _config_files(inner: Any, manifest: Manifest, dtype: torch.dtype | None, rule: Quantize | None) -> dict[str, bytes]:
+def _config_files(
+    inner: Any, manifest: Manifest, dtype: torch.dtype | None, quantized: QuantizedModel | None
+) -> dict[str, bytes]:
     """Returns ``config.json`` and ``generation_config.json`` of a model of transformers or diffusers, as ``save_pretrained``
-    writes them; of another one that is quantized a ``config.json`` that declares it."""
+    writes them; of another one that is quantized a ``config.json`` that declares it.
+
+    Args:
+        manifest: of the tensors before they are quantized.
+    """
+    declared = {} if quantized is None else {"quantization_config": quantized.quantization_config}
     if is_diffusers(type(inner)):
         described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}
-        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
-        return {CONFIG: text.encode() if rule is None else quantized_config(described, rule)}
+        return {CONFIG: (json.dumps(described | declared, indent=2, sort_keys=True) + "\n").encode()}
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
-        return {} if rule is None else {CONFIG: quantized_config({}, rule)}
+        return {CONFIG: json.dumps(declared, indent=2).encode()} if declared else {}
     config = copy.deepcopy(inner.config)
-    if rule is not None:
-        config.quantization_config = rule.quantization_config
+    if quantized is not None:
+        config.quantization_config = quantized.quantization_config
+    elif all(
+        dtype_names.is_wide(own) for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1
+    ):
+        vars(config).pop("quantization_config", None)  # of a checkpoint that was dequantized
     config.architectures = [class_before_fsdp(type(inner)).__name__]
     floats = Counter[torch.dtype]()
     for saved, shape in zip(manifest.dtypes, manifest.shapes, strict=True):

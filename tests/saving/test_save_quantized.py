@@ -1,0 +1,131 @@
+"""What a quantized save declares, and saves of models that are quantized: as transformers reads and writes them.
+
+The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+import epload
+from epload.mapping import Quantize
+from support.pretrained import SIZES, config
+from support.quantized import BF16, FP8, assert_same, fine_grained
+
+BLOCKS = fine_grained((16, 16))
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        yield
+
+
+def build(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    torch.manual_seed(0)
+    settings = QWEN2_MOE if kind == "qwen2_moe" else config(kind, **options)
+    return getattr(transformers, auto).from_config(settings, dtype=BF16)
+
+
+QWEN = {"moe_intermediate_size": 32}
+QWEN2_MOE = transformers.Qwen2MoeConfig(
+    **SIZES | QWEN | {"shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3_moe", QWEN),
+        ("mixtral", {"intermediate_size": 32}),
+        ("deepseek_v3", QWEN),
+        ("llama", {}),
+    ],
+)
+def test_a_model_in_fp8_is_saved_as_by_the_library(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    epload.save(build(kind, **options), tmp_path / "fp8", mapping=Quantize(BLOCKS))
+    with as_on_a_gpu():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=BF16)
+    model.save_pretrained(tmp_path / "theirs")
+    epload.save(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert FP8 in {tensor.dtype for tensor in ours.values()}
+    assert_same(ours, theirs)
+
+
+def test_blocks_across_gate_and_up_are_refused(tmp_path: Path) -> None:
+    model = build("qwen3_moe", moe_intermediate_size=30)
+    model.config.quantization_config = BLOCKS
+    for layer in model.model.layers[1:]:
+        experts = layer.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, name)
+            grid = (len(weight), *(-(-length // 16) for length in weight.shape[1:]))
+            setattr(experts, name, torch.nn.Parameter(weight.to(FP8), requires_grad=False))
+            experts.register_parameter(f"{name}_scale_inv", torch.nn.Parameter(torch.ones(grid)))
+    with pytest.raises(epload.ModelMismatch, match="has fp8 blocks of 16 x 16, which reach across the parts of shape"):
+        epload.save(model, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "rule", "wide"),
+    [
+        ("qwen2_moe", "AutoModelForCausalLM", {}, {"lm_head", "mlp.gate", "mlp.shared_expert_gate"}),
+        (
+            "llama",
+            "AutoModelForCausalLM",
+            {"modules_to_not_convert": ["model.layers.0.mlp"]},
+            {"lm_head", "model.embed_tokens"},
+        ),  # tied
+        ("llama", "AutoModelForSequenceClassification", {}, set()),
+    ],
+)
+def test_the_configuration_lists_what_is_not_quantized(
+    kind: str, auto: str, rule: dict[str, Any], wide: set[str], tmp_path: Path
+) -> None:
+    model = build(kind, auto, num_labels=16, pad_token_id=0)
+    model.save_pretrained(tmp_path / "bf16")
+    epload.save(model, tmp_path / "saved", mapping=Quantize(BLOCKS | rule))
+    epload.convert(tmp_path / "bf16", tmp_path / "converted", quantize=Quantize(BLOCKS | rule))
+    for folder in (tmp_path / "saved", tmp_path / "converted"):
+        declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+        listed = set(declared["modules_to_not_convert"]) - set(rule.get("modules_to_not_convert", ()))
+        assert {name.partition("layers.")[2].partition(".")[2] or name for name in listed} == wide
+        with as_on_a_gpu():
+            found, info = getattr(transformers, auto).from_pretrained(folder, dtype=BF16, output_loading_info=True)
+        assert not any(info.values()), info
+        for name, tensor in found.state_dict().items():
+            if tensor.dtype == BF16:
+                assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_a_dequantized_model_is_no_longer_declared_as_quantized(tmp_path: Path) -> None:
+    epload.save(build("llama"), tmp_path / "fp8", mapping=Quantize(BLOCKS))
+    with torch.device("meta"):
+        read = transformers.AutoConfig.from_pretrained(tmp_path / "fp8")
+        model = transformers.AutoModelForCausalLM.from_config(read, dtype=BF16)
+    epload.load(model, tmp_path / "fp8", progress=False)
+    epload.save(model, tmp_path / "bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert model.config.quantization_config  # the model's own stays
+
+
+def test_what_is_quantized_already_is_not_declared_otherwise(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(100, 100, dtype=BF16), "b.weight": torch.ones(100, 100).to(FP8)}
+    save_file(tensors | {"b.weight_scale_inv": torch.ones(2, 2)}, tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match=r"expected weights that are not quantized, but b\.weight is"):
+        epload.convert(tmp_path / "part.safetensors", tmp_path / "new", quantize=Quantize(BLOCKS, weights=("^a",)))
+    save_file({"a.weight": tensors["a.weight"], "a.weight_scale_inv": torch.ones(7, 7)}, tmp_path / "taken.safetensors")
+    with pytest.raises(ValueError, match=r"expected no tensor with the name .* there is a\.weight_scale_inv"):
+        epload.convert(tmp_path / "taken.safetensors", tmp_path / "new", quantize=Quantize(BLOCKS, weights=("^a",)))
+    assert not (tmp_path / "new").exists()
