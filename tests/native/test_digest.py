@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def reference(data: bytes) -> int:
     """The checksum as csrc/digest.cpp describes it."""
 
     def step(lane: int, word: int) -> int:
-        lane = (lane ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
-        return lane ^ lane >> 32
+        product = (lane ^ word) * 0x9E3779B97F4A7C15
+        return product % (1 << 64) ^ product >> 64
 
     lanes = [1, 2, 3, 4]
     for at in range(0, len(data), 32):
@@ -46,6 +47,21 @@ def test_a_checksum_is_that_of_the_description(size: int) -> None:
     """Whatever instructions the machine has: ranks of different machines compare theirs."""
     data = bytes(i * 37 % 256 for i in range(size))
     assert ops.checksum(torch.tensor(list(data), dtype=torch.uint8)) == reference(data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_signs_do_not_undo_each_other(dtype: torch.dtype) -> None:
+    """A multiplication alone passes a change of the highest bit on as it is, which another sign could undo."""
+    per_word = 8 // dtype.itemsize
+    values = torch.arange(1, 1 + 12 * per_word).to(dtype)
+    of_one_lane = [4 * word * per_word + element for word in range(3) for element in range(per_word)]
+    flips = [chosen for count in range(5) for chosen in itertools.combinations(of_one_lane, count)]
+    seen = set()
+    for chosen in flips:
+        changed = values.clone()
+        changed[list(chosen)] *= -1
+        seen.add(ops.checksum(changed))
+    assert len(seen) == len(flips)
 
 
 def test_what_is_not_contiguous_is_refused() -> None:

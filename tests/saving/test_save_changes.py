@@ -240,7 +240,7 @@ def test_another_version_of_the_base_is_refused(version: int, chain: Path) -> No
 
 
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "another version": ("expected version 1, got 2", lambda index: index.update(version=2)),
+    "another version": ("expected version 2, got 1", lambda index: index.update(version=1)),
     "an absolute path": ("a relative path", lambda index: index["base"].update(path="/etc")),
     "a URL": ("a relative path", lambda index: index["base"].update(path="s3://bucket/x")),
     "a URL of the Hub": ("expected hf://org/name", lambda index: index["base"].update(path="hf://bucket/x/y")),

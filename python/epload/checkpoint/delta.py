@@ -35,7 +35,7 @@ from epload.core.regions import Regions
 from epload.errors import CheckpointError
 from epload.native import ops
 
-VERSION = 1
+VERSION = 2
 MAX_LINKS = 16
 """Maximum number of deltas that a chain has before it ends in a whole checkpoint."""
 MAX_CHUNK_BYTES = 64 << 20
