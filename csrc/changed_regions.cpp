@@ -171,7 +171,7 @@ int64_t decode_regions(
   const auto skip = [&](int64_t until) {
     int64_t none = 0;
     while (at < until) {
-      const auto length = decode_block(op, in, at - begin, until - begin, nullptr, none);
+      const auto length = decode_block(op, in, at - begin, until - begin, nullptr, false, none);
       TORCH_CHECK_VALUE(length > 0 && none == 0, op, ": expected no changes between regions");
       at += length;
     }
@@ -183,7 +183,8 @@ int64_t decode_regions(
         in.left > kUnitAt && in.data[kUnitAt] == unit_of(row), op, ": expected a block in units of ", unit_of(row));
     auto* const bytes =
         writes ? bytes_of(static_cast<uint8_t*>(tensor.mutable_data_ptr()), tensor, row, scratch) : nullptr;
-    const auto nbytes = bytes_in(row), length = decode_block(op, in, at - begin, at - begin + nbytes, bytes, changed);
+    const auto nbytes = bytes_in(row);
+    const auto length = decode_block(op, in, at - begin, at - begin + nbytes, bytes, writes, changed);
     TORCH_CHECK_VALUE(length == nbytes, op, ": expected a block of ", nbytes, " bytes, got one of ", length);
     at += nbytes;
     if (scratch.defined() && bytes == scratch.const_data_ptr<uint8_t>()) {

@@ -292,7 +292,8 @@ int64_t encode_block(
   });
 }
 
-int64_t decode_block(const char* op, ChangesInput& in, int64_t begin, int64_t nbytes, uint8_t* base, int64_t& changed) {
+int64_t decode_block(
+    const char* op, ChangesInput& in, int64_t begin, int64_t nbytes, uint8_t* base, bool writes, int64_t& changed) {
   TORCH_CHECK_VALUE(
       std::memcmp(in.take(kMagic.size()), kMagic.data(), kMagic.size()) == 0, op, ": these are no encoded changes");
   const auto format = in.number<uint8_t>();
@@ -311,7 +312,7 @@ int64_t decode_block(const char* op, ChangesInput& in, int64_t begin, int64_t nb
     check_unit(op, base, length, unit);
     TORCH_CHECK_VALUE(
         begin % unit == 0, op, ": expected a block at a multiple of ", unit, " bytes, got one at ", begin);
-    return decode_all<decltype(type)>(in, length, base);
+    return decode_all<decltype(type)>(in, length, writes ? base : nullptr);
   });
   return length;
 }
@@ -339,11 +340,11 @@ std::tuple<int64_t, int64_t> encode_changes(
   return {output.nbytes, count};
 }
 
-// Checks all blocks, and writes them unless `base` is null. Returns the units that change.
-int64_t decode(const char* op, ChangesInput in, int64_t nbytes, uint8_t* base) {
+// Checks all blocks, and writes them if `writes` is set. Returns the units that change.
+int64_t decode(const char* op, ChangesInput in, int64_t nbytes, uint8_t* base, bool writes) {
   int64_t changed = 0, begin = 0;
   do {
-    begin += decode_block(op, in, begin, nbytes, base != nullptr ? base + begin : nullptr, changed);
+    begin += decode_block(op, in, begin, nbytes, base != nullptr ? base + begin : nullptr, writes, changed);
   } while (in.left > 0);
   TORCH_CHECK_VALUE(begin == nbytes, op, ": expected changes of ", nbytes, " bytes, got those of ", begin);
   return changed;
@@ -352,15 +353,17 @@ int64_t decode(const char* op, ChangesInput in, int64_t nbytes, uint8_t* base) {
 } // namespace
 
 int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
-  return decode("check_changes", changes_in("check_changes", encoded), nbytes, nullptr);
+  return decode("check_changes", changes_in("check_changes", encoded), nbytes, nullptr, false);
 }
 
 int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
   constexpr auto op = "apply_changes";
   check_bytes(op, "base", base, 1);
   const auto in = changes_in(op, encoded);
-  const auto changed = decode(op, in, base.numel(), nullptr);
-  decode(op, in, base.numel(), base.mutable_data_ptr<uint8_t>());
+  TORCH_CHECK_VALUE(!encoded.is_alias_of(base), op, ": expected the changes to be other memory");
+  auto* const bytes = base.mutable_data_ptr<uint8_t>();
+  const auto changed = decode(op, in, base.numel(), bytes, false);
+  decode(op, in, base.numel(), bytes, true);
   mark_written({base});
   return changed;
 }

@@ -61,9 +61,10 @@ inline bool is_aligned(const uint8_t* data, int64_t unit) {
 int64_t encode_block(
     const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, ChangesOutput& out);
 
-// Checks a block that begins at some byte of `nbytes`, and writes it unless `base`, its bytes, is null. Adds the units
-// that change to `changed`; returns its length in bytes.
-int64_t decode_block(const char* op, ChangesInput& in, int64_t begin, int64_t nbytes, uint8_t* base, int64_t& changed);
+// Checks a block that begins at some byte of `nbytes` against its bytes in `base`, which may be null, and writes them
+// if `writes` is set. Adds the units that change to `changed`; returns its length in bytes.
+int64_t decode_block(
+    const char* op, ChangesInput& in, int64_t begin, int64_t nbytes, uint8_t* base, bool writes, int64_t& changed);
 
 // The bytes of encoded changes.
 ChangesInput changes_in(const char* op, const at::Tensor& encoded);

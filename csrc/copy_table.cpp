@@ -42,7 +42,8 @@ void check_tensor_side(int64_t row, const RegionCopy& copy, const at::Tensor& te
 
 void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbytes) {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
-  bool empty = false;
+  int64_t nbytes = itemsize; // of its elements, of which several may be one in the bucket
+  bool empty = false, countable = true;
   for (size_t d = 0; d < copy.size.size(); ++d) {
     TORCH_CHECK_VALUE(
         copy.size[d] >= 0 && copy.bucket_stride[d] >= 0,
@@ -51,10 +52,12 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
         " has a negative size or stride in dim ",
         d);
     empty |= copy.size[d] == 0;
+    countable = countable && !__builtin_mul_overflow(nbytes, copy.size[d], &nbytes);
   }
   if (empty) {
     return;
   }
+  TORCH_CHECK_VALUE(countable, "region_copy: row ", row, " has more bytes than fit in an int64");
   // The last byte the row touches, computed so that no intermediate can overflow.
   int64_t last = copy.bucket_offset;
   bool inside = last >= 0 && last <= bucket_nbytes - itemsize;

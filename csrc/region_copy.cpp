@@ -3,6 +3,7 @@
 #include "dtypes.h"
 #include "tensor_memory.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/core/DeviceType.h>
@@ -21,6 +22,8 @@ Driver& driver_of(c10::DeviceType device) {
 }
 
 void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const RegionCopy& copy, Direction direction) {
+  const at::AutoDispatchBelowADInplaceOrView
+      plain; // inference tensors are written, too; the op marks what it has written
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
   int64_t offset = tensor.storage_offset();
   int64_t span = 1;
@@ -33,7 +36,8 @@ void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const Reg
   }
   const auto theirs = at::as_strided(tensor, copy.size, tensor.strides(), offset);
   auto bytes = bucket.narrow(0, copy.bucket_offset, span * itemsize);
-  if ((bucket.storage_offset() + copy.bucket_offset) % itemsize != 0) {
+  const auto address = reinterpret_cast<uintptr_t>(bytes.const_data_ptr());
+  if (bytes.storage_offset() % itemsize != 0 || address % static_cast<uintptr_t>(itemsize) != 0) {
     // A view of a wider dtype needs an aligned start: go through a packed copy, its elements as rows of bytes. Only
     // bytes of the region are touched, since another region may lie between them.
     Dims bytes_size(copy.size), bytes_stride;

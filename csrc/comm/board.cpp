@@ -76,6 +76,7 @@ void sleep_while(Word& word, int32_t value, std::chrono::steady_clock::time_poin
 void board_post(const at::Tensor& board, int64_t slot, int64_t value) {
   TORCH_CHECK_VALUE(
       value >= INT32_MIN && value <= INT32_MAX, "board: expected a value that fits in an int32, got ", value);
+  TORCH_CHECK_VALUE(slot != -1 || value != 0, "board: expected a failure to be posted as another value than 0");
   auto* const words = words_of(board);
   (slot == -1 ? words[1] : counter(board, words, slot)).store(static_cast<int32_t>(value), std::memory_order_release);
   wake(words, slot == -1 ? kEveryone : bit_of(slot));

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <deque>
 #include <mutex>
 #include <thread>
@@ -96,7 +97,7 @@ std::vector<Chunk> cut(const std::vector<RelayStep>& steps, int64_t chunk_bytes)
 class Waiter {
  public:
   Waiter(const std::optional<at::Tensor>& board, double seconds)
-      : board_(board), limit_(static_cast<int64_t>(seconds * 1e3)) {
+      : board_(board), limit_(static_cast<int64_t>(std::ceil(seconds * 1e3))) {
     if (board_.has_value()) {
       board_wait(*board_, {}, 0, 0); // throws if it is not a board; in the thread that would end the process
       sentry_ = std::thread([this] {

@@ -132,7 +132,12 @@ class BucketCopy {
  public:
   BucketCopy(
       const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction)
-      : bucket_(bucket), tensors_(tensors), copies_(copies), direction_(direction), data_(tensors.size()) {
+      : bucket_(bucket),
+        tensors_(tensors),
+        copies_(copies),
+        direction_(direction),
+        bucket_data_(data_of(bucket, direction == Direction::kPack)),
+        data_(tensors.size()) {
     for (size_t i = 0; i < copies.size(); ++i) {
       add(i);
     }
@@ -150,9 +155,14 @@ class BucketCopy {
   }
 
  private:
+  // Not in the threads, of which each would copy what is copied on write.
+  static char* data_of(const at::Tensor& tensor, bool written) {
+    return static_cast<char*>(written ? tensor.data_ptr() : const_cast<void*>(tensor.const_data_ptr()));
+  }
+
   void add(size_t i) {
     const auto& tensor = tensors_[copies_[i].tensor];
-    data_[copies_[i].tensor] = static_cast<char*>(tensor.data_ptr());
+    data_[copies_[i].tensor] = data_of(tensor, direction_ == Direction::kUnpack);
     auto& s = regions_.emplace_back();
     if (converts(i)) {
       parts_.push_back({i, 0, 0});
@@ -188,7 +198,7 @@ class BucketCopy {
     }
     auto s = regions_[part.copy];
     char* tensor = data_[number] + s.tensor;
-    char* bucket = static_cast<char*>(bucket_.data_ptr()) + s.bucket;
+    char* bucket = bucket_data_ + s.bucket;
     tensor += part.begin * (s.size.empty() ? 1 : s.tensor_stride[0]);
     bucket += part.begin * (s.size.empty() ? 1 : s.bucket_stride[0]);
     const int64_t count = part.end - part.begin;
@@ -204,6 +214,7 @@ class BucketCopy {
   at::TensorList tensors_;
   const std::vector<RegionCopy>& copies_;
   Direction direction_;
+  char* bucket_data_;
   std::vector<char*> data_; // of each tensor
   std::vector<Strided> regions_;
   std::vector<Part> parts_;

@@ -41,8 +41,8 @@ void on_threads(int64_t threads, Tasks& tasks, const std::function<void()>& work
         guarded();
       });
     }
-  } catch (const std::system_error&) {
-    // The machine is out of threads: those that were started do the work.
+  } catch (const std::exception&) {
+    // The machine is out of threads or of memory: those that were started do the work.
   }
   guarded();
   for (auto& helper : helpers) {

@@ -63,9 +63,20 @@ def test_changes_that_are_not_whole_units_of_the_buffer_leave_it_as_it_was() -> 
     base = random_bytes(3 + 8, 10)
     blocks = [encode(part, part ^ 1, unit)[0] for part, unit in ((base[:3], 1), (base[3:].clone(), 8))]
     for call in (ops.check_changes, ops.apply_changes):
-        with pytest.raises(ValueError, match="a block at a multiple of 8 bytes, got one at 3"):
+        with pytest.raises(ValueError, match="at a multiple of 8 bytes"):
             call(torch.cat(blocks), len(base) if call is ops.check_changes else base)
     assert torch.equal(base, random_bytes(3 + 8, 10))
+
+
+def test_a_base_at_an_address_of_no_unit_stays_as_it_was() -> None:
+    memory = random_bytes(17, 10)
+    base = memory[1:]
+    blocks = [encode(part.clone(), part ^ 1, unit)[0] for part, unit in ((base[:8], 1), (base[8:], 8))]
+    with pytest.raises(ValueError, match="starts and ends at a multiple of 8 bytes"):
+        ops.apply_changes(torch.cat(blocks), base)
+    with pytest.raises(ValueError, match="expected the changes to be other memory"):
+        ops.apply_changes(memory[:8], base)
+    assert torch.equal(memory, random_bytes(17, 10))
 
 
 def test_tensors_at_any_address_are_compared() -> None:

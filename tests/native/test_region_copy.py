@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import operator_schemas
 
+from epload.core import dtypes
 from epload.native import ops
 from support.checks import as_bytes
 from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
@@ -38,6 +39,46 @@ def test_every_dtype_and_bit_pattern(dtype: torch.dtype) -> None:
 
 def test_conversion_is_that_of_copy() -> None:
     check_conversions(ops.pack, ops.unpack, "cpu")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_inference_tensors_are_written_and_converted(stored: torch.dtype, shift: int) -> None:
+    """Those of an engine; torch's own copy_ writes them and raises then."""
+    with torch.inference_mode():
+        targets = [torch.zeros(3), torch.zeros(2)]
+    values = torch.arange(1, 6).to(stored)
+    bucket = torch.cat([torch.zeros(shift, dtype=torch.uint8), as_bytes(values)])
+    rows = [
+        Row(0, shift, stored, [0], [3], [1]),
+        Row(1, shift + 3 * stored.itemsize, stored, [0], [2], [1]),
+    ]
+    ops.unpack(bucket, targets, table_of(rows, 1))
+    assert torch.cat(targets).tolist() == [1, 2, 3, 4, 5]
+    packed = torch.zeros_like(bucket)
+    ops.pack(packed, targets, table_of(rows, 1))
+    assert torch.equal(packed, bucket)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_a_bucket_at_any_address(dtype: torch.dtype) -> None:
+    values = torch.arange(1, 6).to(dtype)
+    bucket = torch.frombuffer(bytearray(b"?" + bytes(as_bytes(values).tolist())), dtype=torch.uint8, offset=1)
+    row = Row(0, 0, dtype, [0], [5], [1])
+    target = torch.zeros(5, dtype=torch.complex64 if dtype.is_complex else torch.float64)
+    ops.unpack(bucket, [target], table_of([row], 1))
+    assert torch.equal(target.to(dtype), values)
+    table = table_of([row], 1)
+    table[0, 0] = dtypes.code(dtype)
+    assert ops.digest_bucket(bucket, table)[0] == ops.digest_tensors([values], table_of([row], 1))[0]
+
+
+def test_a_bucket_that_is_copied_on_write(two_threads: None) -> None:
+    values = torch.arange(8 << 20, dtype=torch.float32)
+    bucket = torch._lazy_clone(as_bytes(values))
+    target = torch.zeros_like(values)
+    ops.unpack(bucket, [target], table_of([Row(0, 0, torch.float32, [0], [len(values)], [1])], 1))
+    assert torch.equal(target, values)
 
 
 @pytest.mark.parametrize("lazy", ["conj", "neg"])

@@ -44,6 +44,13 @@ def test_bad_row_copies_nothing(unpack: bool) -> None:
         refused(torch.tensor([GOOD, bad, GOOD]), unpack, "row 1 ")
 
 
+def test_more_elements_than_can_be_counted_are_refused() -> None:
+    """The tensor has them in one element, and so has the bucket."""
+    row = [0, 0, dtypes.code(torch.float32), 2, 0, 0, 2**31, 2**31, 0, 0]
+    with pytest.raises(ValueError, match="row 0 has more bytes than fit in an int64"):
+        ops.unpack(torch.zeros(8, dtype=torch.uint8), [torch.zeros(1).expand(2**31, 2**31)], torch.tensor([row]))
+
+
 def refused(table: Tensor, unpack: bool, match: str, bucket: Tensor | None = None) -> None:
     bucket = torch.arange(256, dtype=torch.uint8) if bucket is None else bucket
     tensors = [torch.full((4, 6), 7.0), torch.full((4, 6), 8.0)]

@@ -138,7 +138,8 @@ def _empty_like(tensors: Iterable[Tensor], destination: Destination) -> dict[int
 def _fill_in_place(parameters: Iterable[Any], destination: Destination) -> None:
     """Gives parameters storage by private paths: all of one dtype and device by one native call."""
     for (dtype, device), members in _by_destination(parameters, destination):
-        local_tensors = ops.allocate_like([p._local_tensor for p in members], dtype, device, _THREADS)
+        with torch.no_grad():
+            local_tensors = ops.allocate_like([p._local_tensor for p in members], dtype, device, _THREADS)
         for parameter, local in zip(members, local_tensors, strict=True):
             meta = parameter._spec.tensor_meta
             spec = (
