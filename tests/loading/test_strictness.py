@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload import LocalModules, Mapping
-from epload.mapping import Concatenate, Convert, Rename, Stack
+from epload.mapping import Concatenate, Convert, Rename, Split, Stack, Unstack
 from support import ranks
 from support.checks import all_fine, as_bytes, full_values, local_of
 from support.failures import error_of
 from support.fp8 import Tree
-from support.models import Block, mesh
+from support.models import Block, mesh, on_meta
 from support.small_model import NODES, only_readers
 
 State = dict[str, Tensor]
@@ -209,3 +210,65 @@ def _both(rank: int) -> list[str]:
 
 def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook() -> None:
     all_fine(ranks.run(4, _both))
+
+
+# ---- one process ----
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("kind", ["on meta", "reset", "hook"])
+@pytest.mark.parametrize("mismatched", ["embed.weight", "head.weight"])
+def test_what_one_name_fills_is_not_initialized_because_another_does_not_fit(mismatched: str, kind: str) -> None:
+    values = torch.arange(8.0).reshape(4, 2)
+    state = {"embed.weight": values, "head.weight": values} | {mismatched: torch.zeros(6, 2)}
+    model: Any = Tied() if kind == "reset" else on_meta(Tied)
+    called = []
+    init: Any = {"on meta": None, "reset": "reset_parameters", "hook": lambda *args: called.append(args)}[kind]
+    report = epload.load(model, state, ignore_mismatched_shapes=True, init_missing=init, progress=False)
+    assert torch.equal(model.embed.weight, values)
+    assert model.head.weight is model.embed.weight
+    assert (report.mismatched_keys, report.initialized, called) == ([mismatched], [], [])
+
+
+SPLIT = Mapping(converts=(Convert(("qkv",), ("q", "k", "v"), (Split(0),)),))
+EACH = Mapping(converts=(Convert((r"e\.w",), ("e.{index}",), (Unstack(0),)),))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "state", "own", "left"),
+    [
+        (SPLIT, {"qkv": torch.arange(6.0)}, {"q": (2,), "k": (2,)}, ["v"]),
+        (EACH, {"e.w": torch.arange(8.0).reshape(4, 2)}, {"e.0": (2,), "e.2": (2,)}, ["e.1", "e.3"]),
+    ],
+    ids=["split", "experts"],
+)
+def test_parts_of_a_tensor_that_the_model_lacks_are_unexpected(
+    mapping: Mapping, state: State, own: dict[str, tuple[int, ...]], left: list[str]
+) -> None:
+    model = Tree(target(**own)).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(epload.ModelMismatch) as refused:
+        epload.load(model, state, mapping=mapping, progress=False)
+    assert refused.value.unexpected_keys == left
+    assert f"{left[0]} (which a conversion makes)" in str(refused.value)
+    assert not any(tensor.any() for tensor in model.state_dict().values())
+    ignoring = replace(mapping, ignore_unexpected=tuple(f"^{re.escape(name)}$" for name in left))
+    assert epload.load(model, state, mapping=ignoring, progress=False).ignored_keys == left
+    report = epload.load(model, state, mapping=mapping, strict=False, progress=False)
+    assert report.unexpected_keys == left
+
+
+@pytest.mark.parametrize("pattern", ["(?i)^MTP", r"^(m)t(p)", "^(?P<a>m)"])
+def test_patterns_of_ignored_keys_are_independent(pattern: str) -> None:
+    model = Tree({"w": torch.zeros(2)}).to_empty(device="cpu")
+    state = {"w": torch.ones(2), "mtp.x": torch.ones(1), "aa": torch.ones(1)}
+    mapping = Mapping(ignore_unexpected=(pattern, r"^(?P<a>a)\1$"))
+    assert epload.load(model, state, mapping=mapping, progress=False).ignored_keys == ["mtp.x", "aa"]

@@ -326,3 +326,11 @@ def test_a_conversion_has_sources_and_targets() -> None:
     for sources, targets in (((), ("a",)), (("a",), ())):
         with pytest.raises(ValueError, match="expected at least one source and one target"):
             Convert(sources, targets)
+
+
+@pytest.mark.parametrize("reference", [r"\1", r"\g<1>", r"\g<n>"])
+def test_a_shift_applies_however_the_number_is_written(reference: str) -> None:
+    rename = Rename(r"^blocks\.(?P<n>\d+)\.(\w)", rf"layers.{reference}.\2\2", shift=-1)
+    assert rename.apply(["blocks.1.w", "blocks.12.w"]) == ["layers.0.ww", "layers.11.ww"]
+    with pytest.raises(ValueError, match="the number to which shift and divide apply"):
+        Rename(r"^blocks\.(\d+)\.", "layers.", shift=-1)

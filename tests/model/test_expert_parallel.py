@@ -167,6 +167,31 @@ def test_module_lists_that_hold_one_ranks_experts(tmp_path: Path) -> None:
     all_fine(ranks.run(4, _lists, tmp_path))
 
 
+class SharedEmbedding(nn.Module):
+    """The last stage of a pipeline: its only layer is the 62nd, which has the embedding, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList([nn.Module()])
+        self.layers[0].embed = self.embed
+
+
+def test_a_tied_tensor_of_local_modules_has_its_global_name() -> None:
+    values, other = torch.arange(8.0).reshape(4, 2), torch.ones(4, 2)
+    model = SharedEmbedding()
+    options = epload.LoadOptions(local_modules=[LocalModules(r"layers\.(\d+)\.", first=61)])
+    epload.load(model, {"embed.weight": values, "layers.61.embed.weight": values}, options=options, progress=False)
+    assert torch.equal(model.embed.weight, values)
+    report = epload.load(
+        model,
+        {"layers.0.embed.weight": other, "layers.61.embed.weight": values},
+        options=options, strict=False, progress=False,
+    )  # fmt: skip
+    assert report.unexpected_keys == ["layers.0.embed.weight"]
+    assert torch.equal(model.embed.weight, values)
+
+
 def _mistakes(rank: int, folder: Path) -> list[str]:
     problems = []
     two, one = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4))

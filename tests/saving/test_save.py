@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import epload
 from epload.mapping import Convert, Rename, Reshape, Split
@@ -219,3 +219,20 @@ def test_copied_files_do_not_replace_those_that_are_written(tmp_path: Path) -> N
         with pytest.raises(ValueError, match="expected files="):
             epload.save({"w": torch.ones(2)}, tmp_path / "c", files=[tmp_path / file for file in files])
         assert not (tmp_path / "c").exists()
+
+
+def test_a_tied_tensor_has_the_name_that_others_are_tied_to(tmp_path: Path) -> None:
+    """As libraries save it, whichever name the checkpoint of names_from has first."""
+    model = torch.nn.ModuleDict({"z": torch.nn.Embedding(4, 2), "a": torch.nn.Linear(2, 4, bias=False)})
+    model["a"].weight = model["z"].weight
+    names = {"a.weight": torch.zeros(4, 2), "z.weight": torch.zeros(4, 2)}
+    for first, second in (("a", "z"), ("z", "a")):
+        mapping = epload.Mapping(ties=((f"{first}.weight", f"{second}.weight"),))
+        epload.save(model, tmp_path / first, mapping=mapping, names_from=names)
+        assert load_file(tmp_path / first / "model.safetensors").keys() == {f"{first}.weight"}
+
+
+def test_an_empty_tensor_may_be_missing_in_names_from(tmp_path: Path) -> None:
+    model = torch.nn.ParameterDict({"a": torch.ones(2), "empty": torch.ones(0, 3)})
+    epload.save(model, tmp_path / "new", names_from={"a": torch.zeros(2)})
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == {"a"}

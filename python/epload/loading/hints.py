@@ -68,6 +68,7 @@ def _explain(
         for group in match_conversions(mapping.converts, renamed)[0]:
             targets = f" (converted to {', '.join(group.targets)})"
             becomes |= {manifest.names[number]: targets for number in group.sources}
+        becomes |= dict.fromkeys(set(unexpected) - set(manifest.names), " (which a conversion makes)")
         keys = [key + becomes.get(key, "") for key in unexpected]
         lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys)}")
     if mismatched:

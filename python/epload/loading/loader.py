@@ -203,8 +203,9 @@ def _log_result(report: LoadReport) -> None:
     logger.info("%s", report.summary)
     for warning in report.warnings:
         logger.warning("%s", warning)
-    unfilled = sorted({*report.missing_keys, *report.mismatched_keys} - {*report.initialized})
-    if unfilled:
+    if report.mismatched_keys:
+        logger.warning("not loaded, as they have other shapes: %s", list_keys(report.mismatched_keys))
+    if unfilled := sorted({*report.missing_keys} - {*report.initialized}):
         logger.warning("not filled, keep their values: %s", list_keys(unfilled))
     if report.unexpected_keys:
         logger.warning("not loaded, as the model lacks them: %s", list_keys(report.unexpected_keys))

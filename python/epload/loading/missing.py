@@ -57,11 +57,10 @@ class Missing:
 
 def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> list[list[str]]:
     """Returns the missing and the mismatched names of the model, on any rank."""
-    names = [list(plan.missing), list(plan.mismatched)]
     if not inputs.local_modules:
-        return names
+        return [list(plan.missing), list(plan.mismatched)]
     shared = _shared_names(inputs)
-    own = [[shared[name] for name in of_kind] for of_kind in names]
+    own = [[shared[name] for name in plan.missing], list(plan.mismatched)]
     unfilled: list[list[str]] = control.agree("the report", None, own, _union)
     return unfilled
 
@@ -96,14 +95,14 @@ def compute_missing(
     Collective where a model is on meta, or with that option: in rounds, out of which all ranks raise what any does.
 
     Args:
-        anywhere: names of tensors that no checkpoint tensor fills on some rank, as all ranks know them.
+        anywhere: names of tensors that are missing or mismatched on some rank, as all ranks know them.
         meta: True if any rank has tensors on meta.
         seed: for tensors that are initialized; equal on all ranks.
 
     Raises:
         ModelMismatch: nobody will fill a tensor that was on meta.
     """
-    targets, model, unfilled = inputs.targets, request.model, {*plan.missing, *plan.mismatched}
+    targets, model, unfilled = inputs.targets, request.model, {*plan.unfilled}
     shared = _shared_names(inputs) if unfilled else {}
     on_meta = {shared[name] for name in unfilled if targets.tensors[targets.index[shared[name]]].is_meta}
     if targets.has_meta:

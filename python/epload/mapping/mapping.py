@@ -35,6 +35,8 @@ class Rename:
         if self.divide < 1:
             raise ValueError(f"expected divide to be at least 1, got {self}")
         _check(self, (self.source,), (self.target,))
+        if (self.shift or self.divide > 1) and not re.search(_first_group(self.source), self.target):
+            raise ValueError(rf"expected the target to have \1, the number to which shift and divide apply, got {self}")
 
     def apply(self, names: Sequence[str]) -> list[str]:
         """Returns all names; those that match are renamed."""
@@ -46,8 +48,15 @@ class Rename:
     def _replace(self, name: str, match: re.Match[str]) -> str:
         target = self.target
         if self.shift or self.divide > 1:
-            target = target.replace(r"\1", str((int(match[1]) + self.shift) // self.divide))
+            number = str((int(match[1]) + self.shift) // self.divide)
+            target = re.sub(_first_group(self.source), lambda _: number, target)
         return name[: match.start()] + match.expand(target) + name[match.end() :]
+
+
+def _first_group(source: str) -> str:
+    """Returns a pattern of what refers to the first group of a regular expression in what replaces it."""
+    names = [re.escape(name) for name, number in re.compile(source).groupindex.items() if number == 1]
+    return rf"\\1(?!\d)|\\g<(?:{'|'.join(['0*1', *names])})>"
 
 
 Renames = Sequence[Rename] | collections.abc.Mapping[str, str]
@@ -149,13 +158,14 @@ def ignored_keys(
     missing, unexpected = list(missing), set(unexpected)
     ignored = sorted(filter(is_extra_state, unexpected))
     if mapping.ignore_missing and missing:
-        search = _any_of(mapping.ignore_missing).search
+        search = _any_of(mapping.ignore_missing)
         unwrapped = apply_renames(mapping.aliases, missing)
         ignored += [name for name, inner in zip(missing, unwrapped, strict=True) if search(inner)]
     if mapping.ignore_unexpected and unexpected:
-        search = _any_of(mapping.ignore_unexpected).search
+        search = _any_of(mapping.ignore_unexpected)
         renamed = apply_renames((*mapping.aliases, *mapping.renames), names)
         ignored += [a for a, b in zip(names, renamed, strict=True) if a in unexpected and (search(a) or search(b))]
+        ignored += sorted(filter(search, unexpected.difference(names)))
     return ignored
 
 
@@ -171,8 +181,10 @@ def rename_keys(mapping: Mapping, names: Sequence[str]) -> tuple[list[str], list
     return renamed, unused
 
 
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+def _any_of(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Returns a predicate: True if one of the regular expressions matches in a name. Joined, they would share their groups."""
+    searches = [re.compile(pattern).search for pattern in patterns]
+    return lambda name: any(search(name) for search in searches)
 
 
 def renames_of(passed: Renames) -> Any:

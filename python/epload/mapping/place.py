@@ -23,12 +23,17 @@ Mismatch = tuple[str, tuple[int, ...], str]
 and a message with their names and both shapes."""
 
 
+Leftover = tuple[str, tuple[int, ...]]
+"""The name of what a conversion makes besides tensors of the model, and the checkpoint tensors that it is made of, by number."""
+
+
 def place(
     mapping: Mapping,
     names: Sequence[str],
     shapes: Sequence[Shape],
     targets: MappingType[str, Shape],
     mismatches: list[Mismatch] | None = None,
+    leftovers: list[Leftover] | None = None,
 ) -> list[tuple[Place, ...]]:
     """Returns the places that each checkpoint tensor fills; empty if the model has no place for it.
 
@@ -36,6 +41,7 @@ def place(
         names, shapes: of the checkpoint's tensors.
         targets: global shapes of the model's tensors by name.
         mismatches: if given, targets of mismatched shape are appended to it and left out, instead of raising.
+        leftovers: if given, what conversions make and the model lacks is appended to it.
 
     Raises ModelMismatch: mismatched shapes (without ``mismatches``), two tensors for one region, an incomplete set of tensors,
     rules that match nothing. Names the keys."""
@@ -46,6 +52,8 @@ def place(
     placed = placer.placed
     if mapping.aliases:
         placed = [tuple([(placer.model_name[name], view) for name, view in places]) for places in placed]
+    if leftovers is not None:
+        leftovers += placer.leftovers
     mismatched = [(placer.model_name[target], sources, text) for target, sources, text in placer.mismatches]
     if mismatches is not None:
         mismatches += mismatched
@@ -91,6 +99,7 @@ class _Placer:
         self.filled: dict[str, int] = {}
         """Target to one of the checkpoint tensors that fill it."""
         self.mismatches: list[Mismatch] = []
+        self.leftovers: list[Leftover] = []
         self._whole = {shape: View.whole(shape) for shape in dict.fromkeys(shapes)}
         self._outputs: dict[object, TensorLists] = {}
         """Results of conversions; groups that differ only in names share them."""
@@ -163,11 +172,12 @@ class _Placer:
         is_list = any("{index}" in name for name in group.targets)
         outputs = self._run_operations(group, targets) if is_list or any(targets) else [[]]
         places: dict[int, list[Place]] = defaultdict(list)
-        has_target = False
+        has_target, absent = False, list[Leftover]()
         for pattern, assemblies in zip(group.targets, outputs, strict=False):
             for index, assembly in enumerate(assemblies):
                 name = self.find(pattern.replace("{index}", str(index)))
                 if name is None:
+                    absent.append((pattern.replace("{index}", str(index)), tuple(group.sources)))
                     continue
                 has_target = True
                 if assembly.shape != self.targets[name]:
@@ -179,7 +189,9 @@ class _Placer:
                     places[group.sources[position]].append((name, view))
         for source, views in places.items():
             self.placed[source] = tuple(views)
-        if not has_target:
+        if has_target:
+            self.leftovers += absent
+        else:
             self._place_whole(group.sources, self.names)
 
     def _run_operations(self, group: ConversionGroup, targets: Sequence[str | None]) -> TensorLists:

@@ -190,7 +190,7 @@ def collect(
                 owner = by_memory.setdefault((memory.storage_key(local), sharding), number)
                 targets.has_aliases |= owner != number
         if owner != number:
-            targets.index[name] = by_id[id(tensor)] = owner
+            targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
         key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from epload.core.columns import column, first_of_each, from_raw, numbered_rows, 
 from epload.core.copy_table import ALIGNMENT, CopyTable
 from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
-from epload.mapping.place import Mismatch, place
+from epload.mapping.place import Leftover, Mismatch, place
 from epload.mapping.quantized_targets import QuantizedTarget, with_quantized
 from epload.mapping.scales import Scaling, with_scales
 from epload.model.targets import Targets
@@ -42,9 +42,12 @@ class LoadPlan:
     missing: tuple[str, ...]
     """Names of the model that nothing fills; of tied names the first."""
     unexpected: tuple[str, ...]
-    """Names of the checkpoint that the model has no place for."""
+    """Names of the checkpoint that the model has no place for, and of what conversions make and the model lacks."""
     mismatched: dict[str, str]
-    """Names of the model that the checkpoint has in another shape, and what to say of each; nothing fills them."""
+    """Names of the model, as all ranks know them, that the checkpoint has in another shape, and what to say of each."""
+    unfilled: tuple[str, ...]
+    """Names of the model that nothing fills: missing ones, and mismatched ones that no other name fills; of tied names the
+    first."""
     tied: tuple[str, ...]
     """Names of the checkpoint that are skipped because another name of the same parameter is in it."""
     tied_pairs: tuple[TiedPair, ...]
@@ -127,15 +130,19 @@ def make_plan(
     """
     if bucket_bytes < HEADER_BYTES + ALIGNMENT:
         raise ValueError(f"expected bucket_bytes of at least {HEADER_BYTES + ALIGNMENT}, got {bucket_bytes}")
-    mismatches: list[Mismatch] = []
-    placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches)
-    mismatched = {targets.names[targets.index[target]]: text for target, _, text in mismatches}
+    mismatches, leftovers = list[Mismatch](), list[Leftover]()
+    placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, mismatches, leftovers)
+    mismatched = {target: text for target, _, text in mismatches}
     targets, scalings = with_scales(manifest, targets, placed)
     targets, quantized = with_quantized(manifest, targets, placed, mapping.quantize)
     explained = required | {source for _, sources, _ in mismatches for source in sources}
     unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
+    unexpected += [name for name, sources in leftovers if required.isdisjoint(sources)]
     scaled = {scaling.target for scaling in scalings}
     tensors, placed, filled, tied, tied_pairs, casts = select(manifest, targets, placed, required, scaled)
+    filled = filled | {i for own in quantized for i in own[:2]}
+    lost = {targets.index[target] for target in mismatched} - filled
+    missing = _missing(targets, mapping, filled | lost)
     holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
     pieces, bucket, sizes = _fill_buckets(manifest, column(tensors), bucket_bytes)
     copies, origins, piece = _copies(manifest, holdings, pieces)
@@ -153,9 +160,10 @@ def make_plan(
         tensor_count=len(torch.unique(pieces[:, 0])),
         payload=int(pieces[:, 3].sum()),
         fingerprint=_fingerprint(manifest, targets, [pieces, bucket], repr((bucket_bytes, options))),
-        missing=_missing(targets, mapping, filled | {i for own in quantized for i in own[:2]}, mismatched),
+        missing=missing,
         unexpected=tuple(unexpected),
         mismatched=mismatched,
+        unfilled=(*missing, *(targets.names[i] for i in sorted(lost))),
         tied=tied,
         tied_pairs=tied_pairs,
         casts=casts,
@@ -199,16 +207,13 @@ def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[Cop
     return copies, origins, piece
 
 
-def _missing(targets: Targets, mapping: Mapping, filled: Set[int], mismatched: Container[str]) -> tuple[str, ...]:
-    """Names that nothing fills, except those of empty tensors, which need nothing."""
+def _missing(targets: Targets, mapping: Mapping, found: Set[int]) -> tuple[str, ...]:
+    """Names that the checkpoint lacks, except those of empty tensors, which need nothing."""
     expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
     return tuple(
         name
         for i, name in enumerate(targets.names)
-        if i not in filled
-        and i in expected
-        and name not in mismatched
-        and 0 not in targets.layouts[targets.layout[i]].shape
+        if i not in found and i in expected and 0 not in targets.layouts[targets.layout[i]].shape
     )
 
 

@@ -74,7 +74,7 @@ def catalog(
             kinds = [(dtypes[name], shapes[name]) for name in own]
             names, sizes = checkpoint_form(unwrap(model, targets.index)[0], dict(zip(names, kinds, strict=True)))
     placed = place(rules, names, sizes, shapes)
-    regions = _distinct_regions(placed, targets)
+    regions = _distinct_regions(placed, targets, rules)
     _check_covered(regions, targets)
     if names_from is not None:
         _check_complete(rules, names, regions, targets, added)
@@ -124,14 +124,18 @@ def _bare_names(rules: Mapping, targets: Targets, names: Collection[str]) -> tup
     return [own for own, _ in ordered], [bare for _, bare in ordered]
 
 
-def _distinct_regions(placed: Sequence[tuple[Place, ...]], targets: Targets) -> list[dict[_Region, None]]:
-    """Returns the regions of each checkpoint tensor, in order; none of a tensor whose regions another one before it has, as where
-    the model's weights are tied. A tensor that shares only some of its elements keeps all, and is an error later."""
+def _distinct_regions(
+    placed: Sequence[tuple[Place, ...]], targets: Targets, rules: Mapping
+) -> list[dict[_Region, None]]:
+    """Returns the regions of each checkpoint tensor, in order; none of a tensor whose regions another one has, as where the
+    model's weights are tied: of these the first under a name that others are tied to, as libraries save them. A tensor that
+    shares only some of its elements keeps all, and is an error later."""
+    regions = [dict.fromkeys((targets.index[name], view) for name, view in places) for places in placed]
+    copies, first = {name for _, name in rules.ties}, [places[0][0] if places else "" for places in placed]
+    is_copy = [name in copies for name in apply_renames(rules.aliases, first)]
     taken: set[_Region] = set()
-    regions = []
-    for places in placed:
-        of_tensor = dict.fromkeys((targets.index[name], view) for name, view in places)
-        regions.append(of_tensor if of_tensor.keys() - taken else {})
+    for i in sorted(range(len(placed)), key=is_copy.__getitem__):
+        of_tensor, regions[i] = regions[i], regions[i] if regions[i].keys() - taken else {}
         taken.update(of_tensor)
     return regions
 
@@ -156,6 +160,7 @@ def _check_complete(
     mapping."""
     expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
     expected -= {number for number, _ in chain.from_iterable(regions)}
+    expected -= {number for number in expected if 0 in targets.layouts[targets.layout[number]].shape}
     missing = [targets.names[number] for number in sorted(expected) if targets.names[number] not in added]
     ignored = set(ignored_keys(rules, names, missing, ()))
     if missing := [name for name in missing if name not in ignored]:

@@ -14,7 +14,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.mapping.mapping import Mapping, ignored_keys, quantize_rule
-from epload.mapping.place import Place, destinations, place
+from epload.mapping.place import Leftover, Place, destinations, place
 from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.wrappers import (
@@ -102,14 +102,15 @@ class ModelTarget(Target):
         self._check_scope(mapping)
         if self.scope.left_out:
             mapping = replace(mapping, required=False)  # its rules may be for tensors that are not sent
-        placed = place(mapping, manifest.names, manifest.shapes, targets.shapes)
+        leftovers: list[Leftover] = []
+        placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, leftovers=leftovers)
         added: frozenset[str] = frozenset()
         if self.scope.adapter is None and (
             added := names_added_by_adapters(self._model, targets.index, computes=False)
         ):
             placed = [tuple(place for place in places if place[0] not in added) for places in placed]
         _check_ties(manifest.names, placed, targets)
-        self._check_names(mapping, manifest.names, placed, targets, added)
+        self._check_names(mapping, manifest.names, placed, targets, added, [name for name, _ in leftovers])
         self._filled = targets
         self.devices = {tensor.device for tensor in targets.local()}
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
@@ -162,9 +163,15 @@ class ModelTarget(Target):
         placed: Sequence[tuple[Place, ...]],
         targets: Targets,
         added: Collection[str],
+        leftovers: Sequence[str],
     ) -> None:
         """Raises ModelMismatch, if strict, if only one of the two jobs has a tensor that the mapping does not ignore, and that
-        belongs to the part of the model that is sent. ``added``: the model's tensors that are not of its base model."""
+        belongs to the part of the model that is sent.
+
+        Args:
+            added: the model's tensors that are not of its base model.
+            leftovers: what conversions make and the model lacks.
+        """
         if not self._strict:
             return
         filled = {targets.index[name] for places in placed for name, _ in places}
@@ -176,6 +183,7 @@ class ModelTarget(Target):
         expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
         missing = [name for i, name in enumerate(targets.names) if i in expected and i not in filled]
         unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
+        unexpected += leftovers if self._alone else ()  # else perhaps of another model
         ignored = set(ignored_keys(mapping, names, missing, unexpected))
         only = {"receiver": missing, "sender": unexpected}
         only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
