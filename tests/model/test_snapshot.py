@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -91,6 +92,10 @@ def other_size(model: Any) -> None:
     model.inner[0].weight.data = torch.zeros(4, 3)
 
 
+def replace_dicts(module: nn.Module) -> None:
+    module.__dict__.update(deepcopy(module).__dict__)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "parameter replaced": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.zeros(3, 3))),
     "parameter removed": lambda m: setattr(m.head, "bias", None),
@@ -122,6 +127,12 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "child emptied": lambda m: setattr(m, "relu", None),
     "child with parameters emptied": lambda m: setattr(m, "head", None),
     "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
+    "all dicts replaced": lambda m: replace_dicts(m.inner[0]),
+    "state set": lambda m: m.inner[1].__setstate__(deepcopy(m.inner[1]).__dict__),
+    "parameters in another dict": lambda m: setattr(m.head, "_parameters", deepcopy(m.head._parameters)),
+    "buffers where there were none": lambda m: setattr(m.relu, "_buffers", {"more": torch.zeros(1)}),
+    "children where there were none": lambda m: setattr(m.relu, "_modules", {"more": nn.Linear(1, 1)}),
+    "another set of what is not saved": lambda m: setattr(m, "_non_persistent_buffers_set", {"saved"}),
     "hook on a leaf": lambda m: m.relu._register_state_dict_hook(lambda *_: None),
     "hook on the root": lambda m: m.register_state_dict_post_hook(lambda *_: None),
     "load hook on a leaf": lambda m: m.relu.register_load_state_dict_pre_hook(lambda *_: None),

@@ -1,11 +1,11 @@
-"""Keeps the targets of a model, so that a reload only checks that the model is unchanged: a tenth of the time that collecting
+"""Keeps the targets of a model, so that a reload only checks that the model is unchanged: a quarter of the time that collecting
 takes for 18,867 parameters in 25,000 modules.
 
 The check compares the dicts in which modules keep children and tensors: their keys, and the ids of what they hold. Another module
 or tensor may get the id of one that was freed. No module may therefore have been freed, and the metadata of tensors is compared:
 placements, dtypes, devices, sizes, strides, and that none shares memory with another. Modules are referred to weakly (through
-FSDP's state each of them keeps the whole model alive), and the dicts of tensors until the model is freed. The tensors themselves
-are not referred to: that would keep memory alive, and ``torch.utils.swap_tensors`` refuses tensors that have weak references.
+FSDP's state each of them keeps the whole model alive). The tensors themselves are not referred to: that would keep memory alive,
+and ``torch.utils.swap_tensors`` refuses tensors that have weak references.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import gc
 import weakref
 from copy import copy
-from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from epload.model.memory import may_overlap, wraps_tensors
 from epload.model.modules import Modules
 from epload.model.state_dict import describe_custom_loading
 from epload.model.targets import Targets
+
+_dicts = attrgetter("_parameters", "_buffers", "_modules")
+"""Returns the dicts of a module."""
 
 
 class Snapshot:
@@ -48,20 +51,14 @@ class Snapshot:
         """
         self._model = None
         unique = modules.unique
-        collections: list[Any] = [d for m in unique for d in (m._parameters, m._buffers, m._modules)]
         # Which tensors are aliases depends on addresses, and modules that customize their state dict may return anything.
         if targets.has_aliases or not targets.plain or any(map(wraps_tensors, {*map(type, targets.local())})):
             return
-        if not all(isinstance(d, dict) for d in collections):  # TorchScript
+        if not all(isinstance(d, dict) for m in unique for d in _dicts(m)):  # TorchScript
             return
-        self._tensor_dicts: list[Any] = [d for m in unique for d in (m._parameters, m._buffers) if d]
-        self._unsaved: list[Any] = [m._non_persistent_buffers_set for m in unique if m._buffers]
-        self._empty = [d for d in collections if not d]
         self._freed: list[object] = []
         """Receives an entry for each module that is freed."""
-        references = [weakref.ref(module, self._freed.append) for module in unique]
-        self._modules = references
-        self._parents = [own for own, module in zip(references, unique, strict=True) if module._modules]
+        self._modules = [weakref.ref(module, self._freed.append) for module in unique]
         self._next_hook_id = RemovableHandle.next_id
         values, self._sizes, self._keys = self._read_modules()
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
@@ -80,7 +77,7 @@ class Snapshot:
         self._targets.unsaved_buffers = targets.unsaved_buffers | targets.unsaved_meta.keys()
         self._targets.tensors, self._targets.unsaved_meta = [], {}
         self._devices, self._options = devices, options
-        self._model = weakref.ref(model, partial(_clear, (self._tensor_dicts, self._unsaved, self._empty)))
+        self._model = weakref.ref(model)
 
     def read(self, model: nn.Module, options: object) -> tuple[Targets, tuple[torch.device, torch.device]] | None:
         """Returns the targets that collecting from the model would give, and their devices.
@@ -97,7 +94,6 @@ class Snapshot:
         if (
             [*map(id, values)] != self._ids
             or self._freed
-            or any(self._empty)
             or sizes != self._sizes
             or keys != self._keys
             or self._has_new_hooks()
@@ -114,13 +110,14 @@ class Snapshot:
         return targets, self._devices
 
     def _read_modules(self) -> tuple[list[Any], list[int], list[object]]:
-        """Returns the tensors and modules that the model's modules hold, and the sizes and the keys of all their collections that
-        are not empty."""
-        parents: list[Any] = [module._modules for parent in self._parents if (module := parent()) is not None]
-        dicts = [*self._tensor_dicts, *parents]
-        collections = [*dicts, *self._unsaved]
+        """Returns the tensors and modules that the model's modules hold, and the sizes and the keys of all their collections."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        dicts = [*chain.from_iterable(map(_dicts, modules))]
+        filled = [*filter(None, dicts)]
+        unsaved = [module._non_persistent_buffers_set for module in modules if module._buffers]
+        sizes, keys = [*map(len, dicts), *map(len, unsaved)], [*chain(*filled, *unsaved)]
         # The garbage collector lists the values of dicts in a third of the time. It may leave out those that are None.
-        return gc.get_referents(*dicts), [*map(len, collections)], [*chain.from_iterable(collections)]
+        return gc.get_referents(*filled), sizes, keys
 
     def _has_new_hooks(self) -> bool:
         """Returns True if a module has got a hook that may rename its tensors or change values when it is loaded.
@@ -134,8 +131,3 @@ class Snapshot:
                 return True
             self._next_hook_id = next_id
         return False
-
-
-def _clear(lists: tuple[list[Any], ...], _: object) -> None:
-    for collections in lists:
-        collections.clear()
