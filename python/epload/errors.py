@@ -57,6 +57,9 @@ class RemoteFailure(LoadError):
 class WaitTimeout(LoadError):
     """Another rank made no progress within the timeout. Other ranks raise it as LoadError."""
 
+    absent: tuple[int, ...] = ()
+    """Ranks that have not come to a round."""
+
 
 class RankExited(LoadError):
     """The process of a rank exited during a load. Other ranks raise it as LoadError."""

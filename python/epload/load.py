@@ -10,7 +10,7 @@ import torch
 from epload.checkpoint.checksums import AnyChecksums
 from epload.checkpoint.file_sets import DCP_ROOT
 from epload.core.default_device import on_cpu
-from epload.loading.loader import HierarchicalLoader
+from epload.loading.loader import SingleLoad
 from epload.loading.request import LoadOptions
 from epload.loading.values import agree_on_values
 from epload.mapping.mapping import AnyMapping
@@ -20,7 +20,7 @@ from epload.model.flat_state import assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
-from epload.ranks.single_flight import Call, exclusive
+from epload.ranks.single_flight import Call, checking_arguments, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 from epload.sync.running_job import RunningJob, address_of
@@ -114,21 +114,21 @@ def load(
         if dist.get_rank() == 0:
             print(report)
     """
-    options = LoadOptions() if options is None else options
-    if not isinstance(options, LoadOptions):
-        raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
-    if (address := address_of(checkpoint)) is not None:
-        if readers not in ("auto", "every"):
-            raise ValueError(
-                f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}"
-            )
-        checkpoint, readers = RunningJob(model, address, timeout), "every"
-    loader = HierarchicalLoader(
-        topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
-        verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,
-    )  # fmt: skip
+    with checking_arguments(topology):
+        options = LoadOptions() if options is None else options
+        if not isinstance(options, LoadOptions):
+            raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
+        if (address := address_of(checkpoint)) is not None:
+            if readers not in ("auto", "every"):
+                raise ValueError(
+                    f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}"
+                )
+            checkpoint, readers = RunningJob(model, address, timeout), "every"
+        loader = SingleLoad(
+            topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,
+            verify=verify, timeout=timeout, stream=options.stream, direct_io=options.direct_io, progress=progress,
+        )  # fmt: skip
     with loader:
-        loader._remembers = False
         return loader.load(
             model, checkpoint, mapping=mapping, strict=strict, ignore_mismatched_shapes=ignore_mismatched_shapes,
             dtype=dtype, device=device, init_missing=init_missing, outer_shards=options.outer_shards,
@@ -186,8 +186,9 @@ def load_state(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     """
-    topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
-    topology.check_source(src)
+    with checking_arguments(topology):
+        topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
+        topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():
         flat, source, values, missing = agree_on_values(topology.control, state, checkpoint, src, strict)
     report = load(

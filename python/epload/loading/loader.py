@@ -53,6 +53,9 @@ class HierarchicalLoader:
                 loader.load(model, checkpoint_of(step))
     """
 
+    _remembers = True
+    """True if there will be another load."""
+
     @on_cpu
     def __init__(
         self,
@@ -82,12 +85,10 @@ class HierarchicalLoader:
         self._timeout = as_timedelta(timeout)
         self.options = Options(readers, algorithm, src, bucket_bytes, verify, direct_io)
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
-        number = self.topology.number_loader()  # equal on all ranks
+        number = self.topology.number_loader() if self._remembers else 0  # equal on all ranks
         self._made_by = threading.current_thread()
         self._as_pretrained = True
         """See :class:`Request`."""
-        self._remembers = True
-        """True if there will be another load."""
         self.topology.check_source(src)
         self.progress = progress
         self._control = self.topology.control
@@ -140,6 +141,9 @@ class HierarchicalLoader:
             LoadError, ValueError, TypeError: as :func:`epload.load`.
         """
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
+            if self._control.missed:  # in which the others have released theirs
+                self._resources.release()
+                self.topology.groups.clear()
             try:
                 with self._control.guard():
                     module, parts = describe_model(model, (*outer_shards, *local_modules))
@@ -185,6 +189,12 @@ class HierarchicalLoader:
             if folder := os.environ.get("EPLOAD_TRACE"):
                 _write_trace(report, Path(folder))
         return report
+
+
+class SingleLoad(HierarchicalLoader):
+    """A loader for one load. It has no number: one that a rank has not made would be missed by all later ones."""
+
+    _remembers = False
 
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:

@@ -19,15 +19,20 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
+from epload.core.log import logger
 from epload.errors import LoadError, RankExited, RemoteFailure, WaitTimeout, message_of
 from epload.ranks.connection import DEFAULT_TIMEOUT, outcome_keys
 from epload.ranks.failure import Failure, describe
-from epload.ranks.messages import decode, put
+from epload.ranks.messages import decode, put, read_if_set
 from epload.ranks.rounds import Rounds, Views, encode_report, reduce_reports
 from epload.ranks.watch import Watch
 
 _PUBLISH_SECONDS, _POLL_SECONDS = 5.0, 0.05
 """Maximum seconds that a stopped rank waits for the failure that stopped it, and seconds between two checks for it."""
+_RESUMED = "resumed"
+"""Key of the number of the load that ranks have begun after one for which they had waited for a rank in vain."""
+_RESUMED_SECONDS = 10.0
+"""Seconds that such a rank then waits for the others to begin another load."""
 _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -62,6 +67,10 @@ class Control(Rounds):
         self._succeeded = False
         """True if this rank has come through the last round of the load."""
         self._numbers = count(1)
+        self.missed = 0
+        """Number of calls before the present one that the other ranks have given up, as this one did not come to them."""
+        self._ended = time.monotonic()
+        """Value of ``time.monotonic()`` when the last load ended."""
         self._looked = 0.0
         """Value of ``time.monotonic()`` when :meth:`published_failure` last asked the store."""
         self._activities: dict[str, str] = {}
@@ -73,7 +82,8 @@ class Control(Rounds):
         return next(self._numbers)
 
     def begin(self, timeout: timedelta | None = None, number: int | None = None) -> None:
-        """Begins a load, on all ranks. Whatever the outcome of the last one on each of them, they are in step again.
+        """Begins a load, on all ranks. Whatever the outcome of the last one on each of them, they are in step again, also if one
+        of them did not come to it.
 
         Args:
             timeout: until :meth:`end`.
@@ -81,13 +91,41 @@ class Control(Rounds):
         """
         number = number if number is not None else self.next_load()
         self.timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
-        self.doing, self.progress, self._activities = "", 0, {}
+        self.doing, self.progress, self._activities, self.missed = "", 0, {}, 0
+        resumes = self.failure is not None and self.failure.absent and self.rank not in self.failure.absent
+        if self.store is not None and time.monotonic() - self._ended > self.timeout.total_seconds() / 2:
+            number = self._catch_up(number)
         self._start_attempt(number, 0)
         self.clear_before(number)
+        if resumes and self.store is not None:
+            self.store.set(_RESUMED, str(number))
 
     def end(self) -> None:
         """Ends a load, whatever its outcome."""
         self.timeout = DEFAULT_TIMEOUT
+        self._ended = time.monotonic()
+
+    def _catch_up(self, number: int) -> int:
+        """Returns the number of the load that the others are in if they have waited for this rank in vain in load ``number``: it
+        takes part in their present one if that begins soon. Else it is only late, and raises what they have raised."""
+        assert self.store is not None
+        first, until = number, time.monotonic() + _RESUMED_SECONDS
+        while True:
+            self._start_attempt(number, 0)
+            if (resumed := int(read_if_set(self.store, _RESUMED) or 0)) > number:
+                number = resumed  # which may have failed in the same way
+                continue
+            failure = self.look()
+            if failure is None or self.rank not in failure.absent or time.monotonic() > until:
+                break
+            time.sleep(_POLL_SECONDS)
+        if number > first:
+            self._numbers = count(number + 1)
+            self.missed = number - first
+            logger.warning(
+                "rank %d has missed %d of the other ranks' calls, and joins them again", self.rank, self.missed
+            )
+        return number
 
     def _start_attempt(self, load: int, attempt: int) -> None:
         """Rounds start anew, under other keys, in a new load and after a failure."""

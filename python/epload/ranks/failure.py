@@ -34,6 +34,8 @@ class Failure:
     readers have ended in band is none of these: a rank may have been killed meanwhile, and no round reports it."""
     hard: bool = True
     """True if all have to stop at once, as a rank cannot do its part any more."""
+    absent: tuple[int, ...] = ()
+    """Ranks for which the others have waited in vain."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, clean: bool = False, hard: bool = True) -> Failure:
@@ -78,7 +80,7 @@ def describe(error: BaseException, rank: int, hard: bool, doing: str, others: st
         text += f"\n{others}"
     if stack := stack_of(error):
         text += f"\nTraceback of rank {rank}:\n{stack}"
-    return Failure(kind, _shorten(text), rank, hard=hard)
+    return Failure(kind, _shorten(text), rank, hard=hard, absent=getattr(error, "absent", ()))
 
 
 def _shorten(text: str) -> str:

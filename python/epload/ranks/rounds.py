@@ -209,7 +209,9 @@ class Rounds(NodeConnection):
                 waited_for = missing()
                 absent = self._absent(waited_for)
                 if absent or now >= until + 0.25 * limit + 2:
-                    raise self._timeout(absent or waited_for)
+                    error = self._timeout(absent or waited_for)
+                    error.absent = tuple(absent)
+                    raise error
 
     def _warn(self, seconds: float, missing: Sequence[int]) -> bool:
         """Logs for whom this rank has waited so many seconds, if it is known that a rank has not made the call.

@@ -78,6 +78,25 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
                 _current = None
 
 
+@contextmanager
+def checking_arguments(topology: Topology | None) -> Iterator[None]:
+    """A context that checks the arguments of a call, before :func:`exclusive`. A mistake of one rank ends the call on all.
+
+    Args:
+        topology: the ranks that call; those of the whole job if None.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or of another type.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        control = (topology if topology is not None else Topology.default()).control
+        if control.store is not None:
+            control.refuse(control.next_load(), type(error)(f"{error} [rank {control.rank}]"))
+        raise
+
+
 def _refuse(call: Call, number: int, other: Call) -> Exception:
     """Publishes that this rank takes no part in a load. Returns the error that all ranks raise."""
     control = call.topology.control

@@ -17,12 +17,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.core.dtypes import DType, requested
+from epload.errors import LoadError
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.model.megatron import Model, as_module
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks.contents import fetch_holdings, publish_holdings
-from epload.ranks.single_flight import Call, exclusive
+from epload.ranks.single_flight import Call, checking_arguments, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
@@ -55,13 +56,14 @@ class PendingSave:
         """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
         log.configure()
-        self._path = folder_path(path)
+        with checking_arguments(topology):
+            self._path = folder_path(path)
+            self._files = tuple(map(Path, files))
+            self._timeout = as_timedelta(timeout)
+            self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self._max_shard_bytes = max_shard_bytes
-        self._files = tuple(map(Path, files))
         self._checksums = checksums
         self._overwrite = overwrite
-        self._timeout = as_timedelta(timeout)
-        self._topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         self._made_by = threading.current_thread()
         self._report = SaveReport(path=str(self._path))
         with self._report.timed("plan"), garbage_collection.paused():
@@ -111,9 +113,16 @@ class PendingSave:
 
         def run() -> None:
             self._outcome = Attempt(self._run)
+            if self._outcome.failure is not None:  # which nobody may wait for
+                log.logger.warning("the save to %s failed: %s", self._path, self._outcome.failure)
             del self._model, self._base, self._tensors  # which are much memory
 
-        self._thread = threads.start("epload-save", run)
+        try:
+            self._thread = threads.start("epload-save", run)
+        except LoadError as error:
+            self._tensors.failure = error
+            self._run()  # on all ranks, where it raises this
+            raise
 
     def done(self) -> bool:
         """Returns True if it has ended, so that :meth:`wait` returns at once."""

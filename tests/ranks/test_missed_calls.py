@@ -1,0 +1,158 @@
+"""A call to which a rank does not come, or with a mistake of one rank, fails on all; the next one works on the same topology."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import epload
+from epload.core import threads
+from epload.errors import LoadError
+from epload.ranks import control
+from support import ranks
+from support.failures import raised
+
+TIMEOUT = 3.0
+Calls = dict[str, Callable[..., Any]]
+
+
+def calls(topology: epload.Topology, folder: Path) -> tuple[nn.Module, Calls]:
+    """A model, and calls with it that take keyword arguments."""
+    model, state = nn.Linear(5, 4), {"weight": torch.ones(4, 5), "bias": torch.full((4,), 2.0)}
+    loader = epload.HierarchicalLoader(topology, progress=False, timeout=TIMEOUT)
+    usual = {"topology": topology, "timeout": TIMEOUT}
+
+    def load(**options: Any) -> None:
+        epload.load(model, state, progress=False, **usual | options)
+
+    def load_state(**options: Any) -> None:
+        epload.load_state(dict(model.state_dict()), state, progress=False, **usual | options)
+
+    def save(**options: Any) -> None:
+        epload.save(model, folder / "saved", overwrite=True, **usual | options)
+
+    def save_async(**options: Any) -> None:
+        epload.save_async(model, folder / "saved", overwrite=True, **usual | options).wait()
+
+    loading = {"load": load, "loader": lambda: loader.load(model, state), "load_state": load_state}
+    return model, {**loading, "save": save, "save_async": save_async}
+
+
+def misses(rank: int, absent: tuple[int, ...], kind: str, nodes: list[list[int]], folder: Path) -> list[str]:
+    topology = epload.Topology.from_nodes(nodes)
+    model, by_kind = calls(topology, folder)
+    call = by_kind[kind]
+    call()
+    texts = []
+    for _ in range(2):
+        if rank not in absent:
+            texts.append(raised(call)[1])
+        dist.barrier()
+    with torch.no_grad():
+        model.weight.zero_()
+    for _ in range(3):
+        call()
+        dist.barrier()
+    if "load" in kind and kind != "load_state":
+        assert bool((model.weight == 1).all())
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("absent", "kind", "nodes"),
+    [
+        ((1,), "load", [[0, 1, 2]]),
+        ((0,), "load", [[0, 1, 2]]),
+        ((1,), "loader", [[0, 1], [2]]),
+        ((0, 1), "save", [[0, 1], [2]]),
+        ((2,), "save", [[0], [1, 2]]),
+        ((2,), "load_state", [[0], [1], [2]]),
+        ((0,), "save_async", [[0, 1, 2]]),
+    ],
+)
+def test_a_rank_that_has_missed_calls_takes_part_in_the_next(
+    absent: tuple[int, ...], kind: str, nodes: list[list[int]], tmp_path: Path
+) -> None:
+    texts = ranks.run(3, misses, absent, kind, nodes, tmp_path)
+    waited = [texts[rank] for rank in range(3) if rank not in absent]
+    for of_call in zip(*waited, strict=True):
+        assert len(set(of_call)) == 1
+        assert "did not arrive within 3 s" in of_call[0] or "made no decision within 3 s" in of_call[0]
+
+
+def is_late(rank: int, folder: Path) -> list[str]:
+    _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
+    by_kind["load"]()
+    if rank == 1:
+        time.sleep(TIMEOUT + 3)
+    with mock.patch.object(control, "_RESUMED_SECONDS", 0.5):
+        text = raised(by_kind["load"])[1]
+    dist.barrier()
+    by_kind["save"]()
+    return [text.partition("\n")[0]]
+
+
+def test_a_rank_that_is_late_raises_what_the_others_have(tmp_path: Path) -> None:
+    texts = ranks.run(2, is_late, tmp_path)
+    assert texts[0] == texts[1]
+    assert "rank 1 did not arrive within 3 s" in texts[0][0]
+
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "readers": ("load", {"readers": "all"}, "ValueError"),
+    "timeout": ("load", {"timeout": "4"}, "TypeError"),
+    "options": ("load", {"options": {}}, "TypeError"),
+    "source": ("load_state", {"src": 7}, "ValueError"),
+    "timeout of a save": ("save", {"timeout": "4"}, "TypeError"),
+    "files": ("save_async", {"files": [3]}, "TypeError"),
+}
+
+
+def mistaken(rank: int, folder: Path) -> dict[str, tuple[str, str, bool]]:
+    seen = {}
+    _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
+    for name, (kind, wrong, _) in MISTAKES.items():
+        began = time.monotonic()
+        error = raised(lambda: by_kind[kind](**(wrong if rank == 1 else {})))  # noqa: B023
+        seen[name] = *error, time.monotonic() - began < TIMEOUT
+        dist.barrier()
+        for call in by_kind.values():
+            call()
+    return seen
+
+
+def test_a_mistake_of_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
+    here, there = ranks.run(2, mistaken, tmp_path)
+    for name, (_, _, kind) in MISTAKES.items():
+        assert here[name] == (kind, f"{there[name][1]} [rank 1]", True), name
+        assert there[name][0] == kind
+
+
+def without_a_thread(rank: int, folder: Path) -> tuple[str, str]:
+    _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
+    start = threads.start
+
+    def fails(name: str, target: Callable[[], None]) -> Any:
+        if name == "epload-save" and rank == 1:
+            raise LoadError("cannot start thread epload-save")
+        return start(name, target)
+
+    with mock.patch.object(threads, "start", fails):
+        error = raised(by_kind["save_async"])
+    dist.barrier()
+    by_kind["save_async"]()
+    return error
+
+
+def test_a_save_for_which_one_rank_has_no_thread_fails_on_all(tmp_path: Path) -> None:
+    here, there = ranks.run(2, without_a_thread, tmp_path)
+    assert here == there
+    assert "cannot start thread epload-save" in here[1]
