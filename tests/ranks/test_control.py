@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
+from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, RankExited
 from epload.ranks.control import Control
 from epload.ranks.rendezvous import rendezvous
 from support import ranks
@@ -141,3 +144,23 @@ def late_to_refused_loads(rank: int) -> list[str]:
 
 def test_a_late_rank_hears_why_a_load_was_refused() -> None:
     assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3
+
+
+def notices_late(rank: int) -> int:
+    """A rank that gives up, or sees another one end, while the last round is decided has succeeded like the others."""
+    control = make_control(rank, (0, 1))
+    control.begin(timedelta(seconds=20))
+    wait = control._wait
+
+    def wait_in_vain(*args: Any) -> Any:
+        wait(*args)
+        raise RankExited(0, 1)
+
+    with control.guard(), mock.patch.object(control, "_wait", wait_in_vain) if rank == 1 else nullcontext():
+        decision: int = control.agree("the last round", None, rank + 1, lambda views: sum(views.values()), last=True)
+    control.end()
+    return decision
+
+
+def test_a_decision_counts_on_all_ranks() -> None:
+    assert ranks.run(2, notices_late) == [3, 3]

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import epload
-from epload.sync import participants
+from epload.sync import liveness, participants
 from support.jobs import Meeting
 from support.synced_models import build, write
 
@@ -30,7 +30,7 @@ def many_waves(wave_bytes: int = 20_000, lease_seconds: float = 2.0) -> Iterator
         mock.patch("epload.planning.schedule.MIN_WAVE_BYTES", 10_000),
         mock.patch("epload.planning.exchange.MIN_BUCKET_BYTES", 5_000),
         mock.patch("epload.planning.exchange.MIN_SLOT_BYTES", 4_000),
-        mock.patch.object(participants, "LEASE_SECONDS", lease_seconds),
+        mock.patch.object(liveness, "LEASE_SECONDS", lease_seconds),
         mock.patch.object(participants, "_BEAT_SECONDS", 0.3),
     ):
         yield

@@ -6,9 +6,10 @@ import os
 import re
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,7 +19,10 @@ import torch
 
 import epload
 from epload.planning.waves import Wave
+from epload.ranks import single_flight
+from epload.ranks.single_flight import Call
 from epload.sync import participants, store
+from epload.sync.committed import CommittedTensors
 from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
@@ -301,3 +305,54 @@ def test_addresses(address: Any, expected: tuple[str, int]) -> None:
 def test_addresses_that_say_nothing_are_refused(address: Any) -> None:
     with pytest.raises(ValueError, match="expected an address such as"):
         store.parse_address(address)
+
+
+# ---- one rank of the sender ----
+
+
+def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, float, list[str]]]:
+    """Sends versions; at the second, one rank's other thread is in a load, or its copy of what was sent fails."""
+    with many_waves():
+        model, outcomes = build("fsdp", 2), []
+        with epload.WeightSender(
+            model, ("127.0.0.1", 0), receivers=1, timeout=20, delta="always" if kind == "copy" else "off"
+        ) as sender:
+            meeting.say(f"address-{rank}", sender.address)
+            for version in range(1, 5):
+                write(model, version)
+                trouble: Any = nullcontext()
+                if version == 2 and kind == "load" and rank == 0:
+                    other = Call("load()", sender.topology, object(), threading.Thread())
+                    trouble = mock.patch.object(single_flight, "_current", other)
+                elif version == 2 and kind == "copy" and rank == 1:
+                    trouble = mock.patch.object(CommittedTensors, "commit", side_effect=MemoryError("no room"))
+                began, reports = time.monotonic(), list[Any]()
+                with trouble:
+                    text = outcome(lambda: reports.append(sender.send_weights(version)))  # noqa: B023
+                outcomes.append((text, time.monotonic() - began, reports[0].warnings if reports else []))
+        return outcomes
+
+
+def receiving(rank: int, meeting: Meeting) -> int:
+    with many_waves():
+        model = build("plain", 1)
+        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20) as receiver:
+            while receiver.version != 4:
+                with suppress(epload.LoadError):
+                    receiver.receive_weights()
+                    receiver.commit()
+                    assert receiver.version is not None
+                    check(model, receiver.version)
+        return 4
+
+
+@pytest.mark.parametrize("kind", ["load", "copy"])
+def test_ranks_of_a_sender_go_on_together_after_trouble_of_one(kind: str) -> None:
+    sent, received = run([Job(2, troubled_trainer, (kind,)), Job(1, receiving, ())])
+    assert received == [4]
+    for of_rank in sent:
+        failed = ["order" in text for text, _, _ in of_rank]
+        assert failed == [False, kind == "load", False, False], of_rank
+        assert all(seconds < 10 for _, seconds, _ in of_rank), of_rank
+    if kind == "copy":
+        assert "the next version is sent in full: the copy of this one has failed" in sent[1][1][2][0]

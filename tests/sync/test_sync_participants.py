@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 
 from epload.errors import LoadError, WaitTimeout
-from epload.sync.participants import EngineRank, Participant, ReceiverRendezvous, SenderRendezvous, Start
+from epload.sync.liveness import Participant
+from epload.sync.participants import EngineRank, ReceiverRendezvous, SenderRendezvous, Start
 from epload.sync.store import connect, serve
 from support.small_syncs import many_waves
 
@@ -16,9 +19,9 @@ LIMIT = timedelta(seconds=20)
 SOON = timedelta(seconds=0.5)
 
 
-def joined(port: int, rank: int) -> ReceiverRendezvous:
+def joined(port: int, rank: int, engine: str = "engine", size: int = 2) -> ReceiverRendezvous:
     stores = (connect(("127.0.0.1", port), LIMIT) for _ in range(2))
-    return ReceiverRendezvous(*stores, EngineRank("engine", rank, 2), LIMIT)
+    return ReceiverRendezvous(*stores, EngineRank(engine, rank, size), LIMIT)
 
 
 @pytest.fixture
@@ -64,4 +67,31 @@ def test_a_rank_that_was_replaced_takes_part_no_more(rendezvous: tuple[SenderRen
         rank.get_ready(LIMIT)
     assert gather(sender) == (first.participant, restarted.participant)
     for rank in (first, restarted):
+        rank.close()
+
+
+def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tuple[SenderRendezvous, int]) -> None:
+    sender, port = rendezvous
+    first, second = (joined(port, 0, engine, 1) for engine in "ab")
+    sender.announce(1)
+    for rank in (first, second):
+        rank.get_ready(LIMIT)
+    assert gather(sender) == (first.participant, second.participant)
+    fail(sender, 1, first, second)
+
+    beats, second._beats = second._beats, Mock()
+    sender.announce(2)
+    first.get_ready(LIMIT)
+    assert gather(sender) == (first.participant,)
+    fail(sender, 2, first)
+
+    second._beats = beats
+    time.sleep(1)
+    sender.announce(3)
+    first.get_ready(LIMIT)
+    with pytest.raises(WaitTimeout, match="engine b: 0 of 1 ranks called receive_weights"):
+        gather(sender, SOON)
+    second.get_ready(LIMIT)
+    assert gather(sender) == (first.participant, second.participant)
+    for rank in (first, second):
         rank.close()

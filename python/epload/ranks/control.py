@@ -291,8 +291,11 @@ class Control(Rounds):
             try:
                 decision = self.run_round(what, patience * self.timeout.total_seconds(), last, report, reduce_all)
             except (WaitTimeout, RankExited, RemoteFailure) as error:
-                shared = self._finish(error, hard=not isinstance(error, RemoteFailure)) or Failure.of(error, self.rank)
-                raise shared.error() from None
+                published = self._finish(error, hard=not isinstance(error, RemoteFailure))
+                # Without a failure, the round was the last one, and has been decided meanwhile.
+                decision = self._read() or "" if published is None else ""
+                if not decision:
+                    raise (published or Failure.of(error, self.rank)).error() from None
             except DistNetworkError as lost:
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
             load, attempt, step = self.at

@@ -24,8 +24,8 @@ from epload.ranks.membership import group_equal, local_network
 
 _CLOSED = "!"
 """Follows the number of a rendezvous that no rank can join any more."""
-_locks: defaultdict[tuple[tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
-"""One rendezvous of a rank with the same others at a time."""
+_locks: defaultdict[tuple[str, tuple[int, ...], int], threading.Lock] = defaultdict(threading.Lock)
+"""One rendezvous of a rank with the same others, through the same store, at a time."""
 
 
 def rendezvous(
@@ -37,6 +37,7 @@ def rendezvous(
     view: Any,
     reduce: Callable[[dict[int, Any]], Any],
     within: str = "",
+    name_of_store: str = "",
 ) -> tuple[Control, Any]:
     """Makes a control for ``ranks``, all of which call this.
 
@@ -47,6 +48,7 @@ def rendezvous(
         timeout: within which all ranks have to come.
         failure, view, reduce: those of :meth:`Control.agree`.
         within: ranks of one machine with different texts are in different nodes of the control.
+        name_of_store: tells it from others in which the same numbers are ranks; "" for the job's.
 
     Returns:
         The control, and the first rank's decision.
@@ -57,7 +59,7 @@ def rendezvous(
     if store is None:
         control = Control(None, ranks, rank)
         return control, control.agree("topology", failure, view, reduce)
-    lock = _locks[ranks, rank]
+    lock = _locks[name_of_store, ranks, rank]
     if not lock.acquire(timeout=timeout.total_seconds()):
         raise LoadError(f"another thread has been discovering the topology of ranks {list(ranks)} for {timeout}")
     try:
@@ -93,6 +95,8 @@ def rendezvous(
         return control, decision
     finally:
         lock.release()
+        if name_of_store:
+            _locks.pop((name_of_store, ranks, rank), None)
 
 
 def _join(store: Store) -> str:

@@ -17,7 +17,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from epload.core import garbage_collection, log, threads
 from epload.core.attempt import Attempt
 from epload.core.dtypes import DType, requested
-from epload.errors import LoadError
 from epload.mapping.mapping import AnyMapping, quantize_rule
 from epload.model.flat_state import FlatState
 from epload.model.megatron import Model, as_module
@@ -119,7 +118,7 @@ class PendingSave:
 
         try:
             self._thread = threads.start("epload-save", run)
-        except LoadError as error:
+        except Exception as error:
             self._tensors.failure = error
             self._run()  # on all ranks, where it raises this
             raise

@@ -30,13 +30,13 @@ from epload.ranks.messages import read_if_set
 from epload.sync.devices import DeviceAccess
 from epload.sync.generation import Generation
 from epload.sync.joining import JoinMessage
+from epload.sync.liveness import Participant
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import (
     OFFERS,
     WAITING,
     Announcements,
     Engines,
-    Participant,
     Participants,
     ReceiverRendezvous,
     SenderRendezvous,

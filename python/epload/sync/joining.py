@@ -62,10 +62,10 @@ def join(
     """
     targets = publish(store, holdings.encode_targets()) if message.access.handle else ""
     message = message._replace(holdings=publish_holdings(store, holdings), targets=targets)
+    name = f"generation/{number}"
     control, views = rendezvous(
-        PrefixStore(f"generation/{number}", store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank,
-        message.node,
-    )  # fmt: skip
+        PrefixStore(name, store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank, message.node, name
+    )
     messages = (JoinMessage(*view) for view in views)
     return control, [message._replace(access=DeviceAccess(*message.access)) for message in messages]
 

@@ -30,15 +30,13 @@ from epload.ranks.contents import fetch, publish
 from epload.ranks.membership import local_network
 from epload.ranks.messages import read_if_set
 from epload.ranks.topology import Topology
+from epload.sync.liveness import LEFT, Liveness
+from epload.sync.liveness import Participant as Participant
 from epload.sync.scope import Scope
 from epload.sync.store import answered
 
 T = TypeVar("T")
-LEASE_SECONDS = 10.0
-"""A receiver that has been silent for so long is dropped."""
 _BEAT_SECONDS = 2.0
-_LEFT = b"left"
-"""The last beat of a receiver that leaves."""
 _CLOSED = "the sender has been closed, and sends no more versions"
 _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
@@ -90,26 +88,6 @@ def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple
     if machine in (other for rank, other in zip(ranks, machines, strict=True) if rank not in topology.node):
         node = node or str(topology.nodes.index(topology.node))
     return EngineRank(name, ranks.index(topology.rank), len(ranks)), node
-
-
-class Participant(NamedTuple):
-    """A receiving rank."""
-
-    engine: str
-    """Equal on the ranks that commit together."""
-    rank: int
-    """Among the engine's."""
-    size: int
-    """Ranks of the engine."""
-    process: str
-    """Process id and host, as messages show them."""
-    number: int
-    """Unique among the receivers of a sender."""
-    joined: int = 0
-    """Grows each time that it has left a generation, of which it then knows nothing any more."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of engine {self.engine} ({self.process})"
 
 
 class Participants(NamedTuple):
@@ -280,7 +258,7 @@ class ReceiverRendezvous:
         self._ended = True
         self._closed.set()
         self._thread.join(_BEAT_SECONDS)
-        store.set(self._key, _LEFT)  # type: ignore[arg-type]
+        store.set(self._key, LEFT)  # type: ignore[arg-type]
 
     def join_again(self) -> None:
         """Makes all that take part with this rank from now on form a new generation."""
@@ -335,7 +313,7 @@ class ReceiverRendezvous:
         if self._ended:
             return
         with suppress(RuntimeError):
-            answered(lambda: self._beats.set(self._key, _LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
+            answered(lambda: self._beats.set(self._key, LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
 
 
 Engines = dict[str, list[Participant]]
@@ -356,10 +334,7 @@ class SenderRendezvous:
         self._expected = expected
         self._required: Engines = {}
         """The engines of the version before; those that are still alive must be ready for the next one."""
-        self._beats: dict[int, tuple[bytes, float]] = {}
-        """Last beat of each receiver, and the time at which it was first seen."""
-        self._lost: set[int] = set()
-        """Numbers of the receivers that have left or are silent."""
+        self._liveness = Liveness(store)
         self._next_look = 0.0
         self._number = 0
         """Number of the last announcement."""
@@ -418,7 +393,8 @@ class SenderRendezvous:
         engines, now = self._ready(), time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _BEAT_SECONDS
-            self._find_lost([*in_order(engines), *in_order(self._required), *others], now)
+            heard = self._liveness.look([*in_order(engines), *in_order(self._required), *others], now)
+            self.require({participant.engine: [participant] for participant in heard} | self._required)
         return engines, {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
 
     def _ready(self) -> Engines:
@@ -431,25 +407,11 @@ class SenderRendezvous:
             self._required = self._required | engines
 
     def _alive(self, engines: Engines) -> Engines:
-        return {name: ranks for name, ranks in engines.items() if self._lost.isdisjoint(rank.number for rank in ranks)}
+        return {name: ranks for name, ranks in engines.items() if len(self.alive(ranks)) == len(ranks)}
 
     def alive(self, participants: Iterable[Participant]) -> tuple[Participant, ...]:
         """Returns those that had neither left nor been silent for long when their beats were last looked at."""
-        return tuple(participant for participant in participants if participant.number not in self._lost)
-
-    def _find_lost(self, participants: Iterable[Participant], now: float) -> None:
-        by_number = {participant.number: participant for participant in participants}
-        beats = self._receivers.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
-        for (number, participant), beat in zip(by_number.items(), beats, strict=True):
-            if number not in self._beats or self._beats[number][0] != beat:
-                self._beats[number] = beat, now
-            if beat != _LEFT and now - self._beats[number][1] < LEASE_SECONDS:
-                self._lost.discard(number)
-            elif number not in self._lost:
-                self._lost.add(number)
-                logger.warning(
-                    "engine %s takes part no more: %s has left or is silent", participant.engine, participant
-                )
+        return tuple(participant for participant in participants if participant.number not in self._liveness.lost)
 
     def _describe_missing(self, engines: Engines, complete: Engines) -> str:
         missing = [(name, ranks[0].size) for name, ranks in (self._alive(self._required) | engines).items()]
@@ -475,7 +437,7 @@ class SenderRendezvous:
             self._receivers.set(call_key(number), "")
         beats = [f"alive/{participant.number}" for participant in in_order(self._alive(self._required))]
         until = time.monotonic() + _BEAT_SECONDS
-        while beats and {*self._receivers.multi_get(beats)} != {_LEFT} and time.monotonic() < until:
+        while beats and {*self._receivers.multi_get(beats)} != {LEFT} and time.monotonic() < until:
             time.sleep(0.01)
 
     def wait_for_acknowledgments(self, ranks: int, seconds: float) -> None:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -202,6 +203,7 @@ class WeightReceiver(Endpoint):
             participants = Participants.fetch(self._store, start.participants, self._timeout)
             if self._rendezvous.participant not in participants.receivers:
                 self._rendezvous.join_again()  # it may also have been taken for dead
+                self._drop_generation()
                 return None
         report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
         try:
@@ -338,10 +340,11 @@ class WeightReceiver(Endpoint):
         generation, version = self._staged_version()
         self._mark_partially_updated()
         assert generation.node_version is not None
-        for name, tensor in self._target.assemble(generation.node_version):
+        for item in chain(self._target.assemble(generation.node_version), [None]):
             if self._generation is not generation or self.staged != version:
                 raise ValueError(f"version {version} was discarded, as another one was received meanwhile")
-            yield name, tensor
+            if item is not None:
+                yield item
         self._finish(version)
 
     @property

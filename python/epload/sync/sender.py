@@ -263,21 +263,26 @@ class WeightSender(Endpoint):
                 assert self._generation is not None
                 show_progress = self._progress and self._first
                 self._generation.sync(start, model.tensors, report, model.base_version, show_progress, begins=begins)
-                model.commit(start.key, in_full=report.changed is None)
+                self._version = report.version  # of which receivers know from now on
+                committed = Attempt(lambda: model.commit(start.key, in_full=report.changed is None))
+                if committed.failure is not None:
+                    model.copies.forget()
+                    why = message_of(committed.failure)
+                    report.warnings.append(f"the next version is sent in full: the copy of this one has failed: {why}")
                 if self._first:
                     self._offer(report.version, self._generation)
             except BaseException:  # receivers may have left the generation
                 model.copies.comparison = None
                 self._drop_generation()
                 raise
-        self._version = report.version
         report.seconds = perf_counter() - began
         return report
 
     def _start_version(self, version: int, failure: Exception | None) -> Start:
         """The sender's ranks agree on the model, and learn which receivers take part."""
         control, model = self.topology.control, self._model
-        message = [version, model.digest, self._basis != model.basis] if failure is None else None
+        is_new = self._generation is None or self._basis != model.basis
+        message = [version, model.digest, is_new] if failure is None else None
         if control.agree("reading the model", failure, message, _check_same_model):
             self._drop_generation()
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
@@ -350,7 +355,8 @@ class WeightSender(Endpoint):
 
 
 def _check_same_model(views: dict[int, tuple[int, str, bool]]) -> bool:
-    """Returns True if any rank's model has changed. Raises ValueError or LoadError if the ranks do not send the same."""
+    """Returns True if any rank has no generation, or another model than when it began. Raises ValueError or LoadError if the
+    ranks do not send the same."""
     first, (version, manifest, _) = next(iter(views.items()))
     for rank, (other, tensors, _) in views.items():
         if other != version:

@@ -1,0 +1,76 @@
+"""Tells which receivers are alive: each puts beats into the store, at which the sender's first rank looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from epload.core.log import logger
+
+LEASE_SECONDS = 10.0
+"""A receiver that has been silent for so long is dropped."""
+LEFT = b"left"
+"""The last beat of a receiver that leaves."""
+
+
+class Participant(NamedTuple):
+    """A receiving rank."""
+
+    engine: str
+    """Equal on the ranks that commit together."""
+    rank: int
+    """Among the engine's."""
+    size: int
+    """Ranks of the engine."""
+    process: str
+    """Process id and host, as messages show them."""
+    number: int
+    """Unique among the receivers of a sender."""
+    joined: int = 0
+    """Grows each time that it has left a generation, of which it then knows nothing any more."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of engine {self.engine} ({self.process})"
+
+
+class Liveness:
+    """The receivers that have left or are silent. Those that are silent are looked at until they are heard again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        """Last beat of each receiver, and the time at which it was first seen."""
+        self.lost: set[int] = set()
+        """Numbers of the receivers that have left or are silent."""
+        self._silent: dict[int, Participant] = {}
+
+    def look(self, participants: Iterable[Participant], now: float) -> list[Participant]:
+        """Looks at the beats of receivers. Returns those that were silent and are heard again.
+
+        Args:
+            now: value of ``time.monotonic()``.
+        """
+        by_number = self._silent | {participant.number: participant for participant in participants}
+        beats = self._store.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
+        heard = []
+        for (number, participant), beat in zip(by_number.items(), beats, strict=True):
+            if number not in self._beats or self._beats[number][0] != beat:
+                self._beats[number] = beat, now
+            is_silent = now - self._beats[number][1] >= LEASE_SECONDS
+            if beat == LEFT or is_silent:
+                if number not in self.lost:
+                    logger.warning(
+                        "engine %s takes part no more: %s has left or is silent", participant.engine, participant
+                    )
+                self.lost.add(number)
+            elif number in self.lost:
+                logger.warning("engine %s takes part again: %s is heard", participant.engine, participant)
+                self.lost.remove(number)
+                heard.append(participant)
+            if beat != LEFT and is_silent:
+                self._silent[number] = participant
+            else:
+                self._silent.pop(number, None)
+        return heard
