@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
+from urllib.parse import quote, unquote
 
 import fsspec
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
 from epload.checkpoint import object_clients, object_store
+from epload.core import threads
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
@@ -79,6 +81,48 @@ def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Prox
             assert_same(read_all(joined), small_state())
             checkpoint.close()
             assert_same(read_all(checkpoint), small_state())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["a b", "a+b", "a%20b", "a%2Bb", "mod\u00e8le"])
+def test_keys_are_what_they_are(name: str, library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    """A key with %20 is not the one with a space; in an address of the web it is."""
+    state, other = {"weight": tensor(1, (4, 3))}, {"weight": tensor(2, (4, 3))}
+    web = f"{s3[1].address}/{BUCKET}/{library}/{quote(name)}"
+    with only(library):
+        for file in ("model.safetensors", "my model.safetensors"):
+            save_file(other, tmp_path / file)
+            if unquote(name) != name:
+                put(s3[0], tmp_path, f"{library}/{unquote(name)}")
+            save_file(state, tmp_path / file)
+            url = put(s3[0], tmp_path, f"{library}/{name}")
+        for source in (url, f"{url}/model.safetensors", f"{url}/my model.safetensors"):
+            assert_same(read_all(Checkpoint.open(source)), state)
+        for source in (web, f"{web}/my%20model.safetensors?signature=a%2Fb"):
+            assert_same(read_all(Checkpoint.open(source)), state)
+
+
+def test_what_the_environment_says_of_the_client_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
+    options = object_clients._client_options("s3")
+    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
+    assert "allow_http" not in object_clients._client_options("gs")
+
+
+def test_requests_go_on_with_the_threads_there_are(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+    folder_with_index(tmp_path, small_state())
+    url, start, started = put(s3[0], tmp_path, "few threads"), threads.start, []
+
+    def only_one(name: str, target: Any) -> Any:
+        if name == "epload-get" and started:
+            raise LoadError("cannot start thread")
+        started.append(name)
+        return start(name, target)
+
+    with mock.patch.object(threads, "start", only_one):
+        assert_same(read_all(Checkpoint.open(url)), small_state())
+    assert started
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "web"])
@@ -220,7 +264,7 @@ def test_what_is_not_there(s3: tuple[Moto, Proxy]) -> None:
 
 
 def test_without_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("obstore", "obstore.store", "fsspec"):
+    for name in ("obstore", "obstore.store", "fsspec", "fsspec.core"):
         monkeypatch.setitem(sys.modules, name, None)
     for url, extra in (("s3://a/b", "s3"), ("gs://a/b", "gs"), ("https://a/b", "http"), ("oss://a/b", "fsspec")):
         with pytest.raises(CheckpointError, match=rf"no client for .* is installed .*pip install epload\[{extra}\]"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -63,3 +65,43 @@ def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> N
     second.discard()
     assert os.listdir(tmp_path / "d") == ["old"]
     assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_save_that_is_in_place_has_not_failed(
+    overwrite: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder that it replaces would be deleted in vain."""
+    path = old(tmp_path / "c") if overwrite else tmp_path / "c"
+    new = NewFolder.create(path, overwrite=overwrite, layout=NO_FILES)
+    new.add("a", b"a")
+    sync = folders._sync
+
+    def fails(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        sync(folder)
+
+    with mock.patch.object(folders, "_sync", fails):
+        new.commit()
+    assert (os.listdir(tmp_path), os.listdir(path)) == (["c"], ["a"])
+    assert "is saved, but may be lost if the machine fails soon" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_folders_that_need_not_be_synced(number: int, fails: bool, tmp_path: Path) -> None:
+    new = NewFolder.create(tmp_path / "c", overwrite=False, layout=NO_FILES)
+    sync = os.fsync
+
+    def of_folders(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        sync(fd)
+
+    with mock.patch.object(folders.os, "fsync", of_folders):
+        if fails:
+            with pytest.raises(OSError, match=re.escape(str(new.temporary))):
+                new.commit()
+        else:
+            new.commit()
+    assert (tmp_path / "c").exists() != fails

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from moto.server import ThreadedMotoServer
 
@@ -40,7 +40,7 @@ class Moto:
     def put_folder(self, folder: Path, prefix: str) -> None:
         for file in folder.rglob("*"):
             if file.is_file():
-                self.request("PUT", f"/{BUCKET}/{prefix}/{file.relative_to(folder)}", file.read_bytes())
+                self.request("PUT", quote(f"/{BUCKET}/{prefix}/{file.relative_to(folder)}"), file.read_bytes())
 
     def close(self) -> None:
         self._server.stop()

@@ -9,9 +9,11 @@ contain a signed address.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 from epload.errors import CheckpointError, redact_url
 
@@ -26,6 +28,21 @@ _OBSTORE = {
     "https": "http",
 }
 """The schemes that obstore knows, and the extra of epload that installs it."""
+_CONNECT_SECONDS, _READ_SECONDS = 10, 30
+"""Seconds without an answer, or the next part of one, after which a request has failed."""
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""The first part of the names of environment variables that obstore reads."""
+_FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only")
+_TEXTS = (
+    "connect_timeout",
+    "read_timeout",
+    "timeout",
+    "proxy_url",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "user_agent",
+)
+"""Options of its HTTP client, which follow in the names."""
 _STATUS = re.compile(r"status code: ([45]\d\d)")
 _TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
 _VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "last_modified", "created")
@@ -62,10 +79,13 @@ class ObstoreClient:
         self._obstore = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions")
         stores = importlib.import_module("obstore.store")
-        options: dict[str, Any] = {"retry_config": {"max_retries": 0}}
-        if url.startswith("http://"):
-            options["client_options"] = {"allow_http": True}
-        self._store = stores.from_url(url.replace("s3a://", "s3://", 1), **options)
+        scheme, _, address = url.replace("s3a://", "s3://", 1).partition("://")
+        if not scheme.startswith("http"):
+            bucket, slash, key = address.partition("/")
+            address = f"{bucket}{slash}{key.replace('%', '%25')}"  # keys are not quoted
+        self._store = stores.from_url(
+            f"{scheme}://{address}", retry_config={"max_retries": 0}, client_options=_client_options(scheme)
+        )
 
     def head(self, name: str) -> Version:
         """Returns the object's version."""
@@ -103,6 +123,17 @@ class ObstoreClient:
             raise _described(str(error).lower()) from error
 
 
+def _client_options(scheme: str) -> dict[str, Any]:
+    """Returns the options of obstore's HTTP client: limits, and what the environment says, which options replace."""
+    limits = {"connect_timeout": f"{_CONNECT_SECONDS}s", "read_timeout": f"{_READ_SECONDS}s", "timeout": "1h"}
+    prefix = _VARIABLES.get(_OBSTORE[scheme], "")
+    options: dict[str, Any] = {"allow_http": True} if scheme == "http" else {}
+    for name in (*_FLAGS, *_TEXTS) if prefix else ():
+        if value := os.environ.get(f"{prefix}_{name.upper()}"):
+            options[name] = value.lower() in ("1", "true", "yes", "on") if name in _FLAGS else value
+    return limits | options
+
+
 def _version(meta: Any) -> Version:
     return meta["size"], meta["e_tag"] or str(meta["last_modified"] or "")
 
@@ -111,16 +142,27 @@ class FsspecClient:
     """Any file system of fsspec. Its methods are those of :class:`ObstoreClient`; ``get`` cannot tell another version."""
 
     def __init__(self, url: str) -> None:
-        self._fs, root = importlib.import_module("fsspec.core").url_to_fs(url)
-        self._root = root.rstrip("/")
+        options, query = dict[str, Any](), ""
+        self._is_http = url.startswith("http")
+        if self._is_http:
+            url, _, query = url.partition("?")
+            limit = importlib.import_module("aiohttp").ClientTimeout(
+                sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+            )
+            options["client_kwargs"] = {"timeout": limit}
+        self._fs, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
+        self._root, self._query = root.rstrip("/"), f"?{query}" if query else ""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{quote(name)}{self._query}" if self._is_http else f"{self._root}/{name}"
 
     def head(self, name: str) -> Version:
         self._fs.invalidate_cache()
-        info = self._call(self._fs.info, f"{self._root}/{name}")
+        info = self._call(self._fs.info, self._path(name))
         return int(info["size"] or 0), next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
 
     def get(self, name: str, begin: int, end: int, version: Version) -> Any:
-        return self._call(self._fs.cat_file, f"{self._root}/{name}", start=begin, end=end)
+        return self._call(self._fs.cat_file, self._path(name), start=begin, end=end)
 
     def list(self) -> list[str]:
         self._fs.invalidate_cache()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from posixpath import normpath
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
+from epload.core import threads
 from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact_url
 
@@ -24,7 +24,7 @@ REQUEST_BYTES = 8 << 20
 MIN_REQUEST_BYTES = 2 << 20
 """Requests are smaller than the maximum where there would be fewer of them than run at once, but not than this."""
 REQUESTS = 16
-"""Number of requests that each process runs at once."""
+"""Number of requests that each read runs at once."""
 ATTEMPTS = 7
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to MAX_PAUSE."""
@@ -36,6 +36,7 @@ _BLOCKS = 128
 _GAP_BYTES = 64 << 10
 """A gap that is cheaper to fetch than another request."""
 _SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".metadata")
+S = TypeVar("S")
 T = TypeVar("T")
 _Range = tuple[int, int, int, int]
 """A row of what :meth:`ByteStore.read` takes: index of the file, offset in it, offset in the buffer, length."""
@@ -125,7 +126,6 @@ class ObjectStore(ByteStore):
     """The objects under one address, read by requests that run at once."""
 
     files: list[ObjectFile]  # type: ignore[assignment]
-    _pool: ThreadPoolExecutor | None = None
 
     def __init__(self, url: str) -> None:
         """``url``: may contain credentials and a query. Raises CheckpointError."""
@@ -135,7 +135,7 @@ class ObjectStore(ByteStore):
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         if self._address.startswith("http"):  # such a server cannot list
-            present = self._threads().map(self._exists, standard)
+            present = _in_threads(self._exists, standard)
             return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
         try:
             return sorted(retried(self._client.list, str(self)))
@@ -156,24 +156,18 @@ class ObjectStore(ByteStore):
         parts = urlsplit(self._url)
         return _with_path(parts, normpath(f"{parts.path}/{relative}"))
 
-    def open_files(self, names: Sequence[str]) -> Iterator[ObjectFile]:
-        return self._threads().map(self._open_file, names)
+    def open_files(self, names: Sequence[str]) -> list[ObjectFile]:
+        return _in_threads(self._open_file, names)
 
     def _open_file(self, name: str) -> ObjectFile:
         return ObjectFile(self._client, name, self.path_of(name))
 
     def changed(self) -> str:
-        return next(filter(None, self._threads().map(lambda file: file.changed(), self._all_files())), "")
+        return next(filter(None, _in_threads(lambda file: file.changed(), self._all_files())), "")
 
     def read(self, ranges: Tensor, buffer: Tensor) -> None:
         into = as_memoryview(buffer)
-        jobs = [self._threads().submit(self._fetch, parts, into) for parts in _requests(ranges)]
-        done, pending = wait(jobs, return_when=FIRST_EXCEPTION)
-        for job in pending:
-            job.cancel()
-        wait(pending)  # none writes to the buffer after this
-        for job in done:
-            job.result()
+        _in_threads(lambda parts: self._fetch(parts, into), _requests(ranges))
 
     def _fetch(self, parts: list[_Range], into: memoryview) -> None:
         number, begin, _, _ = parts[0]
@@ -184,18 +178,20 @@ class ObjectStore(ByteStore):
         for _, offset, at, nbytes in parts:
             into[at : at + nbytes] = content[offset - begin : offset - begin + nbytes]
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(REQUESTS, "epload-get")
-        return self._pool
-
     def __str__(self) -> str:
         return self._address
+
+
+def _in_threads(call: Callable[[S], T], values: Iterable[S]) -> list[T]:
+    """Returns what a function returns for each value, by REQUESTS threads at once, or as many as can be started."""
+    values = list(values)
+    results: dict[int, T] = {}
+
+    def step(number: int) -> None:
+        results[number] = call(values[number])
+
+    threads.run_all("epload-get", [partial(step, number) for number in range(len(values))], REQUESTS)
+    return [results[number] for number in range(len(values))]
 
 
 def _requests(ranges: Tensor) -> list[list[_Range]]:
@@ -236,6 +232,7 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
     path, name = parts.path.rstrip("/"), ""
     if path.endswith(_SUFFIXES):
         path, _, name = path.rpartition("/")
+        name = unquote(name) if parts.scheme in ("http", "https") else name  # elsewhere keys are what they are
     return ObjectStore(_with_path(parts, path)), name
 
 

@@ -8,10 +8,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from epload.core.log import logger
 from epload.errors import LoadError
 from epload.observe.render import list_first
 from epload.saving.layout import FilesLayout
@@ -80,14 +81,16 @@ class NewFolder:
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Writes to a file of the layout. ``offset``: in bytes from its start."""
-        while data:
-            written = os.pwrite(self.open(file), data, offset)
-            data, offset = data[written:], offset + written
+        with _naming(self.path_of(file)):
+            while data:
+                written = os.pwrite(self.open(file), data, offset)
+                data, offset = data[written:], offset + written
 
     def sync(self, synced: Callable[[], None]) -> None:
         """Waits until what was written to open files is on disk; ``synced`` is called after each."""
-        for fd in self._fds.values():
-            os.fsync(fd)
+        for file, fd in self._fds.items():
+            with _naming(self.path_of(file)):
+                os.fsync(fd)
             synced()
 
     def close(self) -> None:
@@ -107,7 +110,10 @@ class NewFolder:
             if not self._overwrite or not self.path.is_dir():
                 raise
             _exchange(self.temporary, self.path)
-        _sync(self.path.parent)
+        try:
+            _sync(self.path.parent)
+        except OSError as error:  # too late to fail
+            logger.warning("%s is saved, but may be lost if the machine fails soon: %s", self.path, error)
         shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
 
     def discard(self) -> None:
@@ -134,11 +140,24 @@ def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
         )
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A context in which an OSError names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _sync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's names, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with _naming(path):
+            os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # as of a file system that writes folders by itself
+            raise
     finally:
         os.close(fd)
 
