@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from support import ranks
 from support.checks import all_fine
-from support.failures import error_of, raised_by
+from support.failures import error_of, raised, raised_by
 from support.memory import memfds
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
@@ -174,3 +175,23 @@ def failing_announcement(rank: int, round_: str) -> list[str]:
 @pytest.mark.parametrize("round_", ["planning", "sharing memory"])
 def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
     all_fine(ranks.run(4, failing_announcement, round_, limit=60))
+
+
+def kept_across_groups(rank: int, folder: Path) -> str:
+    state, model = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}, torch.nn.Linear(3, 2)
+    loader = epload.HierarchicalLoader(progress=False)
+    loader.load(model, state)
+    pending = epload.save_async(model, folder / "c")
+    dist.barrier()
+    dist.destroy_process_group()
+    pending.wait()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+    text = raised(lambda: loader.load(model, state))[1]
+    epload.load(model, folder / "c", progress=False)
+    return text
+
+
+def test_a_loader_of_a_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
+    texts = ranks.run(2, kept_across_groups, tmp_path)
+    assert len(set(texts)) == 1
+    assert "the process group with which this topology was made has been destroyed" in texts[0]

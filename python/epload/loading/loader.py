@@ -140,6 +140,7 @@ class HierarchicalLoader:
         Raises:
             LoadError, ValueError, TypeError: as :func:`epload.load`.
         """
+        self.topology.check_group()
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             if self._control.missed:  # in which the others have released theirs
                 self._resources.release()

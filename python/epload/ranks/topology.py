@@ -136,6 +136,13 @@ class Topology:
         """True if all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
+    def check_group(self) -> None:
+        """Raises ValueError if the process group has been destroyed since."""
+        if self.group is not None and self.group not in dist.distributed_c10d._world.pg_map:
+            raise ValueError(
+                "the process group with which this topology was made has been destroyed; make a new topology, and new loaders"
+            )
+
     def check_source(self, src: int) -> None:
         """Raises ValueError if ``src`` is not a rank of this topology."""
         if src not in self.ranks:
