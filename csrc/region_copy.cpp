@@ -22,8 +22,8 @@ Driver& driver_of(c10::DeviceType device) {
 }
 
 void copy_one_aten(const at::Tensor& bucket, const at::Tensor& tensor, const RegionCopy& copy, Direction direction) {
-  const at::AutoDispatchBelowADInplaceOrView
-      plain; // inference tensors are written, too; the op marks what it has written
+  // Writes inference tensors, too; the op marks what it has written.
+  const at::AutoDispatchBelowADInplaceOrView plain;
   const auto itemsize = static_cast<int64_t>(c10::elementSize(copy.dtype));
   int64_t offset = tensor.storage_offset();
   int64_t span = 1;

@@ -76,9 +76,8 @@ def checkpoint_form(
     stand_in = _without_fsdp(model.named_modules())
 
     def saved_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        vars(stand_in)["get_parameter"] = (
-            state.__getitem__
-        )  # some conversions depend on the shape of the model's tensor
+        # Some conversions depend on the shape of the model's tensor.
+        vars(stand_in)["get_parameter"] = state.__getitem__
         return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(stand_in, state).items()}
 
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}

@@ -93,12 +93,14 @@ class Control(Rounds):
         self.timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         self.doing, self.progress, self._activities, self.missed = "", 0, {}, 0
         resumes = self.failure is not None and self.failure.absent and self.rank not in self.failure.absent
-        if self.store is not None and time.monotonic() - self._ended > self.timeout.total_seconds() / 2:
-            number = self._catch_up(number)
+        if self.store is not None:
+            with suppress(RuntimeError):  # the store is lost, which the first round says
+                if time.monotonic() - self._ended > self.timeout.total_seconds() / 2:
+                    number = self._catch_up(number)
+                if resumes:
+                    self.store.set(_RESUMED, str(number))
         self._start_attempt(number, 0)
         self.clear_before(number)
-        if resumes and self.store is not None:
-            self.store.set(_RESUMED, str(number))
 
     def end(self) -> None:
         """Ends a load, whatever its outcome."""
@@ -108,14 +110,16 @@ class Control(Rounds):
     def _catch_up(self, number: int) -> int:
         """Returns the number of the load that the others are in if they have waited for this rank in vain in load ``number``: it
         takes part in their present one if that begins soon. Else it is only late, and raises what they have raised."""
-        assert self.store is not None
+        store = self.store  # a connection for each rank would be many
+        assert store is not None
         first, until = number, time.monotonic() + _RESUMED_SECONDS
+        self._start_attempt(number, 0)
         while True:
-            self._start_attempt(number, 0)
-            if (resumed := int(read_if_set(self.store, _RESUMED) or 0)) > number:
-                number = resumed  # which may have failed in the same way
+            if (resumed := int(read_if_set(store, _RESUMED) or 0)) > number:
+                number = resumed
+                self._start_attempt(number, 0)  # which may have failed in the same way
                 continue
-            failure = self.look()
+            failure = self.look(store)
             if failure is None or self.rank not in failure.absent or time.monotonic() > until:
                 break
             time.sleep(_POLL_SECONDS)
@@ -293,7 +297,7 @@ class Control(Rounds):
             except (WaitTimeout, RankExited, RemoteFailure) as error:
                 published = self._finish(error, hard=not isinstance(error, RemoteFailure))
                 # Without a failure, the round was the last one, and has been decided meanwhile.
-                decision = self._read() or "" if published is None else ""
+                decision = (self._read() if published is None else None) or ""
                 if not decision:
                     raise (published or Failure.of(error, self.rank)).error() from None
             except DistNetworkError as lost:

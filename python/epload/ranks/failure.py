@@ -45,7 +45,10 @@ class Failure:
     @classmethod
     def decode(cls, outcome: bytes) -> Failure | None:
         """Returns the failure that an outcome is; None if it is a decision, or empty."""
-        return cls(**json.loads(outcome[1:])) if outcome.startswith(FAILURE) else None
+        if not outcome.startswith(FAILURE):
+            return None
+        fields = json.loads(outcome[1:])
+        return cls(**fields | {"absent": tuple(fields["absent"])})
 
     def encode(self) -> bytes:
         return FAILURE + json.dumps(asdict(self)).encode()
