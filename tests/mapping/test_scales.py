@@ -154,6 +154,15 @@ def test_groups_of_weights(grid: tuple[int, ...], tmp_path: Path) -> None:
     assert torch.equal(got, (value.float() * expand(rows, block, (192, 100))).to(BF16))
 
 
+def test_declared_blocks_that_are_the_same_for_a_weight(tmp_path: Path) -> None:
+    """A row is as well divided into groups of 64 as into blocks of 96 x 64."""
+    groups = GROUPS | {"rows": {"weights": {"strategy": "group", "group_size": 64}}}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    value, scale = fp8(1, 130), torch.rand(1, 3) + 0.1
+    got = load(write(tmp_path, {"w": value, "w_scale": scale}, config), 1, 130)
+    assert torch.equal(got, (value.float() * expand(scale, (1, 64), (1, 130))).to(BF16))
+
+
 UNKNOWN = {
     "equal blocks or blocks of 128": ((192, 256), (2, 2)),
     "uneven rows": ((129, 256), (2, 2)),

@@ -342,7 +342,8 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     if prod(counts) == 1:
         return _whole(shape)
     declared = manifest.quantization.blocks if manifest.quantization is not None else ()
-    of_all_dims = {(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2}
+    of_all_dims = [(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2]
+    of_all_dims = [tuple(map(min, block, _whole(shape))) for block in of_all_dims]  # where some may be the same
     blocks = {block for block in of_all_dims if _grid(shape, block) == counts}
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
     if not blocks and len(padded) == len(shape):
