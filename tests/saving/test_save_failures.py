@@ -22,6 +22,7 @@ from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
     "writing": (folders.NewFolder, "write"),
+    "making the folder": (folders.os, "truncate"),
     "before the rename": (folders, "_sync"),
     "after the rename": (folders.shutil, "rmtree"),
 }
@@ -75,7 +76,7 @@ def version_at(path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("place", "culprit", "version"),
-    [("writing", 1, 1), ("before the rename", 0, 1), ("after the rename", 0, 2)],
+    [("writing", 1, 1), ("making the folder", 0, 1), ("before the rename", 0, 1), ("after the rename", 0, 2)],
 )
 def test_a_rank_is_killed(place: str, culprit: int, version: int, tmp_path: Path) -> None:
     path = old_checkpoint(tmp_path / "c")

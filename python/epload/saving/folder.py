@@ -30,6 +30,11 @@ def folder_path(path: str | Path) -> Path:
     return Path(path).expanduser().absolute()
 
 
+def hidden_path(path: Path, token: str) -> Path:
+    """Returns the path of a folder as long as it is not complete. ``token``: unique among all saves."""
+    return path.with_name(f".{path.name}.{token}.saving")
+
+
 class NewFolder:
     """The folder of a new checkpoint, as one rank sees it: hidden next to the path until :meth:`commit`."""
 
@@ -41,7 +46,7 @@ class NewFolder:
         self._fds: dict[int, int] = {}
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool, layout: FilesLayout) -> NewFolder:
+    def create(cls, path: Path, overwrite: bool, layout: FilesLayout, temporary: Path | None = None) -> NewFolder:
         """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
@@ -53,7 +58,7 @@ class NewFolder:
         nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
         if nbytes > free:
             raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
-        folder = cls(path, path.parent / f".{path.name}.{secrets.token_hex(6)}.saving", overwrite, layout)
+        folder = cls(path, temporary or hidden_path(path, secrets.token_hex(6)), overwrite, layout)
         try:
             folder.temporary.mkdir()
             for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
@@ -117,20 +122,25 @@ class NewFolder:
         shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
 
     def discard(self) -> None:
-        """Deletes what was written. May be called by any rank, at any time, and again.
+        """See :func:`discard`."""
+        discard(self.temporary)
 
-        Renames it first: a rank that is about to :meth:`commit` must find all of it under its name, or nothing.
-        """
-        discarded = self.temporary.with_name(f"{self.temporary.name}.discarded")
-        with suppress(OSError):
-            os.rename(self.temporary, discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
+
+def discard(temporary: Path) -> None:
+    """Deletes a hidden folder. May be called by any rank, at any time, and again.
+
+    Renames it first: a rank that is about to :meth:`NewFolder.commit` must find all of it under its name, or nothing.
+    """
+    discarded = temporary.with_name(f"{temporary.name}.discarded")
+    with suppress(OSError):
+        os.rename(temporary, discarded)
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
     """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
 
-    The folder's name is random, so that a rank does not see another one in its place.
+    The folder's name is that of no other save, so that a rank does not see another one in its place.
     """
     if others := [rank for rank, sees in seen.items() if not sees]:
         raise LoadError(

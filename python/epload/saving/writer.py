@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -22,7 +24,7 @@ from epload.native import ops
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.checksums import hash_files, publish
-from epload.saving.folder import NewFolder, check_seen_by_all
+from epload.saving.folder import NewFolder, check_seen_by_all, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
 from epload.transfer.device_pipe import DevicePipe
@@ -79,15 +81,16 @@ def write_checkpoint(
         LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
     """
     control, is_first = topology.control, topology.rank == topology.ranks[0]
+    # All ranks know the name, and delete the folder if the first one ends before it has told them that it is there.
+    call = f"{control.name} {control.at[0]}" if control.store is not None else secrets.token_hex(6)
+    hidden = hidden_path(path, hashlib.blake2b(call.encode(), digest_size=6).hexdigest())
     with ExitStack() as failed:
+        failed.callback(lambda: discard(hidden))
 
-        def create() -> str:
+        def create() -> None:
             content = layout.value
-            if not is_first:
-                return ""
-            created = NewFolder.create(path, overwrite, content)
-            failed.callback(created.discard)
-            return created.temporary.name
+            if is_first:
+                NewFolder.create(path, overwrite, content, hidden)
 
         def write_part() -> None:
             with control.working("writes its part of the checkpoint") as wrote, closing(folder):
@@ -104,12 +107,8 @@ def write_checkpoint(
                 folder.commit()
                 return digest
 
-        created = Attempt(create)
-        name = control.agree(
-            "making the folder", created.failure, created.result, lambda views: views[control.ranks[0]]
-        )
-        folder = NewFolder(path, path.with_name(name), overwrite, layout.value)
-        failed.callback(folder.discard)
+        control.agree("making the folder", Attempt(create).failure)
+        folder = NewFolder(path, hidden, overwrite, layout.value)
         is_seen = folder.temporary.is_dir()
         control.agree("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
         control.agree("writing the checkpoint", Attempt(write_part).failure)
