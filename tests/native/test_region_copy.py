@@ -44,7 +44,7 @@ def test_conversion_is_that_of_copy() -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_inference_tensors_are_written_and_converted(stored: torch.dtype, shift: int) -> None:
-    """Those of an engine; torch's own copy_ writes them and raises then."""
+    """An engine has such tensors; torch's own copy_ writes them, and then raises."""
     with torch.inference_mode():
         targets = [torch.zeros(3), torch.zeros(2)]
     values = torch.arange(1, 6).to(stored)

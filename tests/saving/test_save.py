@@ -222,7 +222,7 @@ def test_copied_files_do_not_replace_those_that_are_written(tmp_path: Path) -> N
 
 
 def test_a_tied_tensor_has_the_name_that_others_are_tied_to(tmp_path: Path) -> None:
-    """As libraries save it, whichever name the checkpoint of names_from has first."""
+    """Libraries save it so, whichever name the checkpoint of names_from has first."""
     model = torch.nn.ModuleDict({"z": torch.nn.Embedding(4, 2), "a": torch.nn.Linear(2, 4, bias=False)})
     model["a"].weight = model["z"].weight
     names = {"a.weight": torch.zeros(4, 2), "z.weight": torch.zeros(4, 2)}

@@ -1,4 +1,4 @@
-"""What a quantized save declares, and saves of models that are quantized: as transformers reads and writes them.
+"""Quantized saves declare what transformers reads, and models that are quantized are saved as it writes them.
 
 The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here."""
 
