@@ -22,7 +22,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.place import Place
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import add_maxima, box_scaling, owned_views, quantize
+from epload.mapping.scales import Scaling, add_maxima, owned_views, quantize
 from epload.model.targets import Targets
 
 
@@ -109,7 +109,7 @@ def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[T
     for number, (start, size) in target.boxes:
         if 0 in size:
             continue
-        narrow, stored = quantize_box(local[number], start, shape, target.format)
+        narrow, stored = quantize_blocks(local[number], target.format)
         _copy_owned(narrow, start, targets, target.weight, weight)
         stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
         if prod(_shape(targets, target.scale)) == 1:
@@ -126,15 +126,11 @@ def _copy_owned(values: Tensor, start: Shape, targets: Targets, number: int, loc
         local[box_slices(region.local_start, region.size)].copy_(values[box_slices(inside, region.size)])
 
 
-def quantize_box(values: Tensor, start: Shape, shape: Shape, format: Fp8Format) -> tuple[Tensor, Tensor]:
-    """Returns a box of a weight as fp8, and the scales of its blocks.
-
-    Args:
-        values: of the box.
-        start: of the box, where blocks start; it ends where blocks end.
-        shape: of the weight.
-    """
-    scaling = box_scaling(start, tuple(values.shape), shape, format.blocks(shape))
+def quantize_blocks(values: Tensor, format: Fp8Format) -> tuple[Tensor, Tensor]:
+    """Returns a weight, or a box of whole blocks of one, as fp8, and the scales of its blocks."""
+    shape = tuple(values.shape)
+    first = (0,) * len(shape)
+    scaling = Scaling(0, View.whole(shape), shape, format.blocks(shape), 1, first, format.grid(shape))
     maxima = torch.zeros(scaling.counts, device=values.device)
     add_maxima(scaling, values, maxima)
     factors, stored = format.scales(maxima)

@@ -191,12 +191,6 @@ def stacked(scaling: Scaling, count: int) -> Scaling:
     return Scaling(0, stack, (count, *shape), (1, *blocks), 1, (0, *first), (count, *counts))
 
 
-def box_scaling(start: Shape, size: Shape, shape: Shape, blocks: Shape) -> Scaling:
-    """Returns the part of a weight that is a box of whole blocks, in a tensor of its own, with its scales in another one."""
-    first = tuple(map(int.__floordiv__, start, blocks))
-    return Scaling(0, _box_view(start, size, shape), shape, blocks, 1, first, _grid(size, blocks))
-
-
 def scaling_of_box(
     manifest: Metadata, number: dict[str, int], weight: int, box: Box, dtype: torch.dtype
 ) -> tuple[int, Scaling]:

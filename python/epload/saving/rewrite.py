@@ -21,7 +21,7 @@ from epload.core.buffers import as_memoryview
 from epload.core.pieces import Piece
 from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
-from epload.mapping.quantized_targets import quantize_box
+from epload.mapping.quantized_targets import quantize_blocks
 from epload.model.targets import collect
 from epload.saving.quantized import (
     CONFIG,
@@ -88,11 +88,11 @@ class Rewrite:
         step = block * max(1, _CHUNK_ELEMENTS // (block * columns))
         for matrix in range(prod(leading)):
             for row in range(0, rows, step):
-                size, start = (min(step, rows - row), columns), (row, 0)
+                size = (min(step, rows - row), columns)
                 offset = (matrix * rows + row) * columns
                 buffer = torch.empty(prod(size) * dtype.itemsize, dtype=torch.uint8, device="cpu")
                 checkpoint.fill(buffer, [Piece(tensor, offset * dtype.itemsize, 0, len(buffer))])
-                narrow, scales = quantize_box(buffer.view(dtype).reshape(size), start, (rows, columns), self._format)
+                narrow, scales = quantize_blocks(buffer.view(dtype).reshape(size), self._format)
                 yield number, offset, as_memoryview(narrow.contiguous()), len(buffer)
                 yield number + 1, scale_offset, as_memoryview(scales.contiguous()), 0
                 scale_offset += scales.nbytes
