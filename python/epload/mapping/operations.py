@@ -62,9 +62,9 @@ def Unstack(dim: int = 0) -> Operation:
     return Operation("Unstack", (dim,))
 
 
-def Transpose(dim0: int = 0, dim1: int = 1, unless_fits: bool = False) -> Operation:
-    """Transposes two dims of every tensor. With ``unless_fits``, tensors that already have the target's shape are kept."""
-    return Operation("Transpose", (dim0, dim1, unless_fits))
+def Transpose(dim0: int = 0, dim1: int = 1) -> Operation:
+    """Transposes two dims of every tensor."""
+    return Operation("Transpose", (dim0, dim1))
 
 
 def Reshape(shape: Sequence[int]) -> Operation:
@@ -92,17 +92,12 @@ def _split(inputs: TensorLists, targets: TargetShapes, dim: int, sizes: str | tu
     return [[piece] for piece in views.split(tensors[0], dim, sizes)]
 
 
-def _transpose(inputs: TensorLists, targets: TargetShapes, dim0: int, dim1: int, unless_fits: bool) -> TensorLists:
-    fitting = next(iter(targets.values())) if unless_fits else None
-    return [[t if t.shape == fitting else views.transpose(t, dim0, dim1) for t in tensors] for tensors in inputs]
-
-
 _FUNCTIONS: dict[str, Callable[..., TensorLists]] = {
     "Stack": lambda inputs, _, dim: [[views.stack(tensors, dim)] for tensors in inputs],
     "Concatenate": lambda inputs, _, dim: [[views.concatenate(list(chain(*inputs)), dim)]],
     "Split": _split,
     "Unstack": lambda inputs, _, dim: [list(chain(*(views.unstack(t, dim) for t in tensors))) for tensors in inputs],
-    "Transpose": _transpose,
+    "Transpose": lambda inputs, _, *dims: [[views.transpose(t, *dims) for t in tensors] for tensors in inputs],
     "Reshape": lambda inputs, _, shape: [[views.reshape(t, shape) for t in tensors] for tensors in inputs],
 }
 """Functions of inputs, targets and an operation's arguments."""
