@@ -27,9 +27,9 @@ def fill(shard: MegatronShard, state: dict[str, Tensor], shape: Shape, config: S
     """Returns a parameter of this shape, with what the places of a checkpoint put into it."""
     parameter = torch.full(shape, -1.0)
     names, shapes = list(state), [tuple(tensor.shape) for tensor in state.values()]
-    places = place_shards([shard], {shard.target: parameter}, config, names, shapes)
-    assert places.missing == {}
-    for tensor, placed in zip(state.values(), places.placed, strict=True):
+    places, missing = place_shards([shard], {shard.target: parameter}, config, names, shapes)
+    assert missing == {}
+    for tensor, placed in zip(state.values(), places, strict=True):
         for target, view in placed:
             assert target == shard.target
             box = parameter[box_slices(view.start, view.size)]

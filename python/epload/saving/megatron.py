@@ -65,14 +65,14 @@ def megatron_catalog(
     names = tuple(name for name in like.names if name not in excluded)
     shapes = tuple(shape_of[name] for name in names)
     shards, tensors = read_shards(model)
-    places = place_shards(shards, tensors, model.config, names, shapes)
-    if places.missing:
-        options = next(iter(places.missing.values()))
+    places, missing = place_shards(shards, tensors, model.config, names, shapes)
+    if missing:
+        options = next(iter(missing.values()))
         raise ModelMismatch(
-            f"names_from= lacks {list_keys(list(places.missing))}; the first would be {options} in a checkpoint of this model",
-            missing_keys=list(places.missing),
+            f"names_from= lacks {list_keys(list(missing))}; the first would be {options} in a checkpoint of this model",
+            missing_keys=list(missing),
         )
-    placed = dict(zip(names, places.placed, strict=True))
+    placed = dict(zip(names, places, strict=True))
     for name, original in copies.items():
         if shape_of[name] != shape_of.get(original):
             raise ModelMismatch(f"names_from= has {name}, which is no copy of {original}: expected both in one shape")

@@ -30,8 +30,7 @@ def from_megatron(chunks: MegatronChunks, names: Sequence[str], shapes: Sequence
             :func:`~epload.mapping.megatron.regions.place_shards`; or the model ties what has different shapes.
     """
     shards, tensors = read_shards(chunks)
-    places = place_shards(shards, tensors, chunks.config, names, shapes)
-    placed = places.placed
+    placed, _ = place_shards(shards, tensors, chunks.config, names, shapes)
     if chunks.ties_embeddings and HEAD in names and EMBEDDING in names:  # whose values the load compares
         embedding, head = names.index(EMBEDDING), names.index(HEAD)
         if shapes[embedding] != shapes[head]:

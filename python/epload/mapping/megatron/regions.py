@@ -23,15 +23,6 @@ MAX_PADDING = 1024
 """Rows that padding adds to a vocabulary at most on each rank; Megatron's default is less than 128."""
 
 
-class MegatronPlaces(NamedTuple):
-    """Places of a checkpoint's tensors in the parameters of one rank."""
-
-    placed: list[tuple[Place, ...]]
-    """The places of each tensor."""
-    missing: dict[str, str]
-    """Megatron's names of which the checkpoint has none, each with the names that it might have."""
-
-
 class _Rows(NamedTuple):
     """A run of rows of a checkpoint tensor and of a shard."""
 
@@ -51,8 +42,9 @@ def place_shards(
     config: Any,
     names: Sequence[str],
     shapes: Sequence[Shape],
-) -> MegatronPlaces:
-    """Returns the places of a checkpoint's tensors.
+) -> tuple[list[tuple[Place, ...]], dict[str, str]]:
+    """Returns the places of each of a checkpoint's tensors in the parameters of one rank; and Megatron's names of which the
+    checkpoint has none, each with the names that it might have.
 
     Args:
         tensors: this rank's parameters and buffers.
@@ -89,7 +81,7 @@ def place_shards(
             if key not in views:
                 views[key] = tuple(_views(shard, rows, *layout))
             placed[number_of[rows.name]] += [(shard.target, view) for view in views[key]]
-    return MegatronPlaces(list(map(tuple, placed)), missing)
+    return list(map(tuple, placed)), missing
 
 
 def _rows_of(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]) -> Iterator[_Rows]:
