@@ -135,12 +135,17 @@ def transpose(assembly: Assembly, dim0: int, dim1: int) -> Assembly:
     order = list(range(len(assembly.shape)))
     dim0, dim1 = normalize_dim(dim0, len(order)), normalize_dim(dim1, len(order))
     order[dim0], order[dim1] = dim1, dim0
+    return permute(assembly, order)
 
-    def permute(values: Shape) -> Shape:
-        return tuple([values[i] for i in order])
 
-    views = [(i, View(permute(v.start), permute(v.size), v.offset, permute(v.strides))) for i, v in assembly.parts]
-    return Assembly(permute(assembly.shape), tuple(views))
+def permute(assembly: Assembly, dims: Sequence[int]) -> Assembly:
+    """Like torch.permute."""
+
+    def ordered(values: Shape) -> Shape:
+        return tuple([values[dim] for dim in dims])
+
+    views = [(i, View(ordered(v.start), ordered(v.size), v.offset, ordered(v.strides))) for i, v in assembly.parts]
+    return Assembly(ordered(assembly.shape), tuple(views))
 
 
 def reshape(assembly: Assembly, shape: Sequence[int]) -> Assembly:

@@ -28,7 +28,7 @@ _SYMBOLIC: dict[Any, Callable[..., Any]] = {
     _aten.stack.default: views.stack,
     _aten.transpose.int: views.transpose,
     _aten.t.default: lambda source, _: views.transpose(source, 0, -1),
-    _aten.permute.default: lambda source, dims: _permute(source, dims),
+    _aten.permute.default: views.permute,
     _aten.select.int: lambda source, dim, index: views.unstack(source, dim)[index],
     _aten.unbind.int: views.unstack,
 }
@@ -70,16 +70,6 @@ def _set_assemblies(results: Any, assemblies: Any) -> None:
     pairs = [(results, assemblies)] if isinstance(assemblies, Assembly) else zip(results, assemblies, strict=True)
     for tensor, assembly in pairs:
         tensor.assembly = assembly
-
-
-def _permute(source: Assembly, dims: list[int]) -> Assembly:
-    order = list(range(len(dims)))
-    for i, dim in enumerate(dims):
-        other = order.index(dim % len(dims))
-        if other != i:
-            source = views.transpose(source, i, other)
-            order[i], order[other] = order[other], order[i]
-    return source
 
 
 def _slice(
