@@ -59,9 +59,7 @@ class Modules:
     @cached_property
     def fsdp(self) -> list[FSDPModule]:
         """The modules that FSDP2 shards."""
-        sharded = {cls for cls in self.classes if issubclass(cls, FSDPModule)}
-        modules: dict[int, Any] = {id(module): module for _, module in self.named if type(module) in sharded}
-        return list(modules.values())
+        return [module for module in self.unique if isinstance(module, FSDPModule)]
 
     @cached_property
     def fsdp_groups(self) -> list[Any]:
