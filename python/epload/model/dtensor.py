@@ -6,7 +6,7 @@ with every supported torch (tested).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -201,17 +201,10 @@ def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
         return [with_memory(tensor) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
-def metadata(tensors: Iterable[Any]) -> tuple[list[object], Tensor]:
+def metadata(tensors: Sequence[Any]) -> tuple[list[object], Tensor]:
     """Returns all of tensors that does not depend on their values, to be compared with a later result: how each is sharded, and
     what :func:`epload.native.ops.describe_memory` returns of the local tensors."""
-    shardings: list[object] = []
-    local: list[Tensor] = []
-    for tensor in tensors:
-        local.append(with_memory(tensor))
-        if type(tensor) is DTensor:
-            shardings.append(tensor._spec)
-        else:
-            is_sharded = isinstance(tensor, DTensor)
-            shardings.append((tensor.shape, tensor.placements, tensor.device_mesh) if is_sharded else None)
+    shardings: list[object] = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+    local = [with_memory(tensor) for tensor in tensors]
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return shardings, ops.describe_memory(local)

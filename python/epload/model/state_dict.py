@@ -254,8 +254,7 @@ def storage_filter(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
 
     def storage(tensor: Tensor) -> int:
-        (local,) = dtensor.local_tensors([tensor])
-        return int(local.untyped_storage()._cdata)
+        return int(dtensor.with_memory(tensor).untyped_storage()._cdata)
 
     storages = set(map(storage, tensors))
     return lambda tensor: storage(tensor) in storages
