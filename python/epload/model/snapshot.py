@@ -60,11 +60,10 @@ class Snapshot:
         """Receives an entry for each module that is freed."""
         self._modules = [weakref.ref(module, self._freed.append) for module in unique]
         self._next_hook_id = RemovableHandle.next_id
-        values, self._sizes, self._keys = self._read_modules()
+        values, self._content = self._read_modules()
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
             return
-        self._ids = [*map(id, values)]
-        position = {number: i for i, number in enumerate(self._ids)}
+        position = {id(value): i for i, value in enumerate(values)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
         self._types = {*map(type, targets.tensors)}
         self._shardings, memory = dtensor.metadata(targets.tensors)
@@ -90,14 +89,8 @@ class Snapshot:
         for reference in self._fsdp_modules:
             if (fsdp_module := reference()) is not None:
                 dtensor.reshard(fsdp_module)
-        values, sizes, keys = self._read_modules()
-        if (
-            [*map(id, values)] != self._ids
-            or self._freed
-            or sizes != self._sizes
-            or keys != self._keys
-            or self._has_new_hooks()
-        ):
+        values, content = self._read_modules()
+        if content != self._content or self._freed or self._has_new_hooks():
             return None
         tensors = [values[i] for i in self._positions]
         if {*map(type, tensors)} != self._types:
@@ -109,15 +102,17 @@ class Snapshot:
         targets.tensors = tensors
         return targets, self._devices
 
-    def _read_modules(self) -> tuple[list[Any], list[int], list[object]]:
-        """Returns the tensors and modules that the model's modules hold, and the sizes and the keys of all their collections."""
+    def _read_modules(self) -> tuple[list[Any], tuple[list[int], list[int], list[object]]]:
+        """Returns the tensors and modules that the model's modules hold; and the ids of these, and the sizes and the keys of all
+        collections that hold them."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         dicts = [*chain.from_iterable(map(_dicts, modules))]
         filled = [*filter(None, dicts)]
         unsaved = [module._non_persistent_buffers_set for module in modules if module._buffers]
         sizes, keys = [*map(len, dicts), *map(len, unsaved)], [*chain(*filled, *unsaved)]
         # The garbage collector lists the values of dicts in a third of the time. It may leave out those that are None.
-        return gc.get_referents(*filled), sizes, keys
+        values = gc.get_referents(*filled)
+        return values, ([*map(id, values)], sizes, keys)
 
     def _has_new_hooks(self) -> bool:
         """Returns True if a module has got a hook that may rename its tensors or change values when it is loaded.
