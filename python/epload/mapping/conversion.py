@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from epload.errors import ModelMismatch
-from epload.mapping.mapping import Convert, split_scope
+from epload.mapping.mapping import Convert
 
 _INDEX = "(?P<index>"
 
@@ -39,7 +39,8 @@ def match_conversions(converts: Sequence[Convert], names: Sequence[str]) -> tupl
     others = []
     for i, name in enumerate(names):
         for convert, number, pattern in rules:
-            scope, rest = split_scope(name, convert.scopes)
+            scope = next(filter(name.startswith, convert.scopes or ("",)), None)
+            rest = name[len(scope or "") :]
             if scope is None or (match := pattern.search(rest)) is None:
                 continue
             before, after = scope + rest[: match.start()], rest[match.end() :]

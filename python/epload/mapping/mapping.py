@@ -204,15 +204,6 @@ def apply_renames(renames: Iterable[Rename], names: Iterable[str]) -> list[str]:
     return renamed
 
 
-def split_scope(name: str, scopes: Sequence[str]) -> tuple[str | None, str]:
-    """Returns the first of ``scopes`` that the name starts with ("" if there are none), and the rest of the name; (None, name)
-    if it starts with none of them."""
-    if not scopes:
-        return "", name
-    scope = next((scope for scope in scopes if name.startswith(scope)), None)
-    return scope, name[len(scope or "") :]
-
-
 def check_tuples(rule: object, **kinds: type) -> None:
     """Turns lists into tuples, so that equivalent rules are equal. Raises TypeError if a field of a rule is not a tuple or a list
     of a type, such as a string, which would be taken for many strings."""
