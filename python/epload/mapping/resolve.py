@@ -55,7 +55,7 @@ def resolve_mapping(
 ) -> Mapping:
     """Returns ``mapping`` itself, or for ``"auto"`` :func:`from_model`; for the file of a PEFT adapter, the names of the active
     adapter; for Megatron-Core's modules, the places of the checkpoint's tensors in them. A Quantize is added to what ``"auto"``
-    is.
+    is; one without a configuration gets that of the model.
 
     Args:
         names: of the model's tensors.
@@ -72,10 +72,12 @@ def resolve_mapping(
                 "epload.mapping.megatron.names"
             )
         return from_megatron(model, checkpoint, shapes)
-    if isinstance(mapping, Mapping):
-        return _configured(mapping, model)
     if isinstance(mapping, Quantize):
-        return _configured(replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping), model)
+        mapping = replace(resolve_mapping("auto", model, names, checkpoint), quantize=mapping)
+    if isinstance(mapping, Mapping):
+        rule = mapping.quantize
+        declared = _declared(model) if rule is not None and rule.config is None else None
+        return replace(mapping, quantize=replace(rule, config=declared)) if rule is not None and declared else mapping
     if mapping != "auto":
         raise ValueError(f"expected mapping to be 'auto' or an epload.Mapping, got {mapping!r}")
     if pairs := adapter_pairs(model, names, checkpoint):
@@ -95,13 +97,6 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
         return manifest
     declared = _declared(model)
     return replace(manifest, quantization=declared_quantization(declared) if declared is not None else None)
-
-
-def _configured(mapping: Mapping, model: nn.Module) -> Mapping:
-    """Returns the mapping with the quantization that the model's configuration declares, if it is to quantize as that says."""
-    rule = mapping.quantize
-    declared = _declared(model) if rule is not None and rule.config is None else None
-    return replace(mapping, quantize=replace(rule, config=declared)) if rule is not None and declared else mapping
 
 
 def _declared(model: nn.Module) -> dict[str, Any] | None:
