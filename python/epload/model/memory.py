@@ -21,14 +21,6 @@ _FLOAT_BYTE, _OTHER_BYTE = 0xFF, 0xA5
 """The byte of the poison. In every floating-point format all ones is a NaN, and not one that arithmetic produces."""
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-StorageKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def storage_key(tensor: Tensor) -> StorageKey:
-    """Equal for two tensors only if they have the same elements of the same storage, with the same shape, strides and dtype."""
-    offset = int(tensor.storage_offset())
-    return tensor.untyped_storage().data_ptr(), offset, tensor.shape, tensor.stride(), tensor.dtype
-
 
 def has_internal_overlap(tensor: Tensor) -> bool:
     """Returns True if two elements of a tensor share memory, as in an expanded or unfolded tensor."""

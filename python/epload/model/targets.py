@@ -187,7 +187,8 @@ def collect(
         if owner == number:
             _check_loadable(name, local, filled)
             if overlap and _is_dense(local) and local.numel() and local.data_ptr():  # not freed, as by FSDP
-                owner = by_memory.setdefault((memory.storage_key(local), sharding), number)
+                elements = local.data_ptr(), local.shape, local.stride(), local.dtype
+                owner = by_memory.setdefault((elements, sharding), number)
                 targets.has_aliases |= owner != number
         if owner != number:
             targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
