@@ -58,10 +58,7 @@ def materialize(
     plain: dict[int, Tensor] = {}
     owners: list[tuple[dict[str, Any], str, int]] = []
     """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
-    holder_of: dict[int, tuple[dict[str, Any], str]] = {}
-    """One dict, and the name in it, for each tensor that is replaced."""
     for owned, name, tensor in _replaced_tensors(modules, dtypes):
-        holder_of[id(tensor)] = owned, name
         if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
             parameters[id(tensor)] = tensor
         else:
@@ -82,10 +79,7 @@ def materialize(
     elif parameters:
         empty = _empty_like(parameters.values(), destination)
         model._apply(lambda tensor: empty.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
-    # Plain parameters and buffers are new objects.
-    for i, tensor in enumerate(targets.tensors):
-        if (holder := holder_of.get(id(tensor))) is not None:
-            targets.tensors[i] = holder[0][holder[1]]
+    targets.tensors[:] = [replaced.get(id(tensor), tensor) for tensor in targets.tensors]
     if any(tensor.is_meta for tensor in targets.tensors):  # views, which hooks make
         state = model.state_dict(keep_vars=True)
         targets.tensors[:] = [
