@@ -53,21 +53,15 @@ def materialize(
         on_cpu = id(tensor) in offloaded or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
         return dtypes.get(id(tensor), tensor.dtype), torch.device("cpu") if on_cpu else device
 
-    parameters: dict[int, Any] = {}
-    """DTensors, which FSDP and optimizers refer to: they keep their identity."""
-    plain: dict[int, Tensor] = {}
-    owners: list[tuple[dict[str, Any], str, int]] = []
-    """The dicts of modules, the names in them, and the ids of the plain ones that they hold. Modules may share a dict."""
-    for owned, name, tensor in _replaced_tensors(modules, dtypes):
-        if isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
-            parameters[id(tensor)] = tensor
-        else:
-            plain[id(tensor)] = tensor
-            owners.append((owned, name, id(tensor)))
+    found = list(_replaced_tensors(modules, dtypes))  # modules may share a dict
+    distinct: dict[int, Any] = {id(tensor): tensor for *_, tensor in found}
+    # FSDP and optimizers refer to DTensors: they keep their identity.
+    parameters = {i: t for i, t in distinct.items() if isinstance(t, DTensor) and isinstance(t, nn.Parameter)}
+    plain = {i: t for i, t in distinct.items() if i not in parameters}
     replaced = _empty_like([tensor for tensor in plain.values() if tensor.is_meta], destination)
     replaced |= {number: tensor.to(dtypes[number]) for number, tensor in plain.items() if not tensor.is_meta}
-    for owned, name, number in owners:
-        owned[name] = replaced[number]
+    for owned, name, tensor in found:
+        owned[name] = replaced.get(id(tensor), tensor)
     if private is None:
         private = all(
             type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values()
