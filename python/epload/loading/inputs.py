@@ -20,7 +20,6 @@ from epload.mapping.precision import check_patterns, set_dtypes
 from epload.mapping.wrappers import check_same_scale, is_adapter_file
 from epload.model.devices import check_backend, devices_of
 from epload.model.expert_parallel import LocalModules
-from epload.model.materialize import cpu_offloaded_ids
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
 from epload.model.targets import Targets, collect
@@ -82,8 +81,8 @@ class InputReader:
         else:
             modules = Modules(model)
             targets = _collect(request, modules)
-            offloaded, group = cpu_offloaded_ids(modules.fsdp_groups), self._resources.topology.group
-            devices = devices_of(targets, offloaded, self._resources.streams, request.place, group)
+            group = self._resources.topology.group
+            devices = devices_of(targets, modules.offloaded, self._resources.streams, request.place, group)
         check_backend(self._resources.topology.group, devices[0])
         self._resources.prepare(devices[0])
         return LocalInputs(targets, *devices, self._open(request, devices[0]), _has_local_modules(request), modules)

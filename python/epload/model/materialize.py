@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from epload.core import garbage_collection
@@ -47,7 +46,7 @@ def materialize(
         return
     modules = modules or Modules(model)
     dtypes = {id(tensor): dtype for tensor, dtype in zip(targets.tensors, targets.dtypes, strict=True)}
-    offloaded = cpu_offloaded_ids(modules.fsdp_groups)
+    offloaded = modules.offloaded
 
     def destination(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
         on_cpu = id(tensor) in offloaded or (isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu")
@@ -92,12 +91,6 @@ def _replaced_tensors(
             for name, tensor in owned.items():
                 if tensor is not None and (tensor.is_meta or dtypes.get(id(tensor), tensor.dtype) != tensor.dtype):
                     yield owned, name, tensor
-
-
-def cpu_offloaded_ids(groups: Iterable[Any]) -> set[int]:
-    """Returns the ids of the parameters that FSDP keeps on the CPU. ``groups``: :attr:`Modules.fsdp_groups`."""
-    offloading = [group for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy)]
-    return {id(parameter.sharded_param) for group in offloading for parameter in group.fsdp_params}
 
 
 def _by_destination(tensors: Iterable[Any], destination: Destination) -> Iterable[tuple[Any, list[Any]]]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from epload.model import dtensor
 
@@ -70,6 +70,12 @@ class Modules:
     def fsdp_parameters(self) -> list[Any]:
         """FSDP's own object for each parameter that it shards (``FSDPParam``)."""
         return [parameter for group in self.fsdp_groups for parameter in group.fsdp_params]
+
+    @cached_property
+    def offloaded(self) -> set[int]:
+        """The ids of the parameters that FSDP keeps on the CPU."""
+        offloading = [group for group in self.fsdp_groups if isinstance(group.offload_policy, CPUOffloadPolicy)]
+        return {id(parameter.sharded_param) for group in offloading for parameter in group.fsdp_params}
 
     def reshard(self) -> None:
         """Reshards what FSDP2 shards: a forward pass leaves the root unsharded, and writes to it would be lost."""

@@ -8,7 +8,6 @@ from epload.mapping.precision import set_dtypes
 from epload.mapping.wrappers import is_from_package
 from epload.model.devices import devices_of
 from epload.model.initialization import is_adapter
-from epload.model.materialize import cpu_offloaded_ids
 from epload.model.megatron import MegatronChunks
 from epload.model.modules import Modules
 from epload.model.snapshot import Snapshot
@@ -47,6 +46,6 @@ class ModelReader:
                 raise ValueError(
                     f"{name} is on meta; give the model storage first, for example by loading a checkpoint"
                 )
-        devices = devices_of(targets, cpu_offloaded_ids(modules.fsdp_groups), ())
+        devices = devices_of(targets, modules.offloaded, ())
         self._snapshot = Snapshot(self.model, modules, targets, devices, ())
         return targets
