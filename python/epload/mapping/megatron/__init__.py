@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Mapping
-from epload.mapping.megatron.names import known_patterns, pattern_of
+from epload.mapping.megatron.names import LAYER, MODEL, pattern_of
 from epload.mapping.megatron.regions import place_shards
 from epload.mapping.megatron.shards import read_shards
 from epload.model.megatron import MegatronChunks
@@ -69,6 +70,6 @@ def _prediction_layers(names: Sequence[str]) -> list[str]:
 def unknown_names(names: Sequence[str], config: object) -> tuple[list[str], list[str]]:
     """Returns which names of a checkpoint no Megatron model holds as they are computed or copies, and which the tables lack."""
     ignored = re.compile("|".join((_COMPUTED, *prediction_patterns(names, config))))
-    patterns = known_patterns()
+    patterns = {name for options in (MODEL | LAYER).values() for name in chain.from_iterable(options)}
     left_out = [name for name in names if ignored.search(name)]
     return left_out, [name for name in names if not ignored.search(name) and pattern_of(name) not in patterns]

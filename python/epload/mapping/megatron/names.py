@@ -104,13 +104,7 @@ def alternatives(key: str, layers: int) -> Iterator[Names]:
     numbers = [part for part in inner.split(".") if part.isdecimal()]
     pattern = ".".join("*" if part.isdecimal() else part for part in inner.split("."))
     for names in LAYER.get(pattern, ()):
-        yield tuple(f"model.layers.{layer}.{_with_numbers(name, numbers)}" for name in names)
-
-
-def _with_numbers(name: str, numbers: list[str]) -> str:
-    for number in numbers:
-        name = name.replace("*", number, 1)
-    return name
+        yield tuple(f"model.layers.{layer}.{name.replace('*', '{}').format(*numbers)}" for name in names)
 
 
 def pattern_of(name: str) -> str:
@@ -118,9 +112,3 @@ def pattern_of(name: str) -> str:
     parts = name.split(".")
     inner = parts[3:] if parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isdecimal() else parts
     return ".".join("*" if part.isdecimal() else part for part in inner)
-
-
-def known_patterns() -> dict[str, str]:
-    """Returns Megatron's name of each name that a checkpoint may have, both as the tables have them."""
-    tables = (MODEL, LAYER)
-    return {name: key for table in tables for key, options in table.items() for names in options for name in names}
