@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from epload import Checkpoint, CheckpointError
 from epload.checkpoint import object_store
+from epload.checkpoint.opening import join_source
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support.checkpoint_kinds import (
@@ -112,9 +113,9 @@ def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
         save_file({f"t{i}": torch.zeros(2)}, folder / f"model-0000{i}-of-00002.safetensors")
     manifest = Checkpoint.open(folder).manifest
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere, a file that the source rank reads"):
-        Checkpoint.join(tmp_path / "nowhere", manifest)
+        join_source(tmp_path / "nowhere", manifest)
     with pytest.raises(CheckpointError, match="is one file, but the source rank reads 2 files"):
-        Checkpoint.join(folder / "model-00001-of-00002.safetensors", manifest)
+        join_source(folder / "model-00001-of-00002.safetensors", manifest)
 
 
 def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(

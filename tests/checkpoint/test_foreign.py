@@ -16,6 +16,7 @@ from torch import nn
 
 import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadOptions, Mapping, ModelMismatch
+from epload.checkpoint.opening import join_source
 from epload.mapping import Rename
 from epload.planning.algorithms import Algorithm
 from epload.planning.schedule import Readers
@@ -158,7 +159,7 @@ def test_an_index_by_any_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(json.dumps({"weight_map": dict.fromkeys(_state(), "a.safetensors")}))
     checkpoint = Checkpoint.open(tmp_path / name)
     assert_same(read_all(checkpoint), _state())
-    assert_same(read_all(Checkpoint.join(tmp_path / name, checkpoint.manifest)), _state())
+    assert_same(read_all(join_source(tmp_path / name, checkpoint.manifest)), _state())
 
 
 def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for path in ("~", "~/model.safetensors"):
         checkpoint = Checkpoint.open(path)
         assert_same(read_all(checkpoint), _state())
-        assert_same(read_all(Checkpoint.join(path, checkpoint.manifest)), _state())
+        assert_same(read_all(join_source(path, checkpoint.manifest)), _state())
 
 
 # ---- the other arguments ----

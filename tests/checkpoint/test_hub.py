@@ -17,6 +17,7 @@ from torch import nn
 import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint import hub
+from epload.checkpoint.opening import join_source
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.checks import all_fine
@@ -278,7 +279,7 @@ def test_another_rank_reads_the_commit_of_the_first(steps: dict[str, Path], tmp_
         manifest = Checkpoint.open("org/step-3").manifest
         info = HfApi.model_info
         with mock.patch.object(HfApi, "model_info", autospec=True, side_effect=info) as asked:
-            assert_same(read_all(Checkpoint.join("org/step-3", manifest)), state_for(1))
+            assert_same(read_all(join_source("org/step-3", manifest)), state_for(1))
     named = [(call.args[1], call.kwargs["revision"]) for call in asked.call_args_list]
     assert named == [("org/step-3", COMMIT), ("org/step-2", None), ("org/step-1", None)]
 

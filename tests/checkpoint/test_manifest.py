@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import epload
 from epload import Checkpoint, CheckpointError, Manifest
+from epload.checkpoint.opening import join_source
 from epload.core.dtypes import SAFETENSORS
 from support.checkpoint_kinds import (
     folder_without_index,
@@ -97,7 +98,7 @@ def test_whatever_is_known_a_checkpoint_is_opened_as_it_is(
     assert_same(read_all(again), second)
     assert (again.manifest.identity == known.identity) == (change == "")
     assert again.manifest.provenance == Checkpoint.open(path).manifest.provenance
-    assert_same(read_all(Checkpoint.join(path, again.manifest)), second)
+    assert_same(read_all(join_source(path, again.manifest)), second)
 
 
 def test_an_index_that_changed_is_read(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Piece, Topology
 from epload.checkpoint import object_clients, object_store
+from epload.checkpoint.opening import join_source
 from epload.core import threads
 from support import ranks, s3_server
 from support.checkpoint_kinds import folder_with_index, small_state, torch_folder_with_index
@@ -77,7 +78,7 @@ def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Prox
             checkpoint = Checkpoint.open(source)
             assert_same(read_all(checkpoint), small_state())
             assert checkpoint.changed() == ""
-            joined = Checkpoint.join(source, checkpoint.manifest)
+            joined = join_source(source, checkpoint.manifest)
             assert_same(read_all(joined), small_state())
             checkpoint.close()
             assert_same(read_all(checkpoint), small_state())
@@ -243,7 +244,7 @@ def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=r"was replaced by .* after it was opened"):
                 checkpoint.reopen()
             with pytest.raises(CheckpointError, match="is not the file that the source rank has"):
-                Checkpoint.join(url, checkpoint.manifest)
+                join_source(url, checkpoint.manifest)
             s3[0].request("DELETE", f"/{BUCKET}/replaced/{library}/model.safetensors")
             assert checkpoint.changed().endswith("was removed")
             with pytest.raises(CheckpointError, match="was removed after it was opened"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest
 from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.opening import join_source
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
@@ -53,7 +54,7 @@ def test_tensors_of_a_torch_file_are_ranges_of_it(tmp_path: Path) -> None:
     assert_same(read_all(checkpoint), _state())
     assert checkpoint.manifest.locations is not None
     assert all(a <= b for a, b in pairwise(checkpoint.manifest.locations.offset.tolist()))
-    joined = Checkpoint.join(
+    joined = join_source(
         tmp_path / "model.pt", Manifest.from_compact(checkpoint.manifest.compact, checkpoint.manifest.provenance)
     )
     assert_same(read_all(joined), _state())

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from epload.checkpoint import delta
+from epload.checkpoint.opening import join_source
 from epload.cli.main import main
 from epload.saving import folder as folders
 from support import ranks, s3_server
@@ -382,7 +383,7 @@ def test_object_storage(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             checkpoint = epload.Checkpoint.open(source)
             assert_same(read_all(checkpoint), state)
             assert checkpoint.changed() == ""
-            assert_same(read_all(epload.Checkpoint.join(source, checkpoint.manifest)), state)
+            assert_same(read_all(join_source(source, checkpoint.manifest)), state)
         other = {**state, "small": state["small"] + 1}
         epload.save(other, chain / "1", overwrite=True)
         moto.put_folder(chain / "1", "run/1")

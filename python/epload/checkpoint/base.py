@@ -160,22 +160,6 @@ class Checkpoint(ABC):
         return opened
 
     @staticmethod
-    def join(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
-        """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
-
-        Args:
-            source: as for :meth:`open`.
-            manifest: that of the other rank.
-            progress: as for :meth:`open`.
-
-        Raises:
-            CheckpointError: there is nothing at the path, or it is not the same checkpoint.
-            TypeError: ``source`` has another type.
-        """
-        joined: Checkpoint = _opening().join_source(source, manifest, progress)
-        return joined
-
-    @staticmethod
     def from_state_dict(state_dict: Mapping[str, Tensor], consume: bool = False) -> Checkpoint:
         """Wraps a dict of full tensors, on any device and with any strides.
 

@@ -85,8 +85,17 @@ def open_source(
         return _read(store, store.path_of(file.name), known, has_config=has_config)
 
 
-def join_source(source: Any, manifest: Manifest, progress: Progress | None) -> Checkpoint:
-    """See :meth:`Checkpoint.join`."""
+def join_source(source: Any, manifest: Manifest, progress: Progress | None = None) -> Checkpoint:
+    """Opens on this rank the checkpoint that another rank has opened and described, without parsing it again.
+
+    Args:
+        source, progress: as for :meth:`Checkpoint.open`.
+        manifest: that of the other rank.
+
+    Raises:
+        CheckpointError: there is nothing at the path, or it is not the same checkpoint.
+        TypeError: ``source`` has another type.
+    """
     if manifest.locations is None or not isinstance(source, str | os.PathLike):
         return Checkpoint.open(source)
     expected = manifest.locations.files

@@ -11,6 +11,7 @@ import torch
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
+from epload.checkpoint.opening import join_source
 from epload.core.log import logger
 from epload.errors import CheckpointError
 from epload.loading.request import Request
@@ -108,7 +109,7 @@ class InputReader:
         joins = self._resources.router.may_read(inputs.device) and inputs.checkpoint is None
         if joins and not (auto and manifest.locations is None):
             try:
-                inputs.checkpoint = self._use(Checkpoint.join(source, manifest, self._progress), source)
+                inputs.checkpoint = self._use(join_source(source, manifest, self._progress), source)
             except (CheckpointError, TypeError) as error:
                 if not auto:
                     raise
