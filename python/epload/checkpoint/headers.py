@@ -45,7 +45,11 @@ def read_headers(source: str, variant: str = "") -> Headers:
         tensors = {} if opened is None else opened.tensors(safetensors.read(opened))
         store.close()
     if opened is None:
-        return _read_with_torch(source, variant)
+        from epload.checkpoint.base import Checkpoint
+
+        checkpoint = Checkpoint.open(source, variant=variant)
+        checkpoint.close()
+        return headers_of(checkpoint.manifest)
     described = {
         name: TensorHeader(chunks[0].dtype.name, shape, prod(shape) * chunks[0].dtype.itemsize)
         for name, (shape, chunks) in tensors.items()
@@ -89,15 +93,6 @@ def _open_safetensors(store: ByteStore, chosen: list[str]) -> OpenFiles | None:
         return OpenFiles(store, (), str(store), index)
     store.open(names)
     return OpenFiles(store, (), store.path_of(names[0]) if len(names) == 1 else str(store))
-
-
-def _read_with_torch(source: str, variant: str) -> Headers:
-    """Does what :func:`read_headers` does, for any format."""
-    from epload.checkpoint.base import Checkpoint
-
-    opened = Checkpoint.open(source, variant=variant)
-    opened.close()
-    return headers_of(opened.manifest)
 
 
 def headers_of(manifest: Manifest) -> Headers:
