@@ -10,23 +10,8 @@ from epload.cli.output import Commands, facts, json_option, print_json, show, ta
 from epload.cli.plan import plan
 
 
-def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value:
-        import epload
-
-        show(f"epload, version {epload.__version__}")
-        context.exit()
-
-
 @click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_show_version,
-    help="Show the version and exit.",
-)
+@click.version_option(package_name="epload", prog_name="epload")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Work with the checkpoints that epload loads into sharded PyTorch models.
