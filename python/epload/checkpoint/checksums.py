@@ -19,6 +19,7 @@ import torch
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.file_sets import CHECKSUMS
+from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.local_store import LocalFile
 from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact
@@ -34,7 +35,8 @@ Done = Callable[[int], None]
 _READ_BYTES = 4 << 20
 _PREFIX = "sha256:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
+_IN_CACHE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+"""Digest of a file in the cache of the Hub: sha256, or the one that git has for it."""
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 """A line of sha256sum."""
 
@@ -141,9 +143,8 @@ class Checksums:
             raw = store.peek(CHECKSUMS)
         except FileNotFoundError:
             files = [*checkpoint.files, *checkpoint.descriptions]
-            published = {
-                file.name: FileDigests((known,)) for file in files if _is_digest(known := store.published(file))
-            }
+            digests = {file.name: store.published(file) for file in files}
+            published = {name: FileDigests((known,)) for name, known in digests.items() if _IN_CACHE.fullmatch(known)}
             if digest or not published:
                 raise CheckpointError(
                     f"no checksums are published next to {store}: it has no {CHECKSUMS}; pass the path of a list, in the format "
@@ -252,7 +253,7 @@ def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any
 def _parse_chunks(raw: bytes, source: str) -> dict[str, FileDigests]:
     """Returns the content of a ``checksums.json``. Raises CheckpointError."""
     try:
-        content = json.loads(raw, object_pairs_hook=_without_duplicates)
+        content = json.loads(raw, object_pairs_hook=without_duplicates)
         chunk_bytes, files = content["chunk_bytes"], {}
         if content["algorithm"] != "sha256" or type(chunk_bytes) is not int or chunk_bytes < 1:
             raise ValueError(f"algorithm {content['algorithm']!r}, chunk_bytes {chunk_bytes!r}")
@@ -267,17 +268,6 @@ def _parse_chunks(raw: bytes, source: str) -> dict[str, FileDigests]:
             f'{source} is no list of checksums: expected "algorithm": "sha256", "chunk_bytes" and "files" with "bytes" and '
             f'"chunks" each ({type(error).__name__}: {error})'
         ) from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(content := dict(pairs)) < len(pairs):
-        raise ValueError("a key that comes twice")
-    return content
-
-
-def _is_digest(digest: str) -> bool:
-    """Returns True for sha256, and for what git has for a file."""
-    return bool(_SHA256.fullmatch(digest) or _GIT_SHA1.fullmatch(digest))
 
 
 def _checked(files: dict[str, FileDigests], source: str) -> dict[str, FileDigests]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Container
 from functools import cached_property
+from typing import Any
 
 from epload.checkpoint.byte_store import StoredFile
 from epload.errors import CheckpointError
@@ -19,6 +21,14 @@ def is_plain(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return name.encode(errors="replace").decode() == name and {"/", "\\", "\0"}.isdisjoint(name)
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the content of a JSON object, for ``json.loads``. Raises ValueError for a key that comes twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r}")
+    return content
 
 
 class Index:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from math import prod
@@ -16,6 +15,7 @@ from typing import Any
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.core.dtype_table import BY_SAFETENSORS_NAME
 from epload.errors import CheckpointError
@@ -66,7 +66,7 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
             f"{file}: claims a header of {length} bytes, but the file has {size} and a header at most {MAX_HEADER_BYTES}"
         )
     try:
-        entries = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
+        entries = json.loads(file.read(8, length), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is not JSON with distinct keys ({error})") from error
     if not isinstance(entries, dict):
@@ -100,13 +100,6 @@ def metadata_of(files: Iterable[StoredFile]) -> dict[str, str]:
                 if isinstance(value, str) and not key.startswith("DCP_"):
                     values.setdefault(key, set()).add(value)
     return {key: value for key, (value, *others) in values.items() if not others}
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r}")
-    return entries
 
 
 def _parse(file: StoredFile, name: str, entry: Any, data: int, number: int) -> StoredTensor:
