@@ -22,6 +22,7 @@ from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint, regions_of_boxes
 from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
+from epload.checkpoint.finding import open_named
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
@@ -294,13 +295,8 @@ def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCh
         OSError: a file cannot be read.
     """
     index = DeltaIndex(store.open_description(file_sets.DELTA))
-    try:
-        files = store.open([name for name, _ in index.files])
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"cannot read {error.filename}, which {index.file} names: there is no such file; copy the folder again"
-        ) from error
-    for file, (_, nbytes) in zip(files, index.files, strict=True):
+    open_named(store, index, [name for name, _ in index.files])
+    for file, (_, nbytes) in zip(store.files, index.files, strict=True):
         if file.nbytes != nbytes:
             raise CheckpointError(
                 f"{file} has {file.nbytes} bytes, but {index.file} names one of {nbytes}: copy the folder again"
