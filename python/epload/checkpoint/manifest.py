@@ -65,7 +65,7 @@ class Manifest:
         return zlib.compress(_to_json([self._tensors, self.locations and self.locations.to_json()]), level=1)
 
     @classmethod
-    def from_compact(cls, raw: bytes, provenance: list[Any]) -> Manifest:
+    def from_compact(cls, raw: bytes, provenance: Sequence[Any]) -> Manifest:
         """Returns the manifest with this :attr:`compact` form and :attr:`provenance`."""
         (names, shapes, shape_of, types, dtype_of, declared), locations = json.loads(zlib.decompress(raw))
         distinct_shapes, distinct_dtypes = list(map(tuple, shapes)), list(map(dtypes.from_name, types))
@@ -85,7 +85,7 @@ class Manifest:
         files = self.locations and [self.locations.index, *self.locations.files]
         return [self.source, files, self.ignored]
 
-    def with_provenance(self, provenance: list[Any]) -> Manifest:
+    def with_provenance(self, provenance: Sequence[Any]) -> Manifest:
         """Returns the manifest of another checkpoint with the same tensors at the same locations."""
         source, files, ignored = provenance
         locations = self.locations

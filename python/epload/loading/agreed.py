@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from epload.checkpoint.manifest import Manifest
 from epload.errors import redact
@@ -16,8 +17,7 @@ from epload.planning.plan import LoadPlan
 from epload.report import LoadReport
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(NamedTuple):
     """A rank's message once it has read its model, and opened the checkpoint if it is the source or has its own.
 
     The decision on all messages is that of the source, but for what any rank needs."""
@@ -39,7 +39,7 @@ class Opening:
     """Identity of the manifest of the rank's previous load; empty if there is none."""
     identity: str = ""
     """Identity of the source's manifest; the following fields are the source's as well."""
-    provenance: list[Any] = field(default_factory=list)
+    provenance: Sequence[Any] = ()
     content: str = ""
     """The manifest's compact form in base64; in the decision, empty if all ranks have the manifest from their previous load."""
 

@@ -4,7 +4,7 @@ not at all."""
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -93,15 +93,14 @@ class Agreement:
     # ---- opening ----
 
     def _agree_on_opening(self, request: Request) -> tuple[LocalInputs, Opening]:
-        def open_own() -> tuple[LocalInputs, dict[str, Any]]:
+        def open_own() -> tuple[LocalInputs, Opening]:
             inputs = self.inputs.read(request)
-            return inputs, asdict(self._opening_message(request, inputs))
+            return inputs, self._opening_message(request, inputs)
 
         opened = Attempt(open_own)
-        message = opened.value[1] if opened.failure is None else None
-        opening = Opening(
-            **self._control.agree("opening the checkpoint", opened.failure, message, self._reduce_openings)
-        )
+        message = None if opened.result is None else opened.result[1]
+        decision = self._control.agree("opening the checkpoint", opened.failure, message, self._reduce_openings)
+        opening = Opening(*decision)
         self._topology.groups.agree(opening.groups)
         return opened.value[0], opening
 
@@ -125,25 +124,23 @@ class Agreement:
         assert inputs.checkpoint is not None
         manifest = inputs.checkpoint.manifest
         content = b64encode(manifest.compact).decode() if len(self._topology.ranks) > 1 else ""
-        return replace(message, identity=manifest.identity, provenance=manifest.provenance, content=content)
+        return message._replace(identity=manifest.identity, provenance=manifest.provenance, content=content)
 
-    def _reduce_openings(self, views: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _reduce_openings(self, views: dict[int, list[Any]]) -> Opening:
         """Runs on the coordinator."""
-        messages = {rank: Opening(**view) for rank, view in views.items()}
+        messages = {rank: Opening(*view) for rank, view in views.items()}
         check_same_loader({rank: message.loader for rank, message in messages.items()})
         check_same_options({rank: message.options for rank, message in messages.items()})
         source = messages.pop(self._options.src)
         cached = all(message.cached == source.identity for message in messages.values())
         everyone = [source, *messages.values()]
-        decision = replace(
-            source,
+        return source._replace(
             content="" if cached else source.content,
             lacks_buffers=len({message.lacks_buffers for message in everyone}) > 1,
             meta=any(message.meta for message in everyone),
             groups=max(message.groups for message in everyone),
             trace=any(message.trace for message in everyone),
         )
-        return asdict(decision)
 
     def _describe_options(self, device: torch.device) -> str:
         """Describes the options that ranks must agree on before they can even share the manifest."""
