@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path) -> None:
         ([], 1, "exists and is not empty; pass another path, or --overwrite, which replaces"),
         (["--overwrite", "--rename", r"model\..*=x"], 1, "several tensors the name x"),
         (["--overwrite", "--rename", "x"], 2, "expected PATTERN=TEXT"),
-        (["--overwrite", "--dtype", "int8"], 2, "expected one of float64, float32, "),
+        (["--overwrite", "--dtype", "int8"], 2, "'int8' is not one of 'float64', 'float32', "),
     ):
         result = CliRunner().invoke(main, [*arguments[:3], *more])
         assert (result.exit_code, text in result.stderr) == (status, True), result.stderr

@@ -21,22 +21,13 @@ _size = click.FloatRange(min=0, min_open=True)
 _file = click.Path(exists=True, dir_okay=False)
 
 
-def _known_dtype(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    from epload.core import dtypes
-
-    if value is not None and value not in dtypes.FLOAT_NAMES:
-        raise click.BadParameter(f"expected one of {', '.join(dtypes.FLOAT_NAMES)}, got {value!r}")
-    return value
-
-
 @click.command()
 @click.argument("source")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
-    metavar="DTYPE",
-    callback=_known_dtype,
-    help="Convert floating-point tensors to float64, float32, float16 or bfloat16. The default is to leave them as they are.",
+    type=click.Choice(["float64", "float32", "float16", "bfloat16", "fp64", "fp32", "fp16", "bf16"]),
+    help="Convert floating-point tensors to this dtype. The default is to leave them as they are.",
 )
 @click.option(
     "--rename",
