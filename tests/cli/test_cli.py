@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +58,10 @@ def test_every_command_has_help_and_json(name: str) -> None:
     assert fragments == []
 
 
-def without_torch(arguments: list[str], tmp_path: Path, **variables: str) -> tuple[int, str, str]:
+def without_torch(arguments: list[str], tmp_path: Path) -> tuple[int, str, str]:
     """Runs the command where an import of torch fails. Returns its exit status and what it prints."""
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
-    environment = {**os.environ, **variables, "PYTHONPATH": f"{tmp_path}:{Path(epload.__file__).parents[1]}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(epload.__file__).parents[1]}"}
     command = [sys.executable, "-m", "epload", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return done.returncode, done.stdout, done.stderr
@@ -73,46 +72,6 @@ def test_help_imports_no_torch(name: str, tmp_path: Path) -> None:
     status, printed, errors = without_torch([*name.split(), "--help"], tmp_path)
     assert (status, errors) == (0, "")
     assert printed.startswith("Usage: epload ")
-
-
-def test_headers_are_read_without_torch(tmp_path: Path) -> None:
-    """The sources are a file, a folder with an index, one rank's parts of tensors, and a model in the cache of the Hub."""
-    state = {f"layer.{i}.weight": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4)}
-    save_file(state, tmp_path / "a.safetensors")
-    save_file({**state, "head": torch.zeros(2)}, tmp_path / "b.safetensors")
-    (folder := tmp_path / "folder").mkdir()
-    epload.save(state, folder, max_shard_bytes=100)
-    (parts := tmp_path / "parts").mkdir()
-    for rank in range(2):
-        saved = {name: {"saved_offsets": [2 * rank, 0]} for name in state}
-        save_file(
-            {name: tensor[2 * rank : 2 * rank + 2].clone() for name, tensor in state.items()},
-            parts / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors",
-            {"DCP_SHARDING_INFO": json.dumps(saved)},
-        )
-    assert len([*folder.glob("*.safetensors")]) > 1
-    for name in ("a.safetensors", "folder", "folder/model.safetensors.index.json", "parts"):
-        status, printed, errors = without_torch(["inspect", str(tmp_path / name)], tmp_path)
-        assert (status, errors) == (0, "")
-        assert "layer.{0..3}.weight" in printed
-        assert "4 (96 elements, 192 B)" in printed
-    commit = "0123456789" * 4
-    (cached := tmp_path / "cache/models--org--name/snapshots" / commit).mkdir(parents=True)
-    shutil.copy(tmp_path / "a.safetensors", cached / "model.safetensors")
-    (refs := tmp_path / "cache/models--org--name/refs").mkdir()
-    (refs / "main").write_text(commit)
-    status, printed, errors = without_torch(
-        ["inspect", "hf://org/name"], tmp_path, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1"
-    )
-    assert (status, errors) == (0, "")
-    assert f"hf://org/name@{commit}" in printed
-    pair = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
-    status, printed, _ = without_torch(["diff", *pair, "--headers"], tmp_path)
-    assert (status, printed) == (1, "only in SECOND: head\n4 tensors in both, values not compared\n")
-    status, _, errors = without_torch(["diff", *pair], tmp_path)
-    assert (status, "torch is imported" in errors) == (1, True)
-    status, _, errors = without_torch(["inspect", str(tmp_path / "absent")], tmp_path)
-    assert (status, errors) == (1, f"epload: no checkpoint at {tmp_path / 'absent'}: expected a file or a folder\n")
 
 
 @pytest.mark.parametrize("code", ["import torch, epload", "import epload, torch; epload.load"])

@@ -1,7 +1,7 @@
 """The seam below file checkpoints: folders of files that are read by byte ranges, wherever they are stored.
 
 A storage scheme is one module with a :class:`ByteStore` and a function ``locate``, which ``STORES`` in
-:mod:`epload.checkpoint.finding` lists. Stores import torch where they read tensors, as headers have no use for it.
+:mod:`epload.checkpoint.finding` lists.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
+import torch
+from torch import Tensor
+
+from epload.core.columns import batches
+from epload.core.copy_table import ALIGNMENT
+from epload.core.regions import Regions
 from epload.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from epload.core.regions import Regions
 
 _STREAM_BYTES = 256 << 10
 PEEK_BYTES = 16 << 20
@@ -208,11 +209,6 @@ class ByteStore(ABC):
 
         Returns the bytes read. Raises as :meth:`read`.
         """
-        import torch
-
-        from epload.core.columns import batches
-        from epload.core.copy_table import ALIGNMENT
-
         spans = regions.copies.spans()
         for rows in batches(spans, SPAN_BYTES):
             copies, span, origin = regions.copies.select(rows), spans[rows], regions.origins[rows]

@@ -1,4 +1,4 @@
-"""Finds a checkpoint: the store that a path or URL means, and the files in it that are meant. Without torch."""
+"""Finds a checkpoint: the store that a path or URL means, and the files in it that are meant."""
 
 from __future__ import annotations
 

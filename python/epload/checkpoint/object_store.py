@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from posixpath import normpath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
 from epload.checkpoint.object_clients import Client, connect
 from epload.core import threads
 from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact_url
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 REQUEST_BYTES = 8 << 20
 """Maximum number of bytes that one request asks for."""

@@ -1,4 +1,4 @@
-"""The open files of a checkpoint, and the tensors that their headers describe. Without torch, as a header has no use for it."""
+"""The open files of a checkpoint, and the tensors that their headers describe."""
 
 from __future__ import annotations
 

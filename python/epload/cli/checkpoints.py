@@ -15,7 +15,7 @@ from epload.observe.render import count, list_first, show_bytes
 
 if TYPE_CHECKING:
     from epload.checkpoint.base import Checkpoint
-    from epload.checkpoint.headers import Headers
+    from epload.checkpoint.manifest import Manifest
 
 _SHOWN = 20
 """Differences of each kind that ``diff`` shows without ``--all``."""
@@ -42,11 +42,11 @@ def _open(checkpoint: str, variant: str) -> Checkpoint:
     return Checkpoint.open(checkpoint, variant=variant)
 
 
-def _check_filter(pattern: re.Pattern[str], *of: Headers) -> None:
+def _check_filter(pattern: re.Pattern[str], *of: Manifest) -> None:
     """Raises ValueError if the expression matches no name."""
-    names = [name for headers in of for name in headers.tensors]
+    names = [name for manifest in of for name in manifest.names]
     if pattern.pattern and not any(map(pattern.search, names)):
-        sources = " and ".join(headers.source for headers in of)
+        sources = " and ".join(manifest.source for manifest in of)
         raise ValueError(
             f"--filter {pattern.pattern!r} matches no tensor of {sources}; there are {list_first(names) or 'none'}"
         )
@@ -67,26 +67,26 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
     Hub (org/name) or a URL (s3://, gs://, az://, https://). Only headers are read. Tensors whose names differ in numbers only
     are one line.
     """
-    from epload.checkpoint.headers import read_headers
-
-    headers = read_headers(checkpoint, variant)
-    _check_filter(pattern, headers)
-    summary = _summarize(headers, pattern)
+    opened = _open(checkpoint, variant)
+    opened.close()
+    manifest = opened.manifest
+    _check_filter(pattern, manifest)
+    summary = _summarize(manifest, pattern)
     if as_json:
         print_json(summary)
         return
-    files, matching, total = summary["files"].values(), summary["count"], len(headers.tensors)
+    files, matching, total = summary["files"].values(), summary["count"], len(manifest.names)
     of = f" of {total:,}" if matching < total else ""
     dtypes = (
         f"{name}: {count(n['tensors'], 'tensor')}, {show_bytes(n['nbytes'])}" for name, n in summary["dtypes"].items()
     )
     show(
         facts(
-            ("checkpoint", headers.source),
+            ("checkpoint", manifest.source),
             ("files", f"{len(files):,} ({show_bytes(sum(files))})" if files else ""),
             ("tensors", f"{matching:,}{of} ({summary['elements']:,} elements, {show_bytes(summary['nbytes'])})"),
             ("dtypes", "; ".join(dtypes)),
-            ("not shown", f"{', '.join(headers.ignored)}: no tensors of the model" if headers.ignored else ""),
+            ("not shown", f"{', '.join(manifest.ignored)}: no tensors of the model" if manifest.ignored else ""),
         )
     )
     folded = fold({tensor["name"]: (tensor["dtype"], str(tensor["shape"])) for tensor in summary["tensors"]})
@@ -96,24 +96,27 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
         show(table([("tensors", "dtype", "shape", "name"), *rows], right=(0,)))
 
 
-def _summarize(headers: Headers, pattern: re.Pattern[str]) -> dict[str, Any]:
+def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns what is printed as JSON about the tensors whose names match."""
+    from epload.core.dtypes import name as dtype_name
+
     tensors: list[dict[str, Any]] = []
     dtypes: dict[str, dict[str, int]] = {}
-    for name, (dtype, shape, nbytes) in headers.tensors.items():
+    columns = zip(manifest.names, map(dtype_name, manifest.dtypes), manifest.shapes, manifest.nbytes_of(), strict=True)
+    for name, dtype, shape, nbytes in columns:
         if pattern.search(name):
             tensors.append({"name": name, "dtype": dtype, "shape": list(shape), "nbytes": nbytes})
             total = dtypes.setdefault(dtype, {"tensors": 0, "nbytes": 0})
             total["tensors"] += 1
             total["nbytes"] += nbytes
     return {
-        "source": headers.source,
-        "files": headers.files,
+        "source": manifest.source,
+        "files": {file.name: file.nbytes for file in manifest.locations.files} if manifest.locations else {},
         "count": len(tensors),
         "elements": sum(prod(tensor["shape"]) for tensor in tensors),
         "nbytes": sum(total["nbytes"] for total in dtypes.values()),
         "dtypes": dtypes,
-        "ignored": list(headers.ignored),
+        "ignored": list(manifest.ignored),
         "tensors": tensors,
     }
 
@@ -210,23 +213,17 @@ def diff(
     Exits with 1 if the checkpoints differ, in values by more than the tolerances. A different dtype counts unless a tolerance
     is given, which may be 0.
     """
-    from epload.checkpoint.headers import compare_headers, headers_of, read_headers
+    from epload.verify.compare import compare_headers, compare_values
 
-    opened: list[Checkpoint] = []
-    if headers_only:
-        one, two = (read_headers(path, variant) for path in (first, second))
-    else:
-        opened = [_open(path, variant) for path in (first, second)]
-        one, two = (headers_of(checkpoint.manifest) for checkpoint in opened)
-    _check_filter(pattern, one, two)
-    headers = compare_headers(one, two, pattern)
+    one, two = (_open(path, variant) for path in (first, second))
+    _check_filter(pattern, one.manifest, two.manifest)
+    headers = compare_headers(one.manifest, two.manifest, pattern)
     common = headers.pop("common")
     values: list[dict[str, Any]] = []
-    if common and opened:
-        from epload.verify.compare import compare_values
-
-        with Progress(sum(one.tensors[name].nbytes for name in common), not as_json) as bar:
-            values = list(compare_values(*opened, common, bar.update, rtol or 0.0, atol or 0.0))
+    if common and not headers_only:
+        size_of = dict(zip(one.manifest.names, one.manifest.nbytes_of(), strict=True))
+        with Progress(sum(map(size_of.__getitem__, common)), not as_json) as bar:
+            values = list(compare_values(one, two, common, bar.update, rtol or 0.0, atol or 0.0))
         values.sort(key=lambda value: value["largest"], reverse=True)
     dtypes_may_differ = rtol is not None or atol is not None
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from math import inf, prod
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.manifest import Manifest
+from epload.core import dtypes
 
 _CHUNK_ELEMENTS = 1 << 20
 Progress = Callable[[int], object]
@@ -32,6 +35,33 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
                 infs += int(values.isinf().sum())
         if nans or infs:
             yield {"name": name, "nans": nans, "infs": infs, "count": prod(shape)}
+
+
+def compare_headers(first: Manifest, second: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
+    """Returns the names in only one of two checkpoints (``only_first``, ``only_second``), the pairs of dtype and shape of tensors
+    whose shapes differ (``shapes``) or only the dtypes (``dtypes``), and the names of tensors of equal shape (``common``).
+
+    Args:
+        pattern: compares only tensors whose name it matches anywhere.
+    """
+    a, b = (
+        {
+            name: (dtypes.name(dtype), list(shape))
+            for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+            if pattern.search(name)
+        }
+        for manifest in (first, second)
+    )
+    both = {name: (a[name], b[name]) for name in a if name in b}
+    shapes = {name: pair for name, pair in both.items() if pair[0][1] != pair[1][1]}
+    common = [name for name in both if name not in shapes]
+    return {
+        "only_first": [name for name in a if name not in both],
+        "only_second": [name for name in b if name not in both],
+        "shapes": shapes,
+        "dtypes": {name: both[name] for name in common if a[name] != b[name]},
+        "common": common,
+    }
 
 
 def compare_values(
