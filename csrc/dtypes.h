@@ -1,4 +1,4 @@
-// The dtypes that epload moves. Each is also a row of the table in core/dtype_table.py; a test holds the two equal.
+// The dtypes that epload moves. Each is also a row of the table in core/dtypes.py; a test holds the two equal.
 #pragma once
 
 #include "cuda/float_formats.h"

@@ -20,7 +20,6 @@ from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.object_store import ObjectStore
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
-from epload.core.dtypes import row_of
 from support.checkpoints import assert_same, read_all, tensor
 
 Make = Callable[[Path], ByteStore]
@@ -118,8 +117,9 @@ def _numbers(opened: OpenFiles) -> FileCheckpoint:
     """A format whose files are one vector each."""
     names = [file.name.partition(".")[0] for file in opened.store.files]
     shapes = [(file.nbytes // 4,) for file in opened.store.files]
-    dtype = row_of(torch.float32)
-    return FileCheckpoint.of(opened, (StoredTensor(names[i], dtype, shapes[i], 0, None, i) for i in range(len(names))))
+    return FileCheckpoint.of(
+        opened, (StoredTensor(names[i], torch.float32, shapes[i], 0, None, i) for i in range(len(names)))
+    )
 
 
 def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.index import Index, is_plain
 from epload.checkpoint.open_files import OpenFiles, StoredTensor
 from epload.checkpoint.pickles import PickledCall, read_pickle
-from epload.core.dtype_table import TABLE, DtypeRow
+from epload.core import dtypes
 from epload.core.placement import Box
 from epload.errors import CheckpointError
 from epload.observe.render import list_first
 
 _MAX_BYTES = 2_000_000_000
 """Limit of the metadata. Those of 100,000 tensors in 64 chunks each have about 1 GB."""
-_DTYPES = {f"torch {row.name}": row for row in TABLE}
+_DTYPES = {f"torch {dtypes.name(dtype)}": dtype for dtype in dtypes.TABLE}
 _NAMES = {
     *_DTYPES,
     *(
@@ -49,7 +49,7 @@ _ZIP = b"PK\x03\x04"
 class DcpMetadata(NamedTuple):
     """The checked content of a ``.metadata`` file."""
 
-    tensors: dict[str, tuple[DtypeRow, tuple[int, ...], list[Box]]]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Box]]]
     """Dtype, shape and chunks of each tensor, by name."""
     others: list[str]
     """Names of the entries that are no tensors."""
@@ -246,8 +246,8 @@ class _Item(StoredFile):
         """Returns the chunk with the place of a tensor that is stored in the item."""
         if (tensor.dtype, tensor.shape) != (self.chunk.dtype, self.chunk.shape):
             raise CheckpointError(
-                f"{self}: expected torch.{self.chunk.dtype.name} {list(self.chunk.shape)} by the metadata, got "
-                f"torch.{tensor.dtype.name} {list(tensor.shape)}; save the checkpoint again"
+                f"{self}: expected {self.chunk.dtype} {list(self.chunk.shape)} by the metadata, got "
+                f"{tensor.dtype} {list(tensor.shape)}; save the checkpoint again"
             )
         return self.chunk._replace(offset=self.chunk.offset + tensor.offset)
 

@@ -186,7 +186,7 @@ class DeltaCheckpoint(FileCheckpoint):
                 if chunk.before and number < 0:
                     raise _other_base(index, base, f"tensors: no {name} of {dtypes.name(dtype)} {list(shape)}")
                 start, size = chunk.box
-                stored.append(StoredTensor(name, dtypes.row_of(dtype), size, end, start))
+                stored.append(StoredTensor(name, dtype, size, end, start))
                 self._chunks.append((name, number, chunk))
                 end += prod(size) * dtype.itemsize
         self._begins = column([chunk.offset for chunk in stored])

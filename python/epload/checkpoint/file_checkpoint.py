@@ -18,7 +18,6 @@ from epload.checkpoint.open_files import OpenFiles, StoredTensor
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
-from epload.core.dtypes import from_code
 from epload.core.pieces import Piece, Pieces
 from epload.core.regions import Regions
 from epload.native.ops import Pipe
@@ -48,11 +47,11 @@ class FileCheckpoint(Checkpoint):
         tensors = opened.tensors(stored, ignored, shapes)
         shape_of, chunks_of = zip(*tensors.values(), strict=True) if tensors else ((), ())
         located = list(chain.from_iterable(chunks_of))
-        rows = [chunks[0].dtype for chunks in chunks_of]
+        dtypes = tuple(chunks[0].dtype for chunks in chunks_of)
         table = None
         if len(located) > len(tensors):
             boxes = [[chunk.box for chunk in chunks] for chunks in chunks_of]
-            table = Chunks.of(shape_of, [row.itemsize for row in rows], boxes)
+            table = Chunks.of(shape_of, [dtype.itemsize for dtype in dtypes], boxes)
         locations = TensorLocations(
             tuple(opened.facts),
             column([chunk.file for chunk in located]),
@@ -60,7 +59,6 @@ class FileCheckpoint(Checkpoint):
             "" if opened.index is None else opened.index.digest,
             table,
         )
-        dtypes = tuple(from_code(row.code) for row in rows)
         return FileCheckpoint(
             opened.store, Manifest(tuple(tensors), shape_of, dtypes, opened.source, locations, tuple(ignored))
         )

@@ -9,9 +9,10 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.index import Index
-from epload.core.dtype_table import DtypeRow
 from epload.core.placement import Box, intersect
 from epload.errors import CheckpointError
 
@@ -50,7 +51,7 @@ class StoredTensor(NamedTuple):
     """A tensor of a file, or a chunk of one, as the file's header describes it."""
 
     name: str
-    dtype: DtypeRow
+    dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     """Offset from the start of the file, in bytes."""

@@ -17,7 +17,7 @@ from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
 from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
-from epload.core.dtype_table import BY_SAFETENSORS_NAME
+from epload.core.dtypes import SAFETENSORS
 from epload.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -105,14 +105,12 @@ def metadata_of(files: Iterable[StoredFile]) -> dict[str, str]:
 def _parse(file: StoredFile, name: str, entry: Any, data: int, number: int) -> StoredTensor:
     """``data``: where the bytes of the tensors begin. ``number``: of the file."""
     try:
-        dtype, shape, (begin, end) = BY_SAFETENSORS_NAME.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        dtype, shape, (begin, end) = SAFETENSORS.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _invalid(file, name, f"lacks a dtype, a shape or two data_offsets: {_show(entry)}") from error
     if dtype is None:
-        raise _invalid(
-            file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(BY_SAFETENSORS_NAME)}"
-        )
+        raise _invalid(file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(SAFETENSORS)}")
     if type(shape) is not list or not all(type(n) is int and 0 <= n <= _MAX_INTEGER for n in numbers):
         raise _invalid(
             file, name, f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"

@@ -103,7 +103,7 @@ def _byte_range(tensor: Any, members: Mapping[int, int]) -> StoredTensor:
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         # Checked against the archive: torch's private offset must never lead to a wrong byte.
         if tensor.dtype in dtypes.SAFETENSORS.values() and members.get(begin, -1) >= offset + tensor.nbytes:
-            return StoredTensor("", dtypes.row_of(tensor.dtype), tuple(tensor.shape), begin + offset)
+            return StoredTensor("", tensor.dtype, tuple(tensor.shape), begin + offset)
     if plain and not tensor.is_contiguous():
         raise ValueError(
             "its elements are not in row-major order, as those of a transposed or channels_last tensor: save it contiguous()"
