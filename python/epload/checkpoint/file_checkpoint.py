@@ -6,20 +6,24 @@ A format is one module with two functions, which ``FORMATS`` in :mod:`epload.che
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import ByteStore
+from epload.checkpoint.byte_store import ByteStore, StoredFile
 from epload.checkpoint.manifest import Manifest, TensorLocations
 from epload.checkpoint.open_files import OpenFiles, StoredTensor
 from epload.core.chunks import Chunks
 from epload.core.columns import column
 from epload.core.copy_table import CopyTable
 from epload.core.pieces import Piece, Pieces
+from epload.core.placement import Box, intersect
 from epload.core.regions import Regions
+from epload.errors import CheckpointError
 from epload.native.ops import Pipe
 
 
@@ -43,25 +47,47 @@ class FileCheckpoint(Checkpoint):
         ignored: Sequence[str] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> FileCheckpoint:
-        """Returns the checkpoint of open files. Arguments and errors are those of :meth:`OpenFiles.tensors`."""
-        tensors = opened.tensors(stored, ignored, shapes)
-        shape_of, chunks_of = zip(*tensors.values(), strict=True) if tensors else ((), ())
-        located = list(chain.from_iterable(chunks_of))
-        dtypes = tuple(chunks[0].dtype for chunks in chunks_of)
+        """Returns the checkpoint of open files.
+
+        Args:
+            stored: tensors in the files, or chunks of tensors, in the order of their bytes.
+            ignored: names of entries that hold no tensor.
+            shapes: of tensors that are stored in chunks, by name; by default the smallest that have room for the chunks.
+
+        Raises:
+            CheckpointError: a tensor is in two files, the index names one that is in none, or chunks are missing or overlap.
+        """
+        index, files = opened.index, opened.store.files
+        chunks_of: dict[str, list[StoredTensor]] = {}
+        for tensor in stored:
+            if index is None or index.places(tensor.name, files[tensor.file].name):
+                chunks_of.setdefault(tensor.name, []).append(tensor)
+        if index is not None:
+            index.check_complete({*chunks_of, *ignored})
+        shape_of = []
+        for name, chunks in chunks_of.items():
+            shape = chunks[0].shape
+            if len(chunks) > 1 or chunks[0].start is not None:
+                shape = _shape(chunks, files) if shapes is None else shapes[name]
+                chunks[:] = [chunk for chunk in chunks if 0 not in chunk.shape] or chunks[:1]
+                if fault := _fault(shape, tuple(chunk.box for chunk in chunks)):
+                    raise CheckpointError(f"{opened.source}: {name} of shape {list(shape)} {fault}")
+            shape_of.append(shape)
+        located = list(chain.from_iterable(chunks_of.values()))
+        dtypes = tuple(chunks[0].dtype for chunks in chunks_of.values())
         table = None
-        if len(located) > len(tensors):
-            boxes = [[chunk.box for chunk in chunks] for chunks in chunks_of]
+        if len(located) > len(chunks_of):
+            boxes = [[chunk.box for chunk in chunks] for chunks in chunks_of.values()]
             table = Chunks.of(shape_of, [dtype.itemsize for dtype in dtypes], boxes)
         locations = TensorLocations(
             tuple(opened.facts),
             column([chunk.file for chunk in located]),
             column([chunk.offset for chunk in located]),
-            "" if opened.index is None else opened.index.digest,
+            "" if index is None else index.digest,
             table,
         )
-        return FileCheckpoint(
-            opened.store, Manifest(tuple(tensors), shape_of, dtypes, opened.source, locations, tuple(ignored))
-        )
+        names, source = tuple(chunks_of), opened.source
+        return FileCheckpoint(opened.store, Manifest(names, tuple(shape_of), dtypes, source, locations, tuple(ignored)))
 
     @property
     def manifest(self) -> Manifest:
@@ -96,3 +122,38 @@ class FileCheckpoint(Checkpoint):
     def _read(self, regions: Regions) -> int:
         """Reads regions of chunks, or of tensors where these are not in chunks. Returns the bytes read."""
         return self._store.read_regions(self._locations.file, self._locations.offset, regions)
+
+
+def _shape(chunks: Sequence[StoredTensor], files: Sequence[StoredFile]) -> tuple[int, ...]:
+    """Returns the shape of the tensor that these are the chunks of, which files describe one by one."""
+    first = chunks[0]
+    for chunk in chunks:
+        if chunk.start is None:
+            raise CheckpointError(f"{first.name} is both in {files[first.file]} and in {files[chunks[1].file]}")
+        if not len(chunk.start) == len(chunk.shape) == len(first.shape) or chunk.dtype != first.dtype:
+            raise CheckpointError(
+                f"{files[chunk.file]}: {first.name} has other dims or another dtype than its part in another file"
+            )
+    ends = (map(int.__add__, *chunk.box) for chunk in chunks)
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+@lru_cache
+def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
+    """Returns why boxes do not cover a shape exactly once; empty if they do."""
+    for start, size in boxes:
+        if any(a + n > length for a, n, length in zip(start, size, shape, strict=True)):
+            return f"has a chunk at {list(start)} of {list(size)}, which reaches outside"
+    covered = sum(prod(size) for _, size in boxes)
+    if covered < prod(shape):
+        return (
+            f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
+        )
+    ordered = sorted(boxes)
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if shape and b[0][0] >= a[0][0] + a[1][0]:
+                break  # as are all after it
+            if intersect(a, b) is not None:
+                return f"has chunks at {list(a[0])} and {list(b[0])} that overlap"
+    return ""
