@@ -98,11 +98,6 @@ class Checkpoint(ABC):
         """The open files that hold its tensors; none if these are elsewhere, or some of them are."""
         return () if self._store is None else self._store.files
 
-    @property
-    def descriptions(self) -> Sequence[StoredFile]:
-        """The other open files that it depends on, such as an index. A rank that has joined need not have them."""
-        return () if self._store is None else self._store.descriptions
-
     def changed(self) -> str:
         """Returns how a file has changed since it was opened, e.g. "PATH was replaced by another file"; empty if none has."""
         return "" if self._store is None else self._store.changed()

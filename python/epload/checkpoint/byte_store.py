@@ -117,7 +117,7 @@ class ByteStore(ABC):
         self.files: list[StoredFile] = []
         """The files with tensors, to which ranges refer by index."""
         self.descriptions: list[StoredFile] = []
-        """Other files whose content the checkpoint depends on, such as an index."""
+        """Other files whose content the checkpoint depends on, such as an index. A rank that has joined need not have them."""
         self.peeked: list[str] = []
         """Names of files that were read and are not kept open, such as a configuration."""
 

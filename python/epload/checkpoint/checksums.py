@@ -142,8 +142,7 @@ class Checksums:
         try:
             raw = store.peek(CHECKSUMS)
         except FileNotFoundError:
-            files = [*checkpoint.files, *checkpoint.descriptions]
-            digests = {file.name: store.published(file) for file in files}
+            digests = {file.name: store.published(file) for file in (*store.files, *store.descriptions)}
             published = {name: FileDigests((known,)) for name, known in digests.items() if _IN_CACHE.fullmatch(known)}
             if digest or not published:
                 raise CheckpointError(
@@ -195,7 +194,7 @@ class Checksums:
         are compared if they are. Raises as :meth:`parts_of`."""
         store, parts = checkpoint._store, []
         assert store is not None
-        for file in checkpoint.descriptions:
+        for file in store.descriptions:
             parts += self.parts_of(file, file.read)
         for name in sorted({*store.peeked} & {*self._by_name}):
             (file,) = store.open_files([name])
