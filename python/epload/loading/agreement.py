@@ -21,7 +21,6 @@ from epload.loading.differences import (
     check_same_options,
     explain_difference,
     find_mesh_mismatches,
-    mesh_claims,
     raise_mesh_mismatch,
 )
 from epload.loading.hints import check_match
@@ -176,7 +175,8 @@ class Agreement:
             plan = planned.value
             fingerprint = plan.fingerprint.hex()
             nbytes = plan.spanned if drafted.value.manifest.in_object_storage else plan.owned
-        claims = mesh_claims(inputs.targets, {*self._topology.ranks})
+        ranks = {*self._topology.ranks}
+        claims = [[digest, len(ranks & {*mesh[1]})] for digest, mesh in inputs.targets.mesh_digests]
         view = fingerprint, inputs.checkpoint is not None, nbytes, claims
         same, all_read, owned, mismatched_meshes = self._control.agree(
             "planning", drafted.failure, view, self._compare_plans, patience=2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Set
 from typing import Any
 
 from epload.checkpoint.manifest import Manifest
@@ -25,7 +24,8 @@ _MAX_MESHES, _MAX_RANKS = 4, 16
 """Meshes that an error lists at most, and ranks of each."""
 
 Claims = list[list[Any]]
-"""Digest of each mesh, and the number of ranks of the topology that have to report the same."""
+"""Digest of each mesh, and the number of ranks of the topology that have to report the same: what a rank reports of its meshes.
+Its size does not depend on the number of ranks."""
 
 
 def check_same_loader(numbers: dict[int, int]) -> None:
@@ -103,11 +103,6 @@ def _around_difference(*texts: str) -> list[str]:
 
 
 # ---- device meshes ----
-
-
-def mesh_claims(targets: Targets, ranks: Set[int]) -> Claims:
-    """Returns what this rank reports of its meshes. Its size does not depend on the number of ranks."""
-    return [[digest, len(ranks & set(mesh[1]))] for digest, mesh in targets.mesh_digests]
 
 
 def find_mesh_mismatches(claims: dict[int, Claims]) -> dict[str, list[int]]:

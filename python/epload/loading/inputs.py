@@ -51,12 +51,6 @@ class LocalInputs:
         """The same once data has been written."""
         self.check_unchanged("; the model may be partly overwritten")
 
-    def reopen(self) -> None:
-        """Opens the files again, to read what is at their paths now. Raises as :meth:`check_unchanged`."""
-        if self.checkpoint is not None:
-            self.check_unchanged_after()
-            self.checkpoint.reopen()
-
 
 class InputReader:
     """Reads models and opens checkpoints for one loader; keeps what the next load need not read again."""

@@ -92,8 +92,9 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
     inputs = load.inputs
 
     def verify() -> None:
-        inputs.reopen()  # to read what is at the paths now
         assert inputs.checkpoint is not None
+        inputs.check_unchanged_after()
+        inputs.checkpoint.reopen()  # to read what is at the paths now
         for nbytes in verify_digests(load.plan, control.rank, messages, inputs.checkpoint, load.manifest):
             control.progress += nbytes
 
