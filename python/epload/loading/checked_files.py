@@ -12,6 +12,7 @@ from epload.core import threads
 from epload.core.attempt import Attempt
 from epload.loading.agreed import AgreedLoad
 from epload.observe.render import count
+from epload.ranks.membership import group_equal
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
 from epload.transfer.affinity import read_threads
@@ -66,7 +67,5 @@ def _share(views: dict[int, Any]) -> dict[int, tuple[int, int]]:
     for rank, identity in lists.items():
         if identity != lists[first := min(lists)]:
             raise ValueError(f"ranks {first} and {rank} pass different checksums; pass the same list on every rank")
-    alike: dict[str, list[int]] = {}
-    for rank in sorted(lists):
-        alike.setdefault(views[rank][1], []).append(rank)
-    return {rank: (members.index(rank), len(members)) for members in alike.values() for rank in members}
+    groups = group_equal({rank: views[rank][1] for rank in lists})
+    return {rank: (members.index(rank), len(members)) for members in groups for rank in members}

@@ -13,6 +13,7 @@ from epload.loading.hints import list_first
 from epload.model.dtensor import describe_mesh
 from epload.model.targets import Targets
 from epload.ranks.control import Control
+from epload.ranks.membership import group_equal
 
 _MAX_VIEWS = 4
 """Whole descriptions of models that are compared to tell where they differ."""
@@ -37,11 +38,9 @@ def check_same_loader(numbers: dict[int, int]) -> None:
 
 def check_same_options(options: dict[int, str]) -> None:
     """Raises ManifestMismatch if ranks have loaders with different options."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in options.items():
-        by_text.setdefault(text, []).append(rank)
-    if len(by_text) > 1:
-        listed = "; ".join(f"ranks {ranks} have {text}" for text, ranks in by_text.items())
+    groups = group_equal(options)
+    if len(groups) > 1:
+        listed = "; ".join(f"ranks {ranks} have {options[ranks[0]]}" for ranks in groups)
         raise ManifestMismatch(f"the ranks' loaders have different options, nothing was moved: {listed}")
 
 
@@ -57,8 +56,7 @@ def explain_difference(control: Control, manifest: Manifest, targets: Targets, o
 
 def _first_of_each(digests: dict[int, str]) -> list[int]:
     """Returns the first rank with each distinct digest, a few of them."""
-    first = {digest: rank for rank, digest in sorted(digests.items(), reverse=True)}
-    return sorted(first.values())[:_MAX_VIEWS]
+    return [ranks[0] for ranks in group_equal(digests)][:_MAX_VIEWS]
 
 
 def _describe(manifest: Manifest, targets: Targets, options: str) -> dict[str, str]:
