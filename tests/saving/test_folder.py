@@ -24,11 +24,17 @@ def old(path: Path) -> Path:
     return path
 
 
+def new_folder(path: Path, overwrite: bool) -> NewFolder:
+    new = NewFolder(path, path.with_name(f".{path.name}.0.saving"), overwrite, NO_FILES)
+    new.create()
+    return new
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Path) -> None:
     """A rank has noticed a failure and deletes files, while the first rank completes the folder."""
     path = old(tmp_path / "c") if exists else tmp_path / "c"
-    first = NewFolder.create(path, overwrite=True, layout=NO_FILES)
+    first = new_folder(path, overwrite=True)
     first.add("a", b"a")
     first.add("b", b"b")
     other = NewFolder(path, first.temporary, True, NO_FILES)
@@ -43,26 +49,24 @@ def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Pa
         delete(folder, **options)
 
     with mock.patch.object(folders.shutil, "rmtree", delete_while_the_first_commits):
-        other.discard()
+        folders.discard(other.temporary)
     assert [type(error) for error in errors] == [FileNotFoundError]
     assert os.listdir(tmp_path) == (["c"] if exists else [])
     assert not exists or os.listdir(path) == ["old"]
 
 
 def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> None:
-    first, second = (
-        NewFolder.create(old(tmp_path / "c"), overwrite=True, layout=NO_FILES),
-        NewFolder.create(tmp_path / "d", overwrite=False, layout=NO_FILES),
-    )
+    first = new_folder(old(tmp_path / "c"), overwrite=True)
+    second = new_folder(tmp_path / "d", overwrite=False)
     first.add("a", b"a")
     first.commit()
-    first.discard()
+    folders.discard(first.temporary)
     assert os.listdir(tmp_path / "c") == ["a"]
     second.add("a", b"a")
     old(tmp_path / "d")
     with pytest.raises(OSError, match="not empty"):
         second.commit()
-    second.discard()
+    folders.discard(second.temporary)
     assert os.listdir(tmp_path / "d") == ["old"]
     assert sorted(os.listdir(tmp_path)) == ["c", "d"]
 
@@ -73,7 +77,7 @@ def test_a_save_that_is_in_place_has_not_failed(
 ) -> None:
     """The folder that it replaces would be deleted in vain."""
     path = old(tmp_path / "c") if overwrite else tmp_path / "c"
-    new = NewFolder.create(path, overwrite=overwrite, layout=NO_FILES)
+    new = new_folder(path, overwrite)
     new.add("a", b"a")
     sync = folders._sync
 
@@ -90,7 +94,7 @@ def test_a_save_that_is_in_place_has_not_failed(
 
 @pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
 def test_folders_that_need_not_be_synced(number: int, fails: bool, tmp_path: Path) -> None:
-    new = NewFolder.create(tmp_path / "c", overwrite=False, layout=NO_FILES)
+    new = new_folder(tmp_path / "c", overwrite=False)
     sync = os.fsync
 
     def of_folders(fd: int) -> None:

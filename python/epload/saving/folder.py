@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -45,12 +44,12 @@ class NewFolder:
         self._overwrite = overwrite
         self._fds: dict[int, int] = {}
 
-    @classmethod
-    def create(cls, path: Path, overwrite: bool, layout: FilesLayout, temporary: Path | None = None) -> NewFolder:
+    def create(self) -> None:
         """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
+        path, layout = self.path, self.layout
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
-        if not overwrite and path.exists() and any(path.iterdir()):
+        if not self._overwrite and path.exists() and any(path.iterdir()):
             raise ValueError(
                 f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
             )
@@ -58,16 +57,10 @@ class NewFolder:
         nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
         if nbytes > free:
             raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
-        folder = cls(path, temporary or hidden_path(path, secrets.token_hex(6)), overwrite, layout)
-        try:
-            folder.temporary.mkdir()
-            for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
-                folder.add(name, header)
-                os.truncate(folder.temporary / name, size)
-        except BaseException:
-            folder.discard()
-            raise
-        return folder
+        self.temporary.mkdir()
+        for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
+            self.add(name, header)
+            os.truncate(self.temporary / name, size)
 
     def add(self, name: str, content: bytes) -> None:
         """Makes a file."""
@@ -120,10 +113,6 @@ class NewFolder:
         except OSError as error:  # too late to fail
             logger.warning("%s is saved, but may be lost if the machine fails soon: %s", self.path, error)
         shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
-
-    def discard(self) -> None:
-        """See :func:`discard`."""
-        discard(self.temporary)
 
 
 def discard(temporary: Path) -> None:

@@ -87,10 +87,11 @@ def write_checkpoint(
     with ExitStack() as failed:
         failed.callback(lambda: discard(hidden))
 
-        def create() -> None:
-            content = layout.value
+        def create() -> NewFolder:
+            new = NewFolder(path, hidden, overwrite, layout.value)
             if is_first:
-                NewFolder.create(path, overwrite, content, hidden)
+                new.create()
+            return new
 
         def write_part() -> None:
             with control.working("writes its part of the checkpoint") as wrote, closing(folder):
@@ -107,8 +108,9 @@ def write_checkpoint(
                 folder.commit()
                 return digest
 
-        control.agree("making the folder", Attempt(create).failure)
-        folder = NewFolder(path, hidden, overwrite, layout.value)
+        created = Attempt(create)
+        control.agree("making the folder", created.failure)
+        folder = created.value
         is_seen = folder.temporary.is_dir()
         control.agree("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
         control.agree("writing the checkpoint", Attempt(write_part).failure)
