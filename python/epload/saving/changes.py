@@ -54,7 +54,7 @@ class BaseCheckpoint:
                 f"expected base to be a path next to {path} or a model on the Hub, got {source}: the folder names its base by a "
                 "relative path, so that both can be copied; copy the base, or save without one"
             )
-        padded = zip(saved.manifest.names, saved.manifest.shapes, saved.shapes, strict=True)
+        padded = zip(saved.manifest.names, saved.padded.shapes, saved.manifest.shapes, strict=True)
         if name := next((name for name, shape, unpadded in padded if shape != unpadded), ""):
             raise ValueError(
                 f"{name} is saved with padding, which a save with base= does not support; save without base="

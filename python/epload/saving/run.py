@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -184,7 +183,7 @@ class PendingSave:
         def message() -> list[str]:
             saved = self._model.value
             base = (base := self._base.value) and (base.name, base.digest)
-            same = saved.manifest.digest, str(self._path), self._max_shard_bytes, self._overwrite, base, self._checksums
+            same = saved.padded.digest, str(self._path), self._max_shard_bytes, self._overwrite, base, self._checksums
             self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
 
@@ -200,12 +199,11 @@ class PendingSave:
     def _plan(self, holdings: list[Holdings]) -> tuple[FilesLayout, WritePlan]:
         saved, topology, base = self._model.value, self._topology, self._base.value
         if base is None:
-            layout = lay_out(saved.manifest, self._max_shard_bytes, stem=saved.stem)
+            layout = lay_out(saved.padded, self._max_shard_bytes, stem=saved.stem)
         else:
             layout = base.lay_out(len(topology.ranks))
-        unpadded = replace(saved.manifest, shapes=saved.shapes)
         of_ranks = dict(zip(topology.control.ranks, holdings, strict=True))
-        return layout, plan_writes(unpadded, layout, of_ranks, topology.rank, saved.holdings)
+        return layout, plan_writes(saved.manifest, layout, of_ranks, topology.rank, saved.holdings)
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

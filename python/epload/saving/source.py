@@ -16,7 +16,6 @@ from torch import nn
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
-from epload.core.views import Shape
 from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
@@ -36,17 +35,18 @@ class SavedModel:
     """The tensors that one rank sees of a model that is saved."""
 
     targets: Targets
+    """The model's own."""
     manifest: Manifest
-    """The checkpoint's manifest, equal on all ranks."""
-    shapes: tuple[Shape, ...]
-    """Shapes of its tensors without padding, which are written. Padding is rows of zeros at the end."""
+    """The checkpoint's manifest without padding, equal on all ranks."""
+    padded: Manifest
+    """The same with the shapes in the files. Padding is rows of zeros at the end, which are not written."""
     holdings: Holdings
     """This rank's."""
     config: dict[str, bytes]
     """Small files that belong to the model, by name."""
     stem: str
     """The first part of the names of the files with tensors."""
-    quantized: QuantizedModel | None = None
+    quantized: QuantizedModel | None
     """The model whose tensors are saved, if that is another one."""
 
 
@@ -62,36 +62,31 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
             :func:`with_dtype` and :class:`epload.saving.quantized.QuantizedModel`.
     """
     targets = ModelReader(model, own_names=isinstance(mapping, Mapping)).read()
-    manifest, placed, padded = catalog(model, targets, mapping, names_from)
-    shapes = manifest.shapes
-    holdings = holdings_of_targets(shapes, manifest.dtypes, targets, placed)
-    manifest = replace(manifest, shapes=tuple(padded))
-    if dtype is not None:
-        if isinstance(model, MegatronChunks):
-            exempt = in_float32(manifest.names)
-        else:
-            in_fp32 = left_in_fp32(model, targets.index, dtype)
-            pairs = zip(manifest.names, placed, strict=True)
-            exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
+    manifest, placed, shapes = catalog(model, targets, mapping, names_from)
+    is_megatron, stem = isinstance(model, MegatronChunks), MODEL
+    if dtype is not None and is_megatron:
+        manifest = with_dtype(manifest, dtype, in_float32(manifest.names))
+    elif dtype is not None:
+        in_fp32 = left_in_fp32(model, targets.index, dtype)
+        pairs = zip(manifest.names, placed, strict=True)
+        exempt = {name for name, places in pairs if any(target in in_fp32 for target, _ in places)}
         manifest = with_dtype(manifest, dtype, exempt)
-    rule, stem = quantize_rule(mapping), MODEL
-    quantized = (
-        QuantizedModel(model, targets, replace(manifest, shapes=shapes), placed, rule) if rule is not None else None
-    )
-    if isinstance(model, MegatronChunks):
+    rule = quantize_rule(mapping)
+    quantized = QuantizedModel(model, targets, manifest, placed, rule) if rule is not None else None
+    if is_megatron:
         config = megatron_config(names_from, dtype or next(model.parameters()).dtype)
     else:
         inner = unwrap(model, targets.index)[0]
         config = _config_files(inner, manifest, dtype, quantized)
         stem = DIFFUSION_MODEL if is_diffusers(type(inner)) else MODEL
-    if quantized is None:
-        return SavedModel(targets, manifest, shapes, holdings, config, stem)
-    shapes, in_files = quantized.manifest.shapes, dict(zip(manifest.names, manifest.shapes, strict=True))
-    holdings = holdings_of_targets(shapes, quantized.manifest.dtypes, quantized.targets, quantized.placed)
-    names = quantized.manifest.names
-    padded_shapes = tuple(in_files.get(name, shape) for name, shape in zip(names, shapes, strict=True))
-    manifest = replace(quantized.manifest, shapes=padded_shapes)
-    return SavedModel(targets, manifest, shapes, holdings, config, stem, quantized)
+    written = targets
+    if quantized is not None:
+        in_files = dict(zip(manifest.names, shapes, strict=True))
+        manifest, placed, written = quantized.manifest, quantized.placed, quantized.targets
+        shapes = [in_files.get(name, shape) for name, shape in zip(manifest.names, manifest.shapes, strict=True)]
+    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, written, placed)
+    padded = replace(manifest, shapes=tuple(shapes))
+    return SavedModel(targets, manifest, padded, holdings, config, stem, quantized)
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
