@@ -31,7 +31,7 @@ from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
-from epload.saving.writer import Wrote, check_equal, check_names, write_checkpoint
+from epload.saving.writer import Wrote, check_equal, check_files, write_checkpoint
 
 
 @on_cpu
@@ -88,12 +88,12 @@ def convert(
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
         def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
-            check_names(copied, checksums)
+            check_files(copied, checksums, quantize is not None)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
             old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
-            rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {}, copied)
+            rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {})
             options = max_shard_bytes, report.path, overwrite, checksums
             same = old.identity, old.provenance[1], rewrite.new.digest, options
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,14 +187,6 @@ def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8
             "weight quantized already, and stored in a wider dtype?"
         )
     return replace(manifest, names=names, shapes=shapes, dtypes=dtypes)
-
-
-def check_files(files: Iterable[Path]) -> None:
-    """Raises ValueError if one of the files that are copied is a ``config.json``."""
-    if any(file.name == CONFIG for file in files):
-        raise ValueError(
-            f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
-        )
 
 
 def declare(rule: Quantize, modules: Mapping[int, Collection[str]], weights: Collection[int]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from epload.mapping.quantized_targets import quantize_blocks
 from epload.model.targets import collect
 from epload.saving.quantized import (
     CONFIG,
-    check_files,
     check_not_quantized,
     declare,
     find_modules,
@@ -46,22 +44,18 @@ class Rewrite:
     config: dict[str, bytes]
     """A ``config.json`` that declares how weights are quantized, by its name; empty if none are."""
 
-    def __init__(
-        self, old: Manifest, new: Manifest, rule: Quantize | None, config: dict[str, Any], files: Sequence[Path]
-    ) -> None:
+    def __init__(self, old: Manifest, new: Manifest, rule: Quantize | None, config: dict[str, Any]) -> None:
         """
         Args:
             new: of the tensors that are written, one for each of ``old``, if none was quantized.
             config: content of the ``config.json`` next to the checkpoint.
-            files: that are copied.
 
         Raises:
-            ValueError: there is nothing to quantize, it is unknown what is to be, or ``files`` has another ``config.json``.
+            ValueError: there is nothing to quantize, or it is unknown what is to be.
         """
         self.new, self.config, self._weights = new, {}, list[int]()
         if rule is not None:
             self._weights, modules = _weights(old, rule, config)
-            check_files(files)
             self._format, weights = rule.format, set(self._weights)
             self.new = quantized_manifest(new, weights, rule.format)
             declared = config | {"quantization_config": declare(rule, modules, weights)}

@@ -28,9 +28,8 @@ from epload.saving.changes import BaseCheckpoint
 from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
-from epload.saving.quantized import check_files
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import Wrote, check_equal, check_names, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_equal, check_files, write_checkpoint, write_regions
 
 
 class PendingSave:
@@ -77,9 +76,7 @@ class PendingSave:
             raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
         if missing := [file for file in self._files if not file.is_file()]:
             raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
-        check_names(self._files, self._checksums)
-        if quantize_rule(mapping) is not None:
-            check_files(self._files)
+        check_files(self._files, self._checksums, quantize_rule(mapping) is not None)
         dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
             if not isinstance(model, Mapping):

@@ -27,6 +27,7 @@ from epload.saving.checksums import hash_files, publish
 from epload.saving.folder import NewFolder, check_seen_by_all, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
+from epload.saving.quantized import CONFIG
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
@@ -43,12 +44,18 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
             raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
 
 
-def check_names(files: Sequence[Path], writes: bool) -> None:
-    """Raises ValueError if one of the files to be copied has the name of another, or of one that describes tensors. ``writes``:
-    whether a list of digests is written."""
-    if writes and any(file.name == CHECKSUMS for file in files):
+def check_files(files: Sequence[Path], checksums: bool, quantizes: bool) -> None:
+    """Raises ValueError if one of the files to be copied has the name of another, or of one that is written.
+
+    ``checksums``: whether that is a list of digests; ``quantizes``: whether it is a ``config.json``."""
+    names = Counter(file.name for file in files)
+    if checksums and CHECKSUMS in names:
         raise ValueError(f"expected files= without {CHECKSUMS}, which checksums=True writes")
-    for name, count in Counter(file.name for file in files).items():
+    if quantizes and CONFIG in names:
+        raise ValueError(
+            f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
+        )
+    for name, count in names.items():
         if count > 1:
             raise ValueError(f"expected files= of different names, got {count} called {name}")
         if name == DELTA or name.endswith((".safetensors", ".safetensors.index.json")):
