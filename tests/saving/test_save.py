@@ -162,7 +162,7 @@ def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     weight = weakref.ref(model.weight)
     pending = epload.save_async(model, tmp_path / "new")
-    copy = weakref.ref(pending._tensors.value[0])
+    copy = weakref.ref(pending._model.value.tensors[0])
     assert pending.wait().tensors == 2
     del model
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -66,7 +67,6 @@ class PendingSave:
         with self._report.timed("plan"), garbage_collection.paused():
             self._model = Attempt(lambda: self._read(model, mapping, names_from, dtype))
             self._base = Attempt(lambda: self._open_base(base))
-        self._tensors = Attempt(lambda: self._model.value.targets.local())
 
     def _read(
         self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None
@@ -104,18 +104,19 @@ class PendingSave:
 
     def _start(self) -> None:
         """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
-        self._tensors = Attempt(lambda: _copy_to_host(self._model.value.targets.local()))
+        read = self._model
+        self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
 
         def run() -> None:
             self._outcome = Attempt(self._run)
             if self._outcome.failure is not None:  # which nobody may wait for
                 log.logger.warning("the save to %s failed: %s", self._path, self._outcome.failure)
-            del self._model, self._base, self._tensors  # which are much memory
+            del self._model, self._base  # which are much memory
 
         try:
             self._thread = threads.start("epload-save", run)
         except Exception as error:
-            self._tensors.failure = error
+            self._model.failure = error
             self._run()  # on all ranks, where it raises this
             raise
 
@@ -145,24 +146,24 @@ class PendingSave:
                 holdings = self._agree()
                 planned = Attempt(lambda: self._plan(holdings))
 
-            base, tensors = self._base.value, self._tensors
-            if (quantized := self._model.value.quantized) is not None:
+            base, saved = self._base.value, self._model.value
+            tensors = saved.tensors
+            if saved.quantized is not None:
                 with report.timed("pack"):
-                    written = quantized.quantize(tensors, topology, on_host=True)
-                tensors = Attempt(lambda: written)
+                    tensors = saved.quantized.quantize(Attempt(lambda: saved.tensors), topology, on_host=True)
 
             def write(folder: NewFolder, wrote: Wrote) -> None:
                 plan = planned.value[1]
                 if base is not None:
                     report.base = base.name
                     number = topology.ranks.index(topology.rank)
-                    base.write_changes(plan, tensors.value, folder, number, report, wrote)
+                    base.write_changes(plan, tensors, folder, number, report, wrote)
                     return
-                write_regions(plan, tensors.value, folder, len(topology.node), report, wrote)
+                write_regions(plan, tensors, folder, len(topology.node), report, wrote)
                 report.written = int(plan[0].nbytes().sum())
 
             def describe(folder: NewFolder) -> Mapping[str, bytes]:
-                return base.describe(folder) if base is not None else self._model.value.config
+                return base.describe(folder) if base is not None else saved.config
 
             layout = Attempt(lambda: planned.value[0])
             write_checkpoint(
@@ -181,7 +182,6 @@ class PendingSave:
             saved = self._model.value
             base = (base := self._base.value) and (base.name, base.digest)
             same = saved.padded.digest, str(self._path), self._max_shard_bytes, self._overwrite, base, self._checksums
-            self._tensors.value  # noqa: B018 raises if they could not be copied
             return [digest_of(repr(same).encode()), *publish_holdings(store, saved.holdings)]
 
         def reduce(views: dict[int, list[str]]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
@@ -21,7 +21,6 @@ from epload.mapping.precision import left_in_fp32
 from epload.mapping.wrappers import is_from_package, unwrap
 from epload.model.initialization import class_before_fsdp, is_diffusers
 from epload.model.megatron import MegatronChunks
-from epload.model.targets import Targets
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.saving.catalog import catalog
 from epload.saving.layout import DIFFUSION_MODEL, MODEL
@@ -34,8 +33,8 @@ from epload.saving.quantized import CONFIG, QuantizedModel
 class SavedModel:
     """The tensors that one rank sees of a model that is saved."""
 
-    targets: Targets
-    """The model's own."""
+    tensors: list[Tensor]
+    """The model's local tensors, or copies of them."""
     manifest: Manifest
     """The checkpoint's manifest without padding, equal on all ranks."""
     padded: Manifest
@@ -86,7 +85,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         shapes = [in_files.get(name, shape) for name, shape in zip(manifest.names, manifest.shapes, strict=True)]
     holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, written, placed)
     padded = replace(manifest, shapes=tuple(shapes))
-    return SavedModel(targets, manifest, padded, holdings, config, stem, quantized)
+    return SavedModel(targets.local(), manifest, padded, holdings, config, stem, quantized)
 
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
