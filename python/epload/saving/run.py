@@ -165,10 +165,8 @@ class PendingSave:
             def describe(folder: NewFolder) -> Mapping[str, bytes]:
                 return base.describe(folder) if base is not None else saved.config
 
-            layout = Attempt(lambda: planned.value[0])
-            write_checkpoint(
-                topology, self._path, self._overwrite, layout, write, describe, self._files, self._checksums, report
-            )
+            overwrite, files, checksums = self._overwrite, self._files, self._checksums
+            write_checkpoint(topology, overwrite, lambda: planned.value[0], write, describe, files, checksums, report)
         report.seconds = perf_counter() - self._began
         return report
 

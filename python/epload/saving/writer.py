@@ -66,9 +66,8 @@ def check_files(files: Sequence[Path], checksums: bool, quantizes: bool) -> None
 
 def write_checkpoint(
     topology: Topology,
-    path: Path,
     overwrite: bool,
-    layout: Attempt[FilesLayout],
+    lay_out: Callable[[], FilesLayout],
     write: Callable[[NewFolder, Wrote], None],
     describe: Callable[[NewFolder], Mapping[str, bytes]],
     files: Sequence[Path],
@@ -78,7 +77,8 @@ def write_checkpoint(
     """Writes a checkpoint that appears at its path once it is complete and on disk. Collective.
 
     Args:
-        path, overwrite, layout: equal on all ranks.
+        overwrite: equal on all ranks, as is the report's path.
+        lay_out: returns the files, equal on all ranks; may raise.
         write: writes this rank's part.
         describe: called on the first rank when all have written; returns the content of other files, by name.
         files: to be copied into the folder by the first rank.
@@ -87,7 +87,7 @@ def write_checkpoint(
     Raises:
         LoadError, ValueError, TypeError: the same on every rank; what was at the path is still there.
     """
-    control, is_first = topology.control, topology.rank == topology.ranks[0]
+    control, is_first, path = topology.control, topology.rank == topology.ranks[0], Path(report.path)
     # All ranks know the name, and delete the folder if the first one ends before it has told them that it is there.
     call = f"{control.name} {control.at[0]}" if control.store is not None else secrets.token_hex(6)
     hidden = hidden_path(path, hashlib.blake2b(call.encode(), digest_size=6).hexdigest())
@@ -95,7 +95,7 @@ def write_checkpoint(
         failed.callback(lambda: discard(hidden))
 
         def create() -> NewFolder:
-            new = NewFolder(path, hidden, overwrite, layout.value)
+            new = NewFolder(path, hidden, overwrite, lay_out())
             if is_first:
                 new.create()
             return new
