@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from epload.checkpoint.manifest import Manifest
-from epload.core.columns import column
 from epload.core.default_device import callers_default_device
-from epload.core.placement import Box, row_major_strides
+from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
 from epload.integrations.engine.targets import EngineTargets, covers, storage_of
 from epload.integrations.engine.trace import LoadWeights
-from epload.planning.holdings import NO_PART, Holdings, Share
+from epload.model.targets import Targets
+from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
 
@@ -161,23 +162,20 @@ class EngineTarget(Target):
             )
         tensors, recording = self.record(manifest), self.recording
         self._filled = {name: layout_of(tensors[name]) for places in recording.regions for name, _ in places}
-        self._full = {}
-        numbers = {name: number for number, name in enumerate(self._filled)}
-        shares: dict[Share, int] = {}
-        class_of, targets = [], []
-        columns = zip(manifest.names, recording.regions, manifest.shapes, manifest.dtypes, strict=True)
-        for name, places, shape, dtype in columns:
-            own = {tensors[target].dtype for target, _ in places}
-            views, of_tensor = [view for _, view in places], [numbers[target] for target, _ in places]
+        self._full, whole = {}, cache(View.whole)
+        placed = list(recording.regions)
+        for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
             if name in recording.passed_through:
-                views, own = [View((0,) * len(shape), shape, 0, row_major_strides(shape))], {dtype}
-                of_tensor = [len(numbers) + len(self._full)]
                 self._full[name] = torch.Size(shape), dtype, torch.device("cpu")
-            share = Share(shape, tuple(enumerate(views)), own.pop() if len(own) == 1 else dtype, bool(own))
-            class_of.append(shares.setdefault(share, len(shares)) if views and 0 not in shape else NO_PART)
-            targets.append(tuple(of_tensor))
-        self.devices = {device for *_, device in (*self._filled.values(), *self._full.values())}
-        return Holdings(column(class_of), tuple(shares), targets)
+                placed[i] = ((f"full {name}", whole(shape)),)
+        layouts = [*self._filled.values(), *self._full.values()]
+        self.devices = {device for *_, device in layouts}
+        targets = Targets().with_extra(
+            [*self._filled, *(f"full {name}" for name in self._full)],
+            [tuple(shape) for shape, *_ in layouts],
+            [dtype for _, dtype, _ in layouts],
+        )
+        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
         with callers_default_device():
