@@ -79,7 +79,7 @@ def local_views(view: View, owned: Sequence[OwnedRegion], place: int = 0) -> lis
     return [(place, view.crop(start, size)._replace(start=local)) for start, size, local in parts]
 
 
-def _parts(view: View, shape: Shape, place: int) -> Iterator[Part]:
+def parts_of_view(view: View, shape: Shape, place: int) -> Iterator[Part]:
     """Yields the boxes of a row-major tensor that make up a strided region of it. A dim of the region that runs along no dim of
     the tensor, or past the end of one, is divided."""
     if 0 in view.size:
@@ -116,7 +116,7 @@ class Holdings:
     def parts(self) -> tuple[tuple[Part, ...], ...]:
         """The boxes of each class, with the local tensors."""
         return tuple(
-            tuple(part for place, view in share.views for part in _parts(view, share.shape, place))
+            tuple(part for place, view in share.views for part in parts_of_view(view, share.shape, place))
             for share in self.classes
         )
 

@@ -20,9 +20,11 @@ from epload.core import dtypes
 from epload.core.buffers import as_memoryview
 from epload.core.columns import arange
 from epload.core.copy_table import byte_view
-from epload.core.placement import Box, box_slices, row_major_strides
+from epload.core.placement import Box, box_slices
+from epload.core.views import View
 from epload.errors import CheckpointError
 from epload.native import ops
+from epload.planning.holdings import parts_of_view
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
@@ -59,13 +61,13 @@ class BaseCheckpoint:
             raise ValueError(
                 f"{name} is saved with padding, which a save with base= does not support; save without base="
             )
-        self._checkpoint = Checkpoint.open(source)
+        base, self._checkpoint = Path(source).expanduser().resolve(), Checkpoint.open(source)
         with closing(self._checkpoint):
-            self._check_chain(path, Path(source).expanduser().resolve())
+            self._check_chain(path, base)
             self.digest = content_digest(self._checkpoint)
         manifest = self._checkpoint.manifest
-        base, parent = Path(source).expanduser().resolve(), path.parent.resolve()
-        self.name = hub.at_commit(manifest.source) or Path(os.path.relpath(base, parent / path.name)).as_posix()
+        relative = os.path.relpath(base, path.parent.resolve() / path.name)
+        self.name = hub.at_commit(manifest.source) or Path(relative).as_posix()
         """The base in the index: a relative path, or a commit on the Hub."""
         self._saved = saved
         numbers = {key: i for i, key in enumerate(_keys(manifest))}
@@ -127,11 +129,12 @@ class BaseCheckpoint:
         table, end = [], 0
         for row, (tensor, offset) in zip(copies.rows.tolist(), origins.tolist(), strict=True):
             target, _, code, ndim = row[:4]
-            start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
+            start, size, strides = (tuple(row[4 + i * copies.dims :][:ndim]) for i in range(3))
             with report.timed("pack"):
                 region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code)).cpu()
                 data = byte_view(in_order(region, strides)[0])
-                box = _box(offset // region.element_size(), size, strides, manifest.shapes[tensor])
+                view = View((0,) * ndim, size, offset // region.element_size(), strides)
+                box = next(parts_of_view(view, manifest.shapes[tensor], 0)).box
                 before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
             with report.timed("write") as block:
                 folder.write(number, end, as_memoryview(out[:nbytes]))
@@ -195,14 +198,3 @@ def _table(folder: NewFolder, number: int) -> Path:
     """Returns the path of the chunks that a rank has written, until the index has them."""
     path = folder.path_of(number)
     return path.with_name(f"{path.name}.table")
-
-
-def _box(first: int, size: Sequence[int], strides: Sequence[int], shape: Sequence[int]) -> Box:
-    """Returns a box of a row-major tensor, by the offset of its first element, and its sizes and strides in any order."""
-    steps = row_major_strides(shape)
-    start = tuple(first // step % length for step, length in zip(steps, shape, strict=True))
-    extent = [1] * len(shape)
-    for count, stride in zip(size, strides, strict=True):
-        if count > 1:
-            extent[next(dim for dim, step in enumerate(steps) if step == stride and shape[dim] > 1)] = count
-    return start, tuple(extent)
