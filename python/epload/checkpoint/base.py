@@ -192,6 +192,13 @@ def regions_of_boxes(manifest: Manifest, boxes: Sequence[tuple[int, Box]], targe
     return Regions(targets, CopyTable(torch.tensor(rows)), torch.tensor(origins))
 
 
+def read_tensor(checkpoint: Checkpoint, tensor: int) -> Tensor:
+    """Returns a tensor in full, on CPU. ``tensor``: its index in the manifest. Raises CheckpointError: it cannot be read."""
+    shape, dtype = checkpoint.manifest.shapes[tensor], checkpoint.manifest.dtypes[tensor]
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return next(read_in_chunks(checkpoint, tensor, prod(shape) or 1), empty).reshape(shape)
+
+
 def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:
     """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
 

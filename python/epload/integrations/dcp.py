@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from epload.checkpoint import dcp
-from epload.checkpoint.base import Checkpoint, regions_of_boxes
+from epload.checkpoint.base import Checkpoint, read_tensor, regions_of_boxes
 from epload.checkpoint.file_sets import DCP, DCP_ROOT
 from epload.checkpoint.finding import unreadable
 from epload.checkpoint.local_store import LocalStore
@@ -36,7 +36,6 @@ from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
 from epload.core.placement import Box
 from epload.errors import CheckpointError, ModelMismatch
-from epload.integrations.read_tensor import read_tensor
 from epload.mapping.scales import Scaling, dequantize, scaling_of_box
 
 _READ_BYTES = 64 << 20

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_tensor
 from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.engine.model import EngineModel, EngineTarget
-from epload.integrations.read_tensor import read_tensor
 from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Mapping
 from epload.ranks.control import Control

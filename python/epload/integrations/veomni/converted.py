@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_tensor
 from epload.checkpoint.manifest import Manifest
 from epload.core.pieces import Piece, Pieces
 from epload.errors import CheckpointError
-from epload.integrations.read_tensor import read_tensor
 
 _Result = tuple[str, str, Tensor]
 """A tensor that a converter returned: the name of the tensor that it was given last, and its own name."""
