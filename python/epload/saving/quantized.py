@@ -68,7 +68,8 @@ class QuantizedModel:
             ValueError: there is nothing to quantize, or a weight cannot be.
         """
         self._format, names, shapes = rule.format, manifest.names, manifest.shapes
-        regions = select_weights(model, targets, manifest, placed, rule)
+        regions, self.quantization_config = select_weights(model, targets, manifest, placed, rule)
+        """The configuration that declares the weights that are quantized."""
         weights = [(names[i], regions[i], shapes[i], self._format.blocks(shapes[i])) for i in regions]
         self._scalings, views = scales.divide_weights(targets, weights)
         self._shared = {
@@ -78,8 +79,6 @@ class QuantizedModel:
         }
         """The shape of the scales of each weight whose blocks ranks compare, by the index of the scales."""
         self.manifest = quantized_manifest(manifest, regions, self._format)
-        self.quantization_config = declare(rule, find_modules(model, targets, names, placed), regions)
-        """The configuration that declares them."""
         scale_places = {i: (f"scales of {names[i]}", view) for i, view in zip(regions, views, strict=True)}
         self.placed = []
         for i, places in enumerate(placed):
@@ -194,7 +193,8 @@ def declare(rule: Quantize, modules: Mapping[int, Collection[str]], weights: Col
     modules that are not listed.
 
     Args:
-        modules: the modules of weights that might be quantized, by the number of the tensor.
+        modules: by the number of a tensor, the modules of weights that might be quantized: of Linear layers, of stacks of
+            experts, and of routers, which are such layers in other libraries; in the model, and as the checkpoint has them.
         weights: the numbers of those that are.
     """
     config = rule.quantization_config
@@ -203,20 +203,6 @@ def declare(rule: Quantize, modules: Mapping[int, Collection[str]], weights: Col
     wide.difference_update(*(modules.get(i, ()) for i in weights))
     listed = list(config.get(key) or config.get("ignored_layers") or ())
     return config | {key: listed + sorted(module for module in wide if not rule.format.skips(module))}
-
-
-def find_modules(
-    model: nn.Module, targets: Targets, names: Sequence[str], placed: Sequence[tuple[Place, ...]]
-) -> dict[int, set[str]]:
-    """Returns the paths of the modules of each tensor of a checkpoint that is a weight of Linear layers, of a stack of experts or
-    of a router, which is such a layer in other libraries: in the model, and as the checkpoint has them."""
-    layers = _layers(model, targets)
-    return {
-        i: {module_of(name)}.union(*(layers[number] for number in numbers))
-        for i, (name, places) in enumerate(zip(names, placed, strict=True))
-        if (numbers := layers.keys() & {targets.index[target] for target, _ in places})
-        or _NOT_QUANTIZED.search(module_of(name))
-    }
 
 
 def module_of(name: str) -> str:
@@ -235,12 +221,14 @@ def check_not_quantized(manifest: Manifest) -> None:
 
 def select_weights(
     model: nn.Module, targets: Targets, manifest: Manifest, placed: Sequence[tuple[Place, ...]], rule: Quantize
-) -> dict[int, Regions]:
-    """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor.
+) -> tuple[dict[int, Regions], dict[str, Any]]:
+    """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor, and the configuration that
+    declares them.
 
     Raises ModelMismatch, ValueError: see :class:`QuantizedModel`."""
     check_not_quantized(manifest)
-    chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule)
+    layers = _layers(model, targets)
+    chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule, layers)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]
     weights: dict[int, Regions] = {
         i: regions[i]
@@ -259,10 +247,17 @@ def select_weights(
                 f"{manifest.names[i]} is not quantized but {manifest.names[owners[target]]} is, and both are part of "
                 f"{targets.names[target]} in the model; exclude both or none in the quantization_config"
             )
-    return weights
+    modules = {
+        i: {module_of(name)}.union(*(layers[number] for number in layers.keys() & {target for target, _ in regions[i]}))
+        for i, name in enumerate(manifest.names)
+        if _NOT_QUANTIZED.search(module_of(name)) or any(target in layers for target, _ in regions[i])
+    }
+    return weights, declare(rule, modules, weights)
 
 
-def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize) -> set[int]:
+def _linear_targets(
+    model: nn.Module, targets: Targets, rule: Quantize, layers: Mapping[int, Collection[str]]
+) -> set[int]:
     """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
     configuration excludes, and what transformers keeps in float32."""
     in_fp32 = kept_in_fp32(model, targets.index, torch.float16)
@@ -270,7 +265,7 @@ def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize) -> set[i
     head = getattr(next((get() for get in getters if callable(get)), None), "weight", None)
     return {
         number
-        for number, paths in _layers(model, targets).items()
+        for number, paths in layers.items()
         if len(paths) == 1 and targets.tensors[number] is not head and targets.names[number] not in in_fp32
         for path in paths
         if not _NOT_QUANTIZED.search(path) and not rule.format.skips(path)

@@ -26,7 +26,6 @@ from epload.saving.quantized import (
     CONFIG,
     check_not_quantized,
     declare,
-    find_modules,
     module_of,
     quantized_manifest,
     select_weights,
@@ -55,11 +54,10 @@ class Rewrite:
         """
         self.new, self.config, self._weights = new, {}, list[int]()
         if rule is not None:
-            self._weights, modules = _weights(old, rule, config)
+            self._weights, section = _weights(old, rule, config)
             self._format, weights = rule.format, set(self._weights)
             self.new = quantized_manifest(new, weights, rule.format)
-            declared = config | {"quantization_config": declare(rule, modules, weights)}
-            self.config = {CONFIG: json.dumps(declared, indent=2).encode()}
+            self.config = {CONFIG: json.dumps(config | {"quantization_config": section}, indent=2).encode()}
 
     def read(self, checkpoint: Checkpoint, tensor: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """Yields what is written of one tensor of the checkpoint, on CPU: the number in :attr:`new`, where it begins there in
@@ -92,13 +90,14 @@ class Rewrite:
                 scale_offset += scales.nbytes
 
 
-def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[list[int], dict[int, set[str]]]:
-    """Returns the numbers of the tensors that are quantized, ascending, and the modules of those that might be."""
+def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """Returns the numbers of the tensors that are quantized, ascending, and the configuration that declares them."""
     if rule.weights:
         check_not_quantized(old)
         rows = [*enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))]
         if numbers := [i for i, row in rows if rule.selects(*row)]:
-            return numbers, {i: {module_of(name)} for i, (name, shape, _) in rows if len(shape) > 1}
+            modules = {i: {module_of(name)} for i, (name, shape, _) in rows if len(shape) > 1}
+            return numbers, declare(rule, modules, set(numbers))
         raise ValueError(
             f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
         )
@@ -109,8 +108,8 @@ def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[
             f"cannot tell which weights of {old.source} to quantize: no config.json next to it names a model that can be built "
             f"({error}); pass weights=, regular expressions of their names, to Quantize"
         ) from error
-    targets = collect(model)
-    return list(select_weights(model, targets, old, placed, rule)), find_modules(model, targets, old.names, placed)
+    regions, section = select_weights(model, collect(model), old, placed, rule)
+    return list(regions), section
 
 
 def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
