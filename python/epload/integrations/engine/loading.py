@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_tensor
-from epload.errors import CheckpointError, ModelMismatch
+from epload.errors import CheckpointError
 from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Mapping
+from epload.model.flat_state import FlatState
 from epload.ranks.control import Control
 from epload.ranks.membership import membership
 from epload.ranks.topology import Topology
@@ -46,24 +47,19 @@ def load_engine(
     opened = Checkpoint.open(checkpoint)
     try:
         manifest, target = opened.manifest, EngineTarget(engine, strict)
-        target.record(manifest)
+        tensors = target.record(manifest)
         recording = target.recording
-        state = engine.model.state_dict(keep_vars=True).keys()
-        if hidden := [name for places in recording.regions for name, _ in places if name not in state]:
-            raise ModelMismatch(
-                f"load_weights fills {hidden[0]}, which is not in the model's state dict; register it as a persistent buffer"
-            )
         report = LoadReport(source=manifest.source, readers="every")
         if any(recording.regions):
             _, rank, _ = membership(None)
             alone = Topology([[rank]], None, rank, Control(None, (rank,), rank))
-            mapping = Mapping(places=recording.regions, ignore_unexpected=(".",), ignore_missing=(".",))
+            mapping = Mapping(places=recording.regions, ignore_unexpected=(".",))
+            filled = FlatState({name: tensors[name] for places in recording.regions for name, _ in places})
             # Through the page cache, so that the disk reads once what several ranks of a machine read.
             with HierarchicalLoader(
                 alone, src=rank, readers="every", direct_io=False, verify=verify, progress=progress
             ) as loader:
-                loader._as_pretrained = False  # dtypes, and buffers that are not saved, are the engine's
-                report = loader.load(engine.model, opened, mapping=mapping)
+                report = loader.load(filled, opened, mapping=mapping)
         passed_through = [number for number, name in enumerate(manifest.names) if name in recording.passed_through]
         with torch.no_grad():
             target.load_rest((manifest.names[number], read_tensor(opened, number)) for number in passed_through)
