@@ -25,8 +25,9 @@ _SLOT = "sglang.private"
 
 def register() -> None:
     """Called by SGLang in each of its processes, before it makes anything."""
-    Scheduler.epload_receive = updates.receive
-    Scheduler.epload_commit = updates.commit
+    # For Engine.collective_rpc.
+    Scheduler.epload_receive = lambda scheduler, **arguments: EngineUpdates.of(scheduler).receive(**arguments)
+    Scheduler.epload_commit = lambda scheduler, **arguments: EngineUpdates.of(scheduler).commit(**arguments)
     updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for target, hook in (
         ("entrypoints.engine.Engine.collective_rpc", updates.collective_rpc),

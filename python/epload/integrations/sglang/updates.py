@@ -242,16 +242,6 @@ def _check_runners(runners: list[Any]) -> None:
         check_updatable(runner.model)
 
 
-def receive(scheduler: Any, **arguments: Any) -> None:
-    """``Scheduler.epload_receive``, for ``Engine.collective_rpc``; see :meth:`EngineUpdates.receive`."""
-    EngineUpdates.of(scheduler).receive(**arguments)
-
-
-def commit(scheduler: Any, **arguments: Any) -> None:
-    """``Scheduler.epload_commit``, for ``Engine.collective_rpc``; see :meth:`EngineUpdates.commit`."""
-    EngineUpdates.of(scheduler).commit(**arguments)
-
-
 def continue_generation(original: Callable[..., Any], scheduler: Any, request: ContinueGenerationReqInput) -> None:
     """Runs in place of ``Scheduler.continue_generation``: an engine that is partially updated stays paused."""
     updates = EngineUpdates.of(scheduler)
