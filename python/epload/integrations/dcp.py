@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import UserList
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -40,6 +40,8 @@ from epload.mapping.scales import Scaling, dequantize, scaling_of_box
 
 _READ_BYTES = 64 << 20
 """Read at a time, and so the size of the buffer for tensors that are not on CPU."""
+_ScaledItem = tuple[ReadItem, tuple[int, Scaling] | None]
+"""An item, and, if it is multiplied by a scale, the number of that tensor and how."""
 
 
 class StorageReader(TorchStorageReader):
@@ -116,9 +118,7 @@ class StorageReader(TorchStorageReader):
         items, planned = plan.items, self._planned
         if isinstance(items, _PickledItems) and items.items is None and planned and items.pickled == planned.pickled:
             items = planned.data  # which nobody has looked at
-        objects, batches, room = [], list[list[ReadItem]](), 0
-        scalings: dict[int, tuple[int, Scaling]] = {}
-        """The number of the scale, and what is multiplied, of items by their identity."""
+        objects, batches, room = [], list[list[_ScaledItem]](), 0
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(item)
@@ -126,18 +126,19 @@ class StorageReader(TorchStorageReader):
                 if room <= 0:
                     batches.append([])
                     room = _READ_BYTES
-                batches[-1].append(item)
+                scaling = None
                 number = self._number_of[item.storage_index.fqn]
                 dtype = self._checkpoint.manifest.dtypes[number]
                 room -= prod(item.lengths) * dtype.itemsize
                 if dtype in (*dtypes.FP8, *dtypes.INTEGERS) and (into := planner.resolve_tensor(item).dtype) != dtype:
                     manifest = self._checkpoint.manifest
                     if dtype in dtypes.FP8:
-                        scalings[id(item)] = scaling_of_box(manifest, self._number_of, number, _box_of(item), into)
+                        scaling = scaling_of_box(manifest, self._number_of, number, _box_of(item), into)
                     elif into.is_floating_point:
                         _check_not_packed(manifest, number, into)
+                batches[-1].append((item, scaling))
         for batch in batches:
-            self._read(self._checkpoint, batch, planner, scalings)
+            self._read(self._checkpoint, batch, planner)
         if changed := self._checkpoint.changed():
             raise CheckpointError(f"{changed} while it was loaded; tensors may be partly overwritten")
         self._close()
@@ -154,16 +155,10 @@ class StorageReader(TorchStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).exists()
 
-    def _read(
-        self,
-        checkpoint: Checkpoint,
-        items: Sequence[ReadItem],
-        planner: LoadPlanner,
-        scalings: Mapping[int, tuple[int, Scaling]],
-    ) -> None:
+    def _read(self, checkpoint: Checkpoint, items: Sequence[_ScaledItem], planner: LoadPlanner) -> None:
         """Reads the boxes of the checkpoint's tensors that some items ask for, and multiplies fp8 weights by their scales."""
         tensors, targets, boxes = [], [], []
-        for item in items:
+        for item, _ in items:
             tensor = planner.resolve_tensor(item).detach()
             if tensor.shape != torch.Size(item.lengths):
                 raise ValueError(
@@ -175,9 +170,9 @@ class StorageReader(TorchStorageReader):
             boxes.append((self._number_of[item.storage_index.fqn], _box_of(item)))
         if checkpoint.read_regions(regions_of_boxes(checkpoint.manifest, boxes, targets)) is None:
             raise CheckpointError(f"{checkpoint.manifest.source}: its tensors are no byte ranges of files")
-        for item, tensor, target in zip(items, tensors, targets, strict=True):
-            if id(item) in scalings:
-                scale, scaling = scalings[id(item)]
+        for (item, scaled), tensor, target in zip(items, tensors, targets, strict=True):
+            if scaled is not None:
+                scale, scaling = scaled
                 dequantize(scaling, target, read_tensor(checkpoint, scale).reshape(scaling.counts))
             if tensor is not target:
                 tensor.copy_(target)
