@@ -5,6 +5,8 @@
 #include "api.h"
 #include "float_formats.h"
 
+#include <type_traits>
+
 #ifdef __CUDACC__
 #define EPLOAD_UNROLL _Pragma("unroll")
 #define EPLOAD_NO_UNROLL _Pragma("unroll 1")
@@ -111,27 +113,13 @@ EPLOAD_HD void store(Word* to, const Word& v) {
 }
 
 template <int kBytes>
-struct WordOf;
-template <>
-struct WordOf<16> {
-  using type = Word16;
-};
-template <>
-struct WordOf<8> {
-  using type = uint64_t;
-};
-template <>
-struct WordOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct WordOf<2> {
-  using type = uint16_t;
-};
-template <>
-struct WordOf<1> {
-  using type = uint8_t;
-};
+using WordOf = std::conditional_t<
+    kBytes == 16,
+    Word16,
+    std::conditional_t<
+        kBytes == 8,
+        uint64_t,
+        std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>>;
 
 // Where kCount units of a strided chunk lie, the first at index `unit` of its box and the others kLanes apart. Those
 // past the chunk's end get places too, which must not be used.
@@ -180,7 +168,7 @@ EPLOAD_HD void for_lane(const Chunk& chunk, uint32_t lane, const Body& body) {
 // kCount units are in flight for each lane: `at(k)` says where one comes from and where it goes to.
 template <int kWidth, uint32_t kCount, typename Source, typename Target>
 EPLOAD_HD void move(uint32_t there, const Source& source, const Target& target) {
-  using Word = typename WordOf<kWidth>::type;
+  using Word = WordOf<kWidth>;
   Word words[kCount] = {};
   EPLOAD_UNROLL
   for (uint32_t k = 0; k < kCount; ++k) {
@@ -225,7 +213,7 @@ struct Pack {
   static constexpr int kBytes = kNumbers * static_cast<int>(sizeof(Bits));
   static constexpr int kWord = kBytes < 16 ? kBytes : 16;
   static constexpr int kWords = kBytes / kWord;
-  using Word = typename WordOf<kWord>::type;
+  using Word = WordOf<kWord>;
 
   static EPLOAD_HD void read(const char* from, float (&values)[kNumbers]) {
     Word words[kWords];
@@ -256,74 +244,52 @@ struct Pack {
   }
 };
 
-// Calls body.template run<format>() for the format that is only known at run time; all lanes of a warp take one way.
+// Calls body(format) for the format that is only known at run time; all lanes of a warp take one way.
 template <typename Body>
 EPLOAD_HD void with_number(Number number, const Body& body) {
   switch (number) {
     case Number::kBFloat16:
-      return body.template run<Number::kBFloat16>();
+      return body(std::integral_constant<Number, Number::kBFloat16>());
     case Number::kHalf:
-      return body.template run<Number::kHalf>();
+      return body(std::integral_constant<Number, Number::kHalf>());
     case Number::kFloat:
-      return body.template run<Number::kFloat>();
+      return body(std::integral_constant<Number, Number::kFloat>());
     case Number::kDouble:
-      return body.template run<Number::kDouble>();
+      return body(std::integral_constant<Number, Number::kDouble>());
     case Number::kFloat8E4M3:
-      return body.template run<Number::kFloat8E4M3>();
+      return body(std::integral_constant<Number, Number::kFloat8E4M3>());
     case Number::kFloat8E4M3Clamped:
-      return body.template run<Number::kFloat8E4M3Clamped>();
+      return body(std::integral_constant<Number, Number::kFloat8E4M3Clamped>());
     case Number::kFloat8E5M2:
-      return body.template run<Number::kFloat8E5M2>();
+      return body(std::integral_constant<Number, Number::kFloat8E5M2>());
     default:
       return;
   }
 }
 
-// kCount units of kNumbers numbers each, between memory and float32. Going through float32 as an array costs one code
-// path a format rather than one a pair of formats.
-template <uint32_t kCount, int kNumbers>
-struct Reader {
-  const Chunk& chunk;
-  const Places<kCount>& at;
-  uint32_t there;
-  float (&values)[kCount][kNumbers];
-
-  template <Number kNumber>
-  EPLOAD_HD void run() const {
-    EPLOAD_UNROLL
-    for (uint32_t k = 0; k < kCount; ++k) {
-      if (k < there) {
-        Pack<kNumber, kNumbers>::read(chunk.source + at.source[k], values[k]);
-      }
-    }
-  }
-};
-
-template <uint32_t kCount, int kNumbers>
-struct Writer {
-  const Chunk& chunk;
-  const Places<kCount>& at;
-  uint32_t there;
-  const float (&values)[kCount][kNumbers];
-
-  template <Number kNumber>
-  EPLOAD_HD void run() const {
-    EPLOAD_UNROLL
-    for (uint32_t k = 0; k < kCount; ++k) {
-      if (k < there) {
-        Pack<kNumber, kNumbers>::write(chunk.target + at.target[k], values[k]);
-      }
-    }
-  }
-};
-
+// kCount units of kNumbers numbers each go through float32. As an array that costs one code path a format rather than
+// one a pair of formats.
 template <uint32_t kCount, int kNumbers>
 EPLOAD_HD void convert_units(const Chunk& chunk, const Record* dims, uint32_t lane) {
   for_lane<kCount>(chunk, lane, [&](uint32_t unit, uint32_t there) {
     const Places<kCount> at(chunk, dims, chunk.first + unit);
     float values[kCount][kNumbers];
-    with_number(chunk.from, Reader<kCount, kNumbers>{chunk, at, there, values});
-    with_number(chunk.to, Writer<kCount, kNumbers>{chunk, at, there, values});
+    with_number(chunk.from, [&](auto number) {
+      EPLOAD_UNROLL
+      for (uint32_t k = 0; k < kCount; ++k) {
+        if (k < there) {
+          Pack<decltype(number)::value, kNumbers>::read(chunk.source + at.source[k], values[k]);
+        }
+      }
+    });
+    with_number(chunk.to, [&](auto number) {
+      EPLOAD_UNROLL
+      for (uint32_t k = 0; k < kCount; ++k) {
+        if (k < there) {
+          Pack<decltype(number)::value, kNumbers>::write(chunk.target + at.target[k], values[k]);
+        }
+      }
+    });
   });
 }
 

@@ -84,22 +84,15 @@ struct Small {
   }
 };
 
-struct Float {
-  using Bits = float;
-  static EPLOAD_HD float encode(float value) {
-    return value;
-  }
-  static EPLOAD_HD float decode(float stored) {
-    return stored;
-  }
-};
+// float32 itself, and float64.
+template <typename BitsType>
+struct Wide {
+  using Bits = BitsType;
 
-struct Double {
-  using Bits = double;
-  static EPLOAD_HD double encode(float value) {
+  static EPLOAD_HD Bits encode(float value) {
     return value;
   }
-  static EPLOAD_HD float decode(double stored) {
+  static EPLOAD_HD float decode(Bits stored) {
     return static_cast<float>(stored);
   }
 };
@@ -111,9 +104,9 @@ struct FormatOf<Number::kBFloat16> : Small<uint16_t, 8, 7, Overflow::kInfinity> 
 template <>
 struct FormatOf<Number::kHalf> : Small<uint16_t, 5, 10, Overflow::kInfinity> {};
 template <>
-struct FormatOf<Number::kFloat> : Float {};
+struct FormatOf<Number::kFloat> : Wide<float> {};
 template <>
-struct FormatOf<Number::kDouble> : Double {};
+struct FormatOf<Number::kDouble> : Wide<double> {};
 template <>
 struct FormatOf<Number::kFloat8E4M3> : Small<uint8_t, 4, 3, Overflow::kNaN> {};
 template <>
