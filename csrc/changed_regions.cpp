@@ -53,9 +53,7 @@ const uint8_t* bytes_of(const at::Tensor& tensor, const RegionCopy& row, at::Ten
 std::vector<RegionCopy> regions_of(
     const char* op, at::TensorList tensors, const at::Tensor& copies, int64_t begin, int64_t end) {
   TORCH_CHECK_VALUE(0 <= begin && begin <= end, op, ": expected a begin and an end behind it, got ", begin, ", ", end);
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.is_cpu(), op, ": expected tensors on cpu, got one on ", tensor.device());
-  }
+  check_device(op, tensors, at::kCPU);
   auto rows = decode_copies(end, tensors, copies);
   for (const auto& row : rows) {
     const auto dtype = tensors[row.tensor].scalar_type();

@@ -127,16 +127,7 @@ void check_bucket(const at::Tensor& bucket) {
 
 std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
   check_bucket(bucket);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        tensors[i].device() == bucket.device(),
-        "region_copy: the bucket is on ",
-        bucket.device(),
-        " but tensor ",
-        i,
-        " is on ",
-        tensors[i].device());
-  }
+  check_device("region_copy", tensors, bucket.device());
   return decode_copies(bucket.numel(), tensors, table);
 }
 

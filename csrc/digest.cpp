@@ -96,10 +96,7 @@ int64_t checksum(const at::Tensor& bytes) {
 } // namespace
 
 at::Tensor digest_tensors(at::TensorList tensors, const at::Tensor& copies) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        tensors[i].is_cpu(), "digest_tensors: expected tensors on cpu, tensor ", i, " is on ", tensors[i].device());
-  }
+  check_device("digest_tensors", tensors, at::kCPU);
   const at::NoGradGuard no_grad;
   const auto rows = decode_copies(std::numeric_limits<int64_t>::max(), tensors, copies);
   return digest_rows(rows, [&](size_t i) {

@@ -96,6 +96,20 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
       " holds no data (does it wrap another tensor? then pass that one)");
 }
 
+void check_device(const char* op, at::TensorList tensors, c10::Device device) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        tensors[i].device() == device,
+        op,
+        ": expected tensors on ",
+        device,
+        ", tensor ",
+        i,
+        " is on ",
+        tensors[i].device());
+  }
+}
+
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
   TORCH_CHECK_VALUE(
       table.is_cpu() && table.layout() == at::kStrided && !table.is_nested() && table.scalar_type() == at::kLong &&

@@ -12,6 +12,9 @@ namespace epload {
 // negation, and its storage holds every element (FSDP frees the storage of its parameters).
 void check_memory(const char* op, const at::Tensor& tensor, size_t index);
 
+// Throws ValueError, naming `op` and the tensor, unless all are on `device`.
+void check_device(const char* op, at::TensorList tensors, c10::Device device);
+
 // The numbers in a table that an op takes. Throws ValueError, naming `op` and the table, unless it is a contiguous
 // int64 CPU tensor of `dims` dims that has memory.
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);

@@ -57,6 +57,7 @@ std::array<char, kHandleBytes> from_hex(const std::string& text) {
 std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_memory(at::TensorList tensors) {
   TORCH_CHECK_VALUE(!tensors.empty(), "share_memory: expected at least one tensor");
   const auto device = tensors[0].device();
+  check_device("share_memory", tensors, device);
   const auto& driver = sharing_of("share_memory", device);
   const c10::DeviceGuard on_device(device);
   auto places = at::empty({static_cast<int64_t>(tensors.size()), 2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
@@ -66,12 +67,6 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
   std::map<uint64_t, int64_t> known; // by the end of each allocation its number
   std::vector<uint64_t> begins;
   for (size_t i = 0; i < tensors.size(); ++i, place += 2) {
-    TORCH_CHECK_VALUE(
-        tensors[i].device() == device,
-        "share_memory: expected tensors on one device, got one on ",
-        device,
-        " and one on ",
-        tensors[i].device());
     place[0] = -1;
     place[1] = 0;
     if (tensors[i].numel() == 0) {

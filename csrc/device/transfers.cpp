@@ -72,17 +72,7 @@ struct Rows {
       const at::Tensor& table,
       size_t file_count,
       c10::Device device) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      TORCH_CHECK_VALUE(
-          tensors[i].device() == device,
-          op,
-          ": expected tensors on ",
-          device,
-          ", tensor ",
-          i,
-          " is on ",
-          tensors[i].device());
-    }
+    check_device(op, tensors, device);
     FileOrigins from(op, file_of, offset_of, origins, table);
     files = std::move(from.files);
     for (size_t i = 0; i < files.size(); ++i) {
