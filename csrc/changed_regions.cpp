@@ -76,7 +76,7 @@ void check_changed(
     const at::Tensor& out,
     const std::optional<at::Tensor>& bucket) {
   if (bucket.has_value()) {
-    check_bytes(op, "the bucket", *bucket, 0);
+    check_array(op, "the bucket", *bucket, at::kByte, 1);
     TORCH_CHECK_VALUE(
         bucket->numel() >= end && changed.empty(),
         op,
@@ -127,7 +127,7 @@ std::tuple<int64_t, int64_t> encode_regions(
     const std::optional<at::Tensor>& bucket) {
   constexpr auto op = "encode_regions";
   const at::NoGradGuard no_grad;
-  check_bytes(op, "out", out, 0);
+  check_array(op, "out", out, at::kByte, 1);
   const auto rows = regions_of(op, base, copies, begin, end);
   check_changed(op, base, changed, end, out, bucket);
   for (const auto& tensor : base) {

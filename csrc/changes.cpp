@@ -264,17 +264,6 @@ void check_unit(const char* op, const uint8_t* data, int64_t nbytes, int64_t uni
 
 } // namespace
 
-void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size_t index) {
-  TORCH_CHECK_VALUE(
-      bytes.is_cpu() && bytes.scalar_type() == at::kByte && bytes.dim() == 1,
-      op,
-      ": expected ",
-      name,
-      " to be uint8 on cpu, of one dim");
-  check_memory(op, bytes, index);
-  TORCH_CHECK_VALUE(bytes.is_contiguous(), op, ": expected ", name, " to be contiguous");
-}
-
 int64_t encode_block(
     const char* op, const uint8_t* base, const uint8_t* changed, int64_t nbytes, int64_t unit, ChangesOutput& out) {
   return with_unit(op, unit, [&](auto type) {
@@ -318,7 +307,7 @@ int64_t decode_block(
 }
 
 ChangesInput changes_in(const char* op, const at::Tensor& encoded) {
-  check_bytes(op, "the encoded changes", encoded, 0);
+  check_array(op, "the encoded changes", encoded, at::kByte, 1);
   return {encoded.const_data_ptr<uint8_t>(), encoded.numel()};
 }
 
@@ -327,9 +316,9 @@ namespace {
 std::tuple<int64_t, int64_t> encode_changes(
     const at::Tensor& base, const at::Tensor& changed, int64_t unit, at::Tensor& out) {
   constexpr auto op = "encode_changes";
-  check_bytes(op, "base", base, 0);
-  check_bytes(op, "changed", changed, 1);
-  check_bytes(op, "out", out, 2);
+  check_array(op, "base", base, at::kByte, 1);
+  check_array(op, "changed", changed, at::kByte, 1);
+  check_array(op, "out", out, at::kByte, 1);
   const auto nbytes = base.numel();
   TORCH_CHECK_VALUE(changed.numel() == nbytes, op, ": expected ", nbytes, " changed bytes, got ", changed.numel());
   TORCH_CHECK_VALUE(!out.is_alias_of(base) && !out.is_alias_of(changed), op, ": expected out to be other memory");
@@ -358,7 +347,7 @@ int64_t check_changes(const at::Tensor& encoded, int64_t nbytes) {
 
 int64_t apply_changes(const at::Tensor& encoded, at::Tensor& base) {
   constexpr auto op = "apply_changes";
-  check_bytes(op, "base", base, 1);
+  check_array(op, "base", base, at::kByte, 1);
   const auto in = changes_in(op, encoded);
   TORCH_CHECK_VALUE(!encoded.is_alias_of(base), op, ": expected the changes to be other memory");
   auto* const bytes = base.mutable_data_ptr<uint8_t>();

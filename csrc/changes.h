@@ -50,9 +50,6 @@ struct ChangesOutput {
   }
 };
 
-// Throws ValueError, naming `op` and the tensor, unless it is contiguous uint8 on CPU, of one dim.
-void check_bytes(const char* op, const char* name, const at::Tensor& bytes, size_t index);
-
 inline bool is_aligned(const uint8_t* data, int64_t unit) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(unit) == 0;
 }

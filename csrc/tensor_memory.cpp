@@ -1,5 +1,7 @@
 #include "tensor_memory.h"
 
+#include "dtypes.h"
+
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -110,22 +112,28 @@ void check_device(const char* op, at::TensorList tensors, c10::Device device) {
   }
 }
 
-const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
+void check_array(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t dims) {
   TORCH_CHECK_VALUE(
-      table.is_cpu() && table.layout() == at::kStrided && !table.is_nested() && table.scalar_type() == at::kLong &&
-          table.dim() == dims && table.is_contiguous(),
+      tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.scalar_type() == dtype &&
+          tensor.dim() == dims && tensor.is_contiguous(),
       op,
       ": expected ",
       name,
       " as a contiguous ",
       dims,
-      "-D int64 CPU tensor, got ",
-      table.scalar_type(),
+      "-D ",
+      find_dtype(dtype)->name,
+      " CPU tensor, got ",
+      tensor.scalar_type(),
       " of shape ",
-      table.sizes(),
+      tensor.sizes(),
       " on ",
-      table.device());
-  check_memory(op, table, 0);
+      tensor.device());
+  check_memory(op, tensor, 0);
+}
+
+const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims) {
+  check_array(op, name, table, at::kLong, dims);
   return table.const_data_ptr<int64_t>();
 }
 

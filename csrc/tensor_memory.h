@@ -15,8 +15,11 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index);
 // Throws ValueError, naming `op` and the tensor, unless all are on `device`.
 void check_device(const char* op, at::TensorList tensors, c10::Device device);
 
-// The numbers in a table that an op takes. Throws ValueError, naming `op` and the table, unless it is a contiguous
-// int64 CPU tensor of `dims` dims that has memory.
+// Throws ValueError, naming `op` and the tensor, unless it is a contiguous CPU tensor of this dtype and `dims` dims
+// that has memory.
+void check_array(const char* op, const char* name, const at::Tensor& tensor, at::ScalarType dtype, int64_t dims);
+
+// The numbers in a table that an op takes: an array of int64.
 const int64_t* numbers_of(const char* op, const char* name, const at::Tensor& table, int64_t dims);
 
 // Tells autograd that tensors were written in place, as every in-place op does.

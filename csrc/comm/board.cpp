@@ -22,16 +22,9 @@ using Word = std::atomic<int32_t>;
 static_assert(sizeof(Word) == sizeof(int32_t) && Word::is_always_lock_free);
 
 Word* words_of(const at::Tensor& board) {
+  check_array("board", "the words", board, at::kInt, 1);
   TORCH_CHECK_VALUE(
-      board.is_cpu() && board.scalar_type() == at::kInt && board.dim() == 1 && board.is_contiguous() &&
-          board.numel() >= kBoardFixedWords,
-      "board: expected a contiguous 1-D int32 CPU tensor of at least ",
-      kBoardFixedWords,
-      " words, got ",
-      board.scalar_type(),
-      " of shape ",
-      board.sizes());
-  check_memory("board", board, 0);
+      board.numel() >= kBoardFixedWords, "board: expected at least ", kBoardFixedWords, " words, got ", board.numel());
   auto* const words = board.data_ptr<int32_t>();
   TORCH_CHECK_VALUE(
       reinterpret_cast<uintptr_t>(words) % alignof(Word) == 0, "board: expected words at multiples of their size");

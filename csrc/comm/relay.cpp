@@ -36,15 +36,7 @@ void check(
     const Group& inter,
     const Group& intra,
     int64_t chunk_bytes) {
-  TORCH_CHECK_VALUE(
-      bucket.is_cpu() && bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "relay: expected the bucket as a contiguous 1-D uint8 CPU tensor, got ",
-      bucket.scalar_type(),
-      " of shape ",
-      bucket.sizes(),
-      " on ",
-      bucket.device());
-  check_memory("relay", bucket, 0);
+  check_array("relay", "the bucket", bucket, at::kByte, 1);
   TORCH_CHECK_VALUE(chunk_bytes > 0, "relay: expected chunk_bytes of at least 1, got ", chunk_bytes);
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto& s = steps[i];
