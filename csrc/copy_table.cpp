@@ -70,12 +70,6 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
-// A table with one entry per tensor.
-at::IntArrayRef column(const char* op, const char* name, const at::Tensor& values) {
-  const auto* const numbers = numbers_of(op, name, values, 1);
-  return {numbers, static_cast<size_t>(values.numel())};
-}
-
 // `offsets`, one per row, replace those of the table unless they are empty.
 std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
   const auto* row = numbers_of("region_copy", "the copy table", table, 2);
@@ -165,50 +159,6 @@ std::vector<RegionCopy> decode_copies(
     check_tensor_side(static_cast<int64_t>(r), copy, tensor);
   }
   return copies;
-}
-
-FileOrigins::FileOrigins(
-    const char* op,
-    const at::Tensor& files_of,
-    const at::Tensor& offsets_of,
-    const at::Tensor& origins,
-    const at::Tensor& copies) {
-  const auto file_of = column(op, "files", files_of);
-  const auto offset_of = column(op, "offsets", offsets_of);
-  const auto* origin = numbers_of(op, "origins", origins, 2);
-  TORCH_CHECK_VALUE(
-      origins.size(1) == 2 && copies.dim() == 2 && origins.size(0) == copies.size(0) &&
-          file_of.size() == offset_of.size(),
-      op,
-      ": expected origins of shape [n, 2] for n rows, and as many files as offsets, got origins of shape ",
-      origins.sizes(),
-      " for rows of shape ",
-      copies.sizes(),
-      ", ",
-      file_of.size(),
-      " files and ",
-      offset_of.size(),
-      " offsets");
-  files.reserve(origins.size(0));
-  offsets.reserve(origins.size(0));
-  for (int64_t r = 0; r < origins.size(0); ++r, origin += 2) {
-    const auto tensor = origin[0];
-    int64_t offset = -1;
-    TORCH_CHECK_VALUE(
-        tensor >= 0 && tensor < static_cast<int64_t>(offset_of.size()) &&
-            !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
-        op,
-        ": row ",
-        r,
-        " starts at byte ",
-        origin[1],
-        " of tensor ",
-        tensor,
-        " of ",
-        offset_of.size());
-    files.push_back(file_of[tensor]);
-    offsets.push_back(offset);
-  }
 }
 
 } // namespace epload

@@ -39,19 +39,4 @@ std::vector<RegionCopy> decode_copies(
 // The same without tensors to check against.
 std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table);
 
-// Where the rows of a copy table start in the files of a checkpoint: row i at byte `offsets[i]` of file `files[i]`.
-struct FileOrigins {
-  std::vector<int64_t> files, offsets;
-
-  // From int64 CPU tensors. `files_of` and `offsets_of` say of each tensor of the checkpoint in which file and at which
-  // byte it starts, `origins` of each row of `copies` to which of these tensors it belongs and at which byte of it the
-  // row starts. Throws ValueError, naming `op`, if they do not fit together.
-  FileOrigins(
-      const char* op,
-      const at::Tensor& files_of,
-      const at::Tensor& offsets_of,
-      const at::Tensor& origins,
-      const at::Tensor& copies);
-};
-
 } // namespace epload

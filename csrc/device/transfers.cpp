@@ -58,35 +58,69 @@ int64_t measure_gap(const Crossing& crossing, const Move& move) {
   return median < kSlowSeconds ? kGapBytes : std::clamp(static_cast<int64_t>(median * kSlowRate), kGapBytes, kMostGap);
 }
 
-// The rows of a table, and the file of each. Throws ValueError unless the tensors are on `device`.
+// The rows of a copy table, with their offsets in the files, and the file of each.
 struct Rows {
   std::vector<int64_t> files;
   std::vector<RegionCopy> copies;
 
+  // `files_of` and `offsets_of` say of each tensor of the checkpoint in which of `file_count` files and at which byte
+  // it starts, `origins` of each row of `table` to which of these tensors it belongs and at which byte of it the row
+  // starts. Throws ValueError, naming `op`, if they do not fit together, or unless `tensors` are on `device`.
   Rows(
       const char* op,
-      const at::Tensor& file_of,
-      const at::Tensor& offset_of,
+      const at::Tensor& files_of,
+      const at::Tensor& offsets_of,
       const at::Tensor& origins,
       at::TensorList tensors,
       const at::Tensor& table,
       size_t file_count,
       c10::Device device) {
     check_device(op, tensors, device);
-    FileOrigins from(op, file_of, offset_of, origins, table);
-    files = std::move(from.files);
-    for (size_t i = 0; i < files.size(); ++i) {
+    const auto* const file_of = numbers_of(op, "files", files_of, 1);
+    const auto* const offset_of = numbers_of(op, "offsets", offsets_of, 1);
+    const auto* origin = numbers_of(op, "origins", origins, 2);
+    const int64_t count = files_of.numel();
+    TORCH_CHECK_VALUE(
+        origins.size(1) == 2 && table.dim() == 2 && origins.size(0) == table.size(0) && count == offsets_of.numel(),
+        op,
+        ": expected origins of shape [n, 2] for n rows, and as many files as offsets, got origins of shape ",
+        origins.sizes(),
+        " for rows of shape ",
+        table.sizes(),
+        ", ",
+        count,
+        " files and ",
+        offsets_of.numel(),
+        " offsets");
+    std::vector<int64_t> offsets;
+    for (int64_t row = 0; row < origins.size(0); ++row, origin += 2) {
+      const auto tensor = origin[0];
+      int64_t offset = -1;
       TORCH_CHECK_VALUE(
-          files[i] >= 0 && files[i] < static_cast<int64_t>(file_count),
+          tensor >= 0 && tensor < count && !__builtin_add_overflow(offset_of[tensor], origin[1], &offset),
           op,
           ": row ",
-          i,
+          row,
+          " starts at byte ",
+          origin[1],
+          " of tensor ",
+          tensor,
+          " of ",
+          count);
+      const auto file = file_of[tensor];
+      TORCH_CHECK_VALUE(
+          file >= 0 && file < static_cast<int64_t>(file_count),
+          op,
+          ": row ",
+          row,
           " names file ",
-          files[i],
+          file,
           " of ",
           file_count);
+      files.push_back(file);
+      offsets.push_back(offset);
     }
-    copies = decode_copies(std::numeric_limits<int64_t>::max(), tensors, table, from.offsets);
+    copies = decode_copies(std::numeric_limits<int64_t>::max(), tensors, table, offsets);
   }
 };
 
