@@ -70,8 +70,25 @@ void check_bucket_side(int64_t row, const RegionCopy& copy, int64_t bucket_nbyte
   TORCH_CHECK_VALUE(inside, "region_copy: row ", row, " reaches outside the bucket of ", bucket_nbytes, " bytes");
 }
 
-// `offsets`, one per row, replace those of the table unless they are empty.
-std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
+} // namespace
+
+void check_bucket(const at::Tensor& bucket) {
+  TORCH_CHECK_VALUE(
+      bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
+      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
+      bucket.scalar_type(),
+      " of shape ",
+      bucket.sizes());
+  check_memory("region_copy's bucket", bucket, 0);
+}
+
+std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
+  check_bucket(bucket);
+  check_device("region_copy", tensors, bucket.device());
+  return decode_copies(bucket.numel(), tensors, table);
+}
+
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets) {
   const auto* row = numbers_of("region_copy", "the copy table", table, 2);
   const int64_t columns = table.size(1);
   const int64_t max_dims = (columns - kFixedColumns) / 3;
@@ -107,34 +124,12 @@ std::vector<RegionCopy> decode_rows(int64_t nbytes, const at::Tensor& table, c10
   return copies;
 }
 
-} // namespace
-
-void check_bucket(const at::Tensor& bucket) {
-  TORCH_CHECK_VALUE(
-      bucket.scalar_type() == at::kByte && bucket.dim() == 1 && bucket.is_contiguous(),
-      "region_copy: expected the bucket as a contiguous 1-D uint8 tensor, got ",
-      bucket.scalar_type(),
-      " of shape ",
-      bucket.sizes());
-  check_memory("region_copy's bucket", bucket, 0);
-}
-
-std::vector<RegionCopy> decode_copies(const at::Tensor& bucket, at::TensorList tensors, const at::Tensor& table) {
-  check_bucket(bucket);
-  check_device("region_copy", tensors, bucket.device());
-  return decode_copies(bucket.numel(), tensors, table);
-}
-
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table) {
-  return decode_rows(nbytes, table, {});
-}
-
 std::vector<RegionCopy> decode_copies(
     int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     check_memory("region_copy", tensors[i], i);
   }
-  auto copies = decode_rows(nbytes, table, offsets);
+  auto copies = decode_copies(nbytes, table, offsets);
   for (size_t r = 0; r < copies.size(); ++r) {
     const auto& copy = copies[r];
     TORCH_CHECK_VALUE(

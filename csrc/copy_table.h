@@ -37,6 +37,6 @@ std::vector<RegionCopy> decode_copies(
     int64_t nbytes, at::TensorList tensors, const at::Tensor& table, c10::IntArrayRef offsets = {});
 
 // The same without tensors to check against.
-std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table);
+std::vector<RegionCopy> decode_copies(int64_t nbytes, const at::Tensor& table, c10::IntArrayRef offsets = {});
 
 } // namespace epload
