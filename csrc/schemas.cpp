@@ -21,8 +21,8 @@ TORCH_LIBRARY(epload, m) {
   m.def("write_from_device(" REGIONS "Tensor[] sources, Tensor copies, " PIPE " pipe) -> (int, int, int, int)");
   m.def("upload(Tensor[] sources, Tensor origins, Tensor(a!)[] targets, Tensor copies, " PIPE " pipe) -> ()");
   m.def("download(Tensor[] sources, Tensor copies, Tensor(a!)[] targets, Tensor origins, " PIPE " pipe) -> ()");
-  m.def("share_memory(Tensor[] tensors) -> (Tensor, str[], int[])");
-  m.def("open_memory(str handle, int nbytes, Device device) -> Tensor");
+  m.def("share_memory(Tensor[] tensors) -> (Tensor, Tensor, int[])");
+  m.def("open_memory(Tensor handle, int nbytes, Device device) -> Tensor");
   m.def("close_memory(Tensor(a!) memory) -> ()");
   m.def(
       "relay(Tensor(a!) bucket, Tensor steps, str inter_group, str intra_group, int chunk_bytes, "

@@ -9,6 +9,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -30,31 +32,8 @@ const Driver& sharing_of(const char* op, c10::Device device) {
 std::mutex& opened_mutex = *new std::mutex;
 std::set<const void*>& opened = *new std::set<const void*>;
 
-std::string to_hex(const std::array<char, kHandleBytes>& bytes) {
-  constexpr const char* kDigits = "0123456789abcdef";
-  std::string text;
-  for (const char byte : bytes) {
-    text += kDigits[static_cast<uint8_t>(byte) >> 4];
-    text += kDigits[static_cast<uint8_t>(byte) & 15];
-  }
-  return text;
-}
-
-std::array<char, kHandleBytes> from_hex(const std::string& text) {
-  const auto digit = [](char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; };
-  std::array<char, kHandleBytes> bytes{};
-  bool valid = text.size() == 2 * bytes.size();
-  for (size_t i = 0; valid && i < bytes.size(); ++i) {
-    const int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
-    valid = high >= 0 && low >= 0;
-    bytes[i] = static_cast<char>(high << 4 | low);
-  }
-  TORCH_CHECK_VALUE(valid, "open_memory: expected a handle of ", 2 * kHandleBytes, " hexadecimal digits");
-  return bytes;
-}
-
 // See ops.py.
-std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_memory(at::TensorList tensors) {
+std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>> share_memory(at::TensorList tensors) {
   TORCH_CHECK_VALUE(!tensors.empty(), "share_memory: expected at least one tensor");
   const auto device = tensors[0].device();
   check_device("share_memory", tensors, device);
@@ -62,10 +41,8 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
   const c10::DeviceGuard on_device(device);
   auto places = at::empty({static_cast<int64_t>(tensors.size()), 2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   auto* place = places.mutable_data_ptr<int64_t>();
-  std::vector<std::string> handles;
-  std::vector<int64_t> sizes;
+  std::vector<SharedAllocation> allocations;
   std::map<uint64_t, int64_t> known; // by the end of each allocation its number
-  std::vector<uint64_t> begins;
   for (size_t i = 0; i < tensors.size(); ++i, place += 2) {
     place[0] = -1;
     place[1] = 0;
@@ -76,26 +53,33 @@ std::tuple<at::Tensor, std::vector<std::string>, std::vector<int64_t>> share_mem
     const auto at = reinterpret_cast<uint64_t>(tensors[i].const_data_ptr());
     TORCH_CHECK(at % tensors[i].element_size() == 0, "the memory of tensor ", i, " is not aligned to its elements");
     auto found = known.upper_bound(at);
-    if (found == known.end() || begins[found->second] > at) {
-      SharedAllocation allocation;
+    if (found == known.end() || allocations[found->second].base > at) {
+      auto& allocation = allocations.emplace_back();
       const auto obstacle = driver.share(tensors[i].const_data_ptr(), allocation);
       TORCH_CHECK(obstacle.empty(), obstacle);
-      handles.push_back(to_hex(allocation.handle));
-      sizes.push_back(allocation.nbytes);
-      begins.push_back(allocation.base);
-      found = known.emplace(allocation.base + allocation.nbytes, static_cast<int64_t>(begins.size()) - 1).first;
+      found = known.emplace(allocation.base + allocation.nbytes, static_cast<int64_t>(allocations.size()) - 1).first;
     }
     place[0] = found->second;
-    place[1] = static_cast<int64_t>(at - begins[found->second]);
+    place[1] = static_cast<int64_t>(at - allocations[found->second].base);
+  }
+  auto handles = at::empty({static_cast<int64_t>(allocations.size()), kHandleBytes}, at::kByte);
+  auto* handle = handles.mutable_data_ptr<uint8_t>();
+  std::vector<int64_t> sizes;
+  for (const auto& allocation : allocations) {
+    handle = std::copy(allocation.handle.begin(), allocation.handle.end(), handle);
+    sizes.push_back(allocation.nbytes);
   }
   return {places, handles, sizes};
 }
 
 // See ops.py.
-at::Tensor open_memory(const std::string& handle, int64_t nbytes, c10::Device device) {
+at::Tensor open_memory(const at::Tensor& handle, int64_t nbytes, c10::Device device) {
   TORCH_CHECK_VALUE(nbytes > 0, "open_memory: expected the bytes of an allocation, got ", nbytes);
+  check_array("open_memory", "the handle", handle, at::kByte, 1);
+  TORCH_CHECK_VALUE(handle.numel() == kHandleBytes, "open_memory: expected a handle of ", kHandleBytes, " bytes");
   const auto& driver = sharing_of("open_memory", device);
-  const auto bytes = from_hex(handle);
+  std::array<char, kHandleBytes> bytes{};
+  std::copy_n(handle.const_data_ptr<uint8_t>(), kHandleBytes, bytes.begin());
   const c10::DeviceGuard on_device(device);
   void* memory = nullptr;
   const auto obstacle = driver.open(bytes, memory);

@@ -132,7 +132,7 @@ class Setting:
         )
         assert self.lender.stdout is not None
         handle, nbytes = self.lender.stdout.readline().split()
-        self.lent: list[Any] = [handle, int(nbytes)]
+        self.lent: list[Any] = [torch.tensor(list(bytes.fromhex(handle)), dtype=torch.uint8), int(nbytes)]
 
     def open(self) -> Tensor:
         memory: Tensor = torch.ops.epload_test.open_memory(*self.lent, torch.device(DEVICE))

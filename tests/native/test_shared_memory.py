@@ -102,8 +102,8 @@ def refusals(rank: int, meeting: Meeting) -> list[str]:
         (lambda: ops.close_memory(here), "ValueError", "expected memory that open_memory has opened"),
         (opening(handle, device="cpu"), "RuntimeError", "memory of cpu cannot be shared"),
         (opening(handle), "RuntimeError", "cannot be opened on fakedev:0"),
-        (opening(handle[:-1]), "ValueError", "128 hexadecimal digits"),
-        (opening("x" * 128), "ValueError", "128 hexadecimal digits"),
+        (opening(handle[:-2]), "ValueError", "a handle of 64 bytes"),
+        (opening("x" * 128), "ValueError", "non-hexadecimal"),
         (opening("00" * 64), "RuntimeError", "cannot be opened on fakedev:0"),
         (opening(handle, 0), "ValueError", "expected the bytes of an allocation, got 0"),
     ]

@@ -127,14 +127,14 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
 
     Returns:
         int64 CPU tensor [n, 2], for each tensor the allocation that it begins in, and where (bytes), -1 and 0 for an empty one;
-        the handle of each allocation; its bytes.
+        the handle of each allocation, in hexadecimal digits; its bytes.
 
     Raises:
         RuntimeError: some of the memory cannot be shared; with the reason.
         ValueError: the tensors are on several devices, or the memory of one has not all of its elements.
     """
     places, handles, sizes = _ops.share_memory.default(tensors)
-    return places, list(handles), list(map(int, sizes))
+    return places, [bytes(handle).hex() for handle in handles.tolist()], list(map(int, sizes))
 
 
 def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
@@ -145,7 +145,8 @@ def open_memory(handle: str, nbytes: int, device: torch.device) -> Tensor:
         RuntimeError: it cannot be opened; with the reason.
         ValueError: the handle is none.
     """
-    memory: Tensor = _ops.open_memory.default(handle, nbytes, device)
+    content = torch.tensor(list(bytes.fromhex(handle)), dtype=torch.uint8, device="cpu")
+    memory: Tensor = _ops.open_memory.default(content, nbytes, device)
     return memory
 
 
