@@ -89,7 +89,7 @@ class NodeConnection:
         assert self.store is not None
         with self._connecting:
             if self._joined and self._own is None:
-                self._own = _clone(self.store)
+                self._own = connect_again(self.store)
             return self._own or self.store
 
     def join_nodes(self, nodes: Iterable[Iterable[int]], token: str) -> None:
@@ -245,11 +245,11 @@ def outcome_keys(prefix: str) -> tuple[str, str]:
     return f"{prefix}outcome", f"{prefix}stop"
 
 
-def _clone(store: Store) -> Store:
-    """Returns another connection to the store.
+def connect_again(store: Store) -> Store:
+    """Returns another connection to the store: a TCPStore answers nobody else on one on which a thread waits for a key.
 
-    A store that cannot be copied (torch 2.11) is returned itself, and one without connections: a FileStore deletes its
-    file when as many objects as there are ranks have been destroyed, copies included.
+    Another store is returned itself: a FileStore deletes its file when as many objects as there are ranks have been destroyed,
+    copies included.
 
     Raises:
         DistNetworkError: the store's host has died.
@@ -257,11 +257,10 @@ def _clone(store: Store) -> Store:
     base: Any = store
     while hasattr(base, "underlying_store"):
         base = base.underlying_store
-    copy: Callable[[], Store] | None = getattr(store, "clone", None)
-    if copy is None or not isinstance(base, TCPStore):
+    if not isinstance(base, TCPStore):
         return store
     try:  # a copy would try again and again for as long as the store's own timeout
         socket.create_connection((base.host, base.port), _CONNECT_SECONDS).close()
     except OSError as error:
         raise DistNetworkError(f"no connection to the store at {base.host}:{base.port}: {error}") from error
-    return copy()
+    return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch does not declare it

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.core import threads
 from epload.errors import LoadError
+from epload.ranks.connection import connect_again
 
 _MIN_POLL, _MAX_POLL = 0.001, 0.1
 """Seconds between two checks; doubles in between."""
@@ -119,7 +120,8 @@ class Group:
         """
         self._enter_device()
         index, size = self.ranks.index(rank), len(self.ranks)
-        own = store.inner if set(backends.values()) == {"gloo"} else _with_own_connection(store.inner)
+        # Other backends wait inside the store, until the timeout, for a member that does not come.
+        own = store.inner if set(backends.values()) == {"gloo"} else connect_again(store.inner)
         group = dist.ProcessGroup(PrefixStore("group/", own), index, size)
         built: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, name in backends.items():
@@ -208,15 +210,6 @@ class Group:
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
         self._group = None
-
-
-def _with_own_connection(store: Store) -> Store:
-    """Returns the same store over another connection: a TCPStore answers nobody else on one on which a thread waits for a key,
-    and the wait for a member that does not come lasts until the timeout."""
-    try:
-        return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch does not declare it
-    except RuntimeError:  # a store that is written in Python
-        return store
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
