@@ -122,108 +122,91 @@ void copy_rows(
   }
 }
 
+// A region, and the data of its tensor. The form is empty if it converts.
+struct Region {
+  const RegionCopy& copy;
+  const at::Tensor& tensor;
+  char* data;
+  Strided form;
+
+  bool converts() const {
+    return tensor.scalar_type() != copy.dtype;
+  }
+};
+
 // A part of a region: rows of its outermost dim, or bytes of its only run. All of it if it converts.
 struct Part {
-  size_t copy;
+  size_t region;
   int64_t begin, end;
 };
 
-class BucketCopy {
- public:
-  BucketCopy(
-      const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction)
-      : bucket_(bucket),
-        tensors_(tensors),
-        copies_(copies),
-        direction_(direction),
-        bucket_data_(data_of(bucket, direction == Direction::kPack)),
-        data_(tensors.size()) {
-    for (size_t i = 0; i < copies.size(); ++i) {
-      add(i);
+// Cuts a region into parts; returns its bytes.
+int64_t cut(Region& region, size_t index, std::vector<Part>& parts) {
+  if (region.converts()) {
+    parts.push_back({index, 0, 0});
+    return static_cast<int64_t>(region.tensor.nbytes());
+  }
+  auto& s = region.form = collapse(region.tensor, region.copy);
+  s.run *= static_cast<int64_t>(region.tensor.element_size());
+  int64_t count = s.run, bytes_each = 1; // parts: bytes of a run, or rows
+  if (!s.size.empty() && s.run > 0) {
+    count = s.size[0];
+    bytes_each = s.run;
+    for (size_t d = 1; d < s.size.size(); ++d) {
+      bytes_each *= s.size[d];
     }
   }
-
-  void run() const {
-    const bool stream = nbytes_ >= kStreamTotal && direction_ == Direction::kUnpack;
-    Tasks tasks(parts_.size());
-    on_threads(std::clamp<int64_t>(nbytes_ / kBytesPerThread, 1, at::get_num_threads()), tasks, [&] {
-      for (size_t task = 0; (task = tasks.take()) < parts_.size();) {
-        copy(parts_[task], stream);
-      }
-      stream_fence();
-    });
+  const int64_t step = std::max<int64_t>(1, kPartBytes / bytes_each);
+  for (int64_t begin = 0; begin < count; begin += step) {
+    parts.push_back({index, begin, std::min(count, begin + step)});
   }
+  return count * bytes_each;
+}
 
- private:
-  // Not in the threads, of which each would copy what is copied on write.
-  static char* data_of(const at::Tensor& tensor, bool written) {
-    return static_cast<char*>(written ? tensor.data_ptr() : const_cast<void*>(tensor.const_data_ptr()));
+void copy_part(const Region& region, const Part& part, char* bucket, Direction direction, bool stream) {
+  auto s = region.form;
+  char* tensor = region.data + s.tensor + part.begin * (s.size.empty() ? 1 : s.tensor_stride[0]);
+  bucket += s.bucket + part.begin * (s.size.empty() ? 1 : s.bucket_stride[0]);
+  const int64_t count = part.end - part.begin;
+  s.run = s.size.empty() ? count : s.run;
+  if (direction == Direction::kUnpack) {
+    copy_rows(s, 0, count, tensor, bucket, s.tensor_stride, s.bucket_stride, stream);
+  } else {
+    copy_rows(s, 0, count, bucket, tensor, s.bucket_stride, s.tensor_stride, stream);
   }
+}
 
-  void add(size_t i) {
-    const auto& tensor = tensors_[copies_[i].tensor];
-    data_[copies_[i].tensor] = data_of(tensor, direction_ == Direction::kUnpack);
-    auto& s = regions_.emplace_back();
-    if (converts(i)) {
-      parts_.push_back({i, 0, 0});
-      nbytes_ += static_cast<int64_t>(tensor.nbytes());
-      return;
-    }
-    s = collapse(tensor, copies_[i]);
-    s.run *= static_cast<int64_t>(tensor.element_size());
-    int64_t count = s.run, bytes_each = 1; // parts: bytes of a run, or rows
-    if (!s.size.empty() && s.run > 0) {
-      count = s.size[0];
-      bytes_each = s.run;
-      for (size_t d = 1; d < s.size.size(); ++d) {
-        bytes_each *= s.size[d];
-      }
-    }
-    const int64_t step = std::max<int64_t>(1, kPartBytes / bytes_each);
-    for (int64_t begin = 0; begin < count; begin += step) {
-      parts_.push_back({i, begin, std::min(count, begin + step)});
-    }
-    nbytes_ += count * bytes_each;
-  }
-
-  bool converts(size_t i) const {
-    return tensors_[copies_[i].tensor].scalar_type() != copies_[i].dtype;
-  }
-
-  void copy(const Part& part, bool stream) const {
-    const auto number = copies_[part.copy].tensor;
-    if (converts(part.copy)) {
-      copy_one_aten(bucket_, tensors_[number], copies_[part.copy], direction_);
-      return;
-    }
-    auto s = regions_[part.copy];
-    char* tensor = data_[number] + s.tensor;
-    char* bucket = bucket_data_ + s.bucket;
-    tensor += part.begin * (s.size.empty() ? 1 : s.tensor_stride[0]);
-    bucket += part.begin * (s.size.empty() ? 1 : s.bucket_stride[0]);
-    const int64_t count = part.end - part.begin;
-    s.run = s.size.empty() ? count : s.run;
-    if (direction_ == Direction::kUnpack) {
-      copy_rows(s, 0, count, tensor, bucket, s.tensor_stride, s.bucket_stride, stream);
-    } else {
-      copy_rows(s, 0, count, bucket, tensor, s.bucket_stride, s.tensor_stride, stream);
-    }
-  }
-
-  const at::Tensor& bucket_;
-  at::TensorList tensors_;
-  const std::vector<RegionCopy>& copies_;
-  Direction direction_;
-  char* bucket_data_;
-  std::vector<char*> data_; // of each tensor
-  std::vector<Strided> regions_;
-  std::vector<Part> parts_;
-  int64_t nbytes_ = 0;
-};
+// Not in the threads, of which each would copy what is copied on write.
+char* data_of(const at::Tensor& tensor, bool written) {
+  return static_cast<char*>(written ? tensor.data_ptr() : const_cast<void*>(tensor.const_data_ptr()));
+}
 
 void region_copy_cpu(
     const at::Tensor& bucket, at::TensorList tensors, const std::vector<RegionCopy>& copies, Direction direction) {
-  BucketCopy(bucket, tensors, copies, direction).run();
+  const bool unpack = direction == Direction::kUnpack;
+  char* const bucket_data = data_of(bucket, !unpack);
+  std::vector<Region> regions;
+  std::vector<Part> parts;
+  int64_t nbytes = 0;
+  regions.reserve(copies.size());
+  for (const auto& copy : copies) {
+    const auto& tensor = tensors[copy.tensor];
+    regions.push_back({copy, tensor, data_of(tensor, unpack), {}});
+    nbytes += cut(regions.back(), regions.size() - 1, parts);
+  }
+  const bool stream = nbytes >= kStreamTotal && unpack;
+  Tasks tasks(parts.size());
+  on_threads(std::clamp<int64_t>(nbytes / kBytesPerThread, 1, at::get_num_threads()), tasks, [&] {
+    for (size_t task = 0; (task = tasks.take()) < parts.size();) {
+      const auto& region = regions[parts[task].region];
+      if (region.converts()) {
+        copy_one_aten(bucket, region.tensor, region.copy, direction);
+      } else {
+        copy_part(region, parts[task], bucket_data, direction, stream);
+      }
+    }
+    stream_fence();
+  });
 }
 
 const RegisterDriver registered_cpu(c10::DeviceType::CPU, {.region_copy = region_copy_cpu});
