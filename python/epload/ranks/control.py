@@ -231,8 +231,9 @@ class Control(Rounds):
             self.failure = failure
         elif self.store is not None and not self._succeeded:
             self._succeeded = True
-            with suppress(RuntimeError):  # interrupted, perhaps before it had passed the decision on
-                self.pass_on_outcome()
+            with suppress(RuntimeError):  # interrupted in the last round, perhaps before it had passed the decision on
+                if (decision := self._read()) is not None:
+                    self._pass_on(decision)
         return failure
 
     @contextmanager

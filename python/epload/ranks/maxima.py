@@ -34,25 +34,21 @@ def reduce_maxima(topology: Topology, own: Attempt[Tensor]) -> Tensor:
     groups.make("maxima", (topology.ranks,))
     reduced = own.value.clone()
     stop = threading.Event()
-
-    def reduce() -> None:
-        work, pause = groups.group(topology.ranks).all_reduce_maximum(reduced), _MIN_POLL
-        until = time.monotonic() + control.timeout.total_seconds()
-        while not work.is_completed():
-            if stop.wait(pause):
-                raise RemoteFailure("another rank failed")
-            if time.monotonic() >= until:
-                raise WaitTimeout(f"the maxima of {count} blocks did not arrive within {control.timeout}")
-            pause = min(2 * pause, _MAX_POLL)
-        try:
-            work.wait()
-        except RuntimeError as error:  # a rank has ended, which its node's watch names
-            raise RemoteFailure(message_of(error)) from error
-
     try:
         with control.stopping(stop.set):
             control.doing = "exchanges the maxima of blocks"
-            reduce()
+            work, pause = groups.group(topology.ranks).all_reduce_maximum(reduced), _MIN_POLL
+            until = time.monotonic() + control.timeout.total_seconds()
+            while not work.is_completed():
+                if stop.wait(pause):
+                    raise RemoteFailure("another rank failed")
+                if time.monotonic() >= until:
+                    raise WaitTimeout(f"the maxima of {count} blocks did not arrive within {control.timeout}")
+                pause = min(2 * pause, _MAX_POLL)
+            try:
+                work.wait()
+            except RuntimeError as error:  # a rank has ended, which its node's watch names
+                raise RemoteFailure(message_of(error)) from error
         control.agree("exchanging maxima", None)  # all have the group, or none
     except BaseException:
         groups.clear()

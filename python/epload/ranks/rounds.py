@@ -112,11 +112,6 @@ class Rounds(NodeConnection):
             self.look()
             raise RemoteFailure("another rank failed")
 
-    def pass_on_outcome(self) -> None:
-        """Passes on the decision of the last round, if this rank was interrupted in it, perhaps before it could."""
-        if (decision := self._read()) is not None:
-            self._pass_on(decision)
-
     def _pass_on(self, decision: str) -> None:
         """Passes a decision on to the other ranks of the node, if this rank leads it."""
         for rank in self.tree.members:
