@@ -44,13 +44,9 @@ def batches(nbytes: Tensor, limit: int) -> tuple[Tensor, ...]:
 
 
 def numbered(values: Tensor) -> Tensor:
-    """Numbers non-negative values from 0 on, in their order. int64 [n]."""
-    if (bound := int(values.max()) + 1 if len(values) else 0) > 8 * len(values):
-        return torch.searchsorted(torch.unique(values), values)
-    there = torch.zeros(bound, dtype=torch.int64, device="cpu")
-    there[values] = 1
-    number = there.cumsum(0) - 1
-    return number[values]
+    """Numbers values from 0 on, in their order. int64 [n]."""
+    numbers: Tensor = torch.unique(values, return_inverse=True)[1]
+    return numbers
 
 
 def numbered_rows(columns: Sequence[Tensor]) -> Tensor:
