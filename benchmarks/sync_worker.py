@@ -266,7 +266,7 @@ class Planning:
         self._targets = collect(model)
         if worker.sends:
             manifest, placed, _ = catalog(model, self._targets, "auto", None)
-            self._holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, self._targets, placed)
+            self._holdings = holdings_of_targets(manifest.shapes, self._targets, placed)
         self._manifest = span.exchange(manifest if worker.rank == 0 else None)[0]
         if not worker.sends:
             self._holdings = ModelTarget(model, "auto", True).holdings(self._manifest)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from epload import Manifest, Mapping
+from epload.core import dtypes
 from epload.core.placement import Layout, Placement, Sharded
 from epload.model.targets import Targets
 from epload.planning.plan import make_plan
@@ -52,6 +53,20 @@ def targets_of(
 def test_bucket_bytes_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 80"):
         make_plan(manifest_of({"a": ((4, 2), F32)}), targets_of({"a": ((4, 2), F32)}), Mapping(), 79)
+
+
+def test_tensors_of_one_class_keep_their_own_dtypes() -> None:
+    """Pieces of equal extents, of tensors that fill equal targets, are copied as what the checkpoint has."""
+    targets = targets_of({"a": ((32,), F32), "b": ((32,), F32)})
+    targets.layout[1] = 0
+    plan = make_plan(manifest_of({"a": ((32,), BF16), "b": ((32,), F32)}), targets, Mapping(), 64 + 64)
+    copied = {
+        (tensor, code)
+        for bucket in plan.buckets
+        for tensor, code in zip(bucket.origins[:, 0].tolist(), bucket.rows.dtype.tolist(), strict=True)
+    }
+    assert plan.holdings.class_of.tolist() == [0, 0]
+    assert copied == {(0, dtypes.code(BF16)), (1, dtypes.code(F32))}
 
 
 def test_fingerprint_tells_any_difference() -> None:

@@ -157,7 +157,7 @@ class _Kinds:
         for rank in self._members.senders:
             for kind, dtype in enumerate(self.declared):
                 share = self._share(rank, kind)
-                if share is not None and share.dtype == dtype and not share.mixed:
+                if share is not None and share.dtype == dtype:
                     exact[kind].append(rank)
         return exact
 
@@ -186,7 +186,7 @@ class _Kinds:
         """Returns the dtype of all receivers, if it is narrower than the senders', which then convert; else the senders'."""
         source, name = self.declared[kind], self._manifest.names[self.first[kind]]
         shares = (self._share(rank, kind) for rank in self._receivers)
-        of_receivers = {share.dtype for share in shares if share is not None}
+        of_receivers = {share.dtype or source for share in shares if share is not None}
         for dtype in of_receivers:
             if not dtypes.converts(source, dtype):
                 raise ModelMismatch(

@@ -41,10 +41,8 @@ class Share(NamedTuple):
     shape: Shape
     """Shape of the tensor."""
     views: tuple[LocalView, ...]
-    dtype: torch.dtype
-    """Dtype of the local tensors or, if they have several, of the tensor."""
-    mixed: bool = False
-    """True if the local tensors have several dtypes."""
+    dtype: torch.dtype | None
+    """Dtype of the local tensors; None if they have several."""
 
 
 class Part(NamedTuple):
@@ -163,7 +161,7 @@ class Holdings:
 
     def encode(self) -> tuple[bytes, bytes]:
         """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
-        shares = [(shape, views, dtype_names.name(dtype), mixed) for shape, views, dtype, mixed in self.classes]
+        shares = [(shape, views, dtype and dtype_names.name(dtype)) for shape, views, dtype in self.classes]
         columns = zlib.compress(to_raw(self.class_of.to(torch.int32)), 1)
         return columns, _compressed(shares)
 
@@ -176,9 +174,9 @@ class Holdings:
         """The inverse of :meth:`encode`: holdings without targets."""
         class_of = torch.frombuffer(bytearray(zlib.decompress(columns)), dtype=torch.int32).to(torch.int64)
         shares = []
-        for shape, views, dtype, mixed in json.loads(zlib.decompress(classes)):
+        for shape, views, dtype in json.loads(zlib.decompress(classes)):
             as_views = tuple((place, View(tuple(a), tuple(b), at, tuple(c))) for place, (a, b, at, c) in views)
-            shares.append(Share(tuple(shape), as_views, dtype_names.from_name(dtype), mixed))
+            shares.append(Share(tuple(shape), as_views, dtype and dtype_names.from_name(dtype)))
         return cls(class_of, tuple(shares))
 
     def with_targets(self, targets: bytes) -> Holdings:
@@ -203,13 +201,11 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def holdings_of_targets(
-    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], targets: Targets, placed: Sequence[tuple[Place, ...]]
-) -> Holdings:
+def holdings_of_targets(shapes: Sequence[Shape], targets: Targets, placed: Sequence[tuple[Place, ...]]) -> Holdings:
     """Returns what a rank has of some tensors in a model.
 
     Args:
-        shapes, dtypes: of the tensors.
+        shapes: of the tensors.
         targets: of the model, as they are on this rank.
         placed: the places of each tensor, as from :func:`epload.mapping.place.place`.
     """
@@ -218,11 +214,11 @@ def holdings_of_targets(
     numbers: dict[object, int] = {}
     classes: list[Share] = []
     class_of, local = [], []
-    for shape, dtype, places in zip(shapes, dtypes, placed, strict=True):
+    for shape, places in zip(shapes, placed, strict=True):
         own = tuple([index[name] for name, _ in places])
         local.append(own)
         # Equal views of different tensors are mostly one object.
-        key = shape, dtype, *[(id(place[1]), layout_of[i], dtype_of[i]) for i, place in zip(own, places, strict=True)]
+        key = shape, *[(id(place[1]), layout_of[i], dtype_of[i]) for i, place in zip(own, places, strict=True)]
         if (number := numbers.get(key)) is None:
             distinct = {dtype_of[i] for i in own}
             views = [
@@ -232,8 +228,7 @@ def holdings_of_targets(
             ]
             number = numbers[key] = len(classes) if views else NO_PART
             if views:
-                mixed = len(distinct) > 1
-                classes.append(Share(shape, tuple(views), dtype if mixed else distinct.pop(), mixed))
+                classes.append(Share(shape, tuple(views), distinct.pop() if len(distinct) == 1 else None))
         class_of.append(number)
     return Holdings(column(class_of), tuple(classes), local)
 
@@ -247,30 +242,26 @@ def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Hol
     return Holdings(column(class_of), shares, [(i,) for i in range(len(kinds))])
 
 
-def combine(dtypes: Sequence[torch.dtype], first: Holdings, second: Holdings, count: int) -> Holdings:
-    """Returns the holdings of a rank that has both of two holdings of the same tensors.
-
-    Args:
-        dtypes: of the tensors.
-        count: local tensors of the first, before those of the second.
-    """
+def combine(first: Holdings, second: Holdings, count: int) -> Holdings:
+    """Returns the holdings of a rank that has both of two holdings of the same tensors. ``count``: local tensors of the first,
+    before those of the second."""
     numbers: dict[object, int] = {}
     classes: list[Share] = []
     class_of, targets = [], []
     pairs = zip(first.class_of.tolist(), second.class_of.tolist(), strict=True)
-    for dtype, (a, b), before, after in zip(dtypes, pairs, first.targets, second.targets, strict=True):
+    for (a, b), before, after in zip(pairs, first.targets, second.targets, strict=True):
         targets.append((*before, *(count + number for number in after)))
-        key = dtype, a, b, len(before)
+        key = a, b, len(before)
         if key not in numbers:
             own = first.classes[a : a + 1] if a != NO_PART else ()
             other = second.classes[b : b + 1] if b != NO_PART else ()
             views = [view for share in own for view in share.views]
             views += [(len(before) + place, view) for share in other for place, view in share.views]
             shares = own + other
-            mixed = any(share.mixed for share in shares) or len({share.dtype for share in shares}) > 1
+            dtypes = {share.dtype for share in shares}
             numbers[key] = len(classes) if shares else NO_PART
             if shares:
-                classes.append(Share(shares[0].shape, tuple(views), dtype if mixed else shares[0].dtype, mixed))
+                classes.append(Share(shares[0].shape, tuple(views), dtypes.pop() if len(dtypes) == 1 else None))
         class_of.append(numbers[key])
     return Holdings(column(class_of), tuple(classes), targets)
 

@@ -143,7 +143,7 @@ def make_plan(
     filled = filled | {i for own in quantized for i in own[:2]}
     lost = {targets.index[target] for target in mismatched} - filled
     missing = _missing(targets, mapping, filled | lost)
-    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+    holdings = holdings_of_targets(manifest.shapes, targets, placed)
     pieces, bucket, sizes = _fill_buckets(manifest, column(tensors), bucket_bytes)
     copies, origins, piece = _copies(manifest, holdings, pieces)
     piece_counts = torch.bincount(bucket, minlength=len(sizes)).tolist()
@@ -196,7 +196,7 @@ def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[Cop
     tensor, begin, bucket_offset, nbytes = pieces.T.contiguous()
     class_of = holdings.class_of[tensor]
     # Everything that the copies of a piece depend on but for where the piece lies in the bucket.
-    template_of = numbered_rows([class_of - NO_PART, begin, nbytes])
+    template_of = numbered_rows([manifest.kinds.dtype_of[tensor], class_of - NO_PART, begin, nbytes])
     templates = []
     for i in first_of_each(template_of).tolist():
         number, first, _, size = pieces[i].tolist()

@@ -56,8 +56,8 @@ def plan_writes(
     for first in first_of_each(kind_of).tolist():
         slots.append(_slots_of(manifest, first, of_ranks))
         number, shape, dtype = int(holdings.class_of[first]), manifest.shapes[first], manifest.dtypes[first]
-        have = holdings.classes[number].dtype if number != NO_PART else dtype
-        if not dtype_names.converts(have, dtype):
+        have = holdings.classes[number].dtype if number != NO_PART else None
+        if have is not None and not dtype_names.converts(have, dtype):
             raise ModelMismatch(
                 f"{manifest.names[first]} is {dtype_names.name(have)}, which cannot be saved as {dtype_names.name(dtype)}"
             )

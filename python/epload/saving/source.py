@@ -83,7 +83,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
         in_files = dict(zip(manifest.names, shapes, strict=True))
         manifest, placed, written = quantized.manifest, quantized.placed, quantized.targets
         shapes = [in_files.get(name, shape) for name, shape in zip(manifest.names, manifest.shapes, strict=True)]
-    holdings = holdings_of_targets(manifest.shapes, manifest.dtypes, written, placed)
+    holdings = holdings_of_targets(manifest.shapes, written, placed)
     padded = replace(manifest, shapes=tuple(shapes))
     return SavedModel(targets.local(), manifest, padded, holdings, config, stem, quantized)
 

@@ -270,7 +270,7 @@ class Joining:
         for name, number, of_sender, of_engines in columns:
             if number == NO_PART or of_sender == of_engines:
                 continue
-            if (share := holdings.classes[number]).mixed or share.dtype != of_engines:
+            if holdings.classes[number].dtype != of_engines:
                 logger.info(
                     "waiting for the sender's next version, as other engines have %s in %s",
                     name,

@@ -56,7 +56,7 @@ class NodeVersion:
         for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
             if plan is not None and plan.layout is not None and waves:
                 of_plan = plan.layout.holdings(manifest.shapes)
-                holdings = combine(manifest.dtypes, holdings, of_plan, len(tensors))
+                holdings = combine(holdings, of_plan, len(tensors))
                 tensors += plan.layout.tensors(
                     [bucket for _, bucket in sorted(self.staged(waves), key=lambda staged: staged[0])]
                 )

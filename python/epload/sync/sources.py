@@ -128,7 +128,7 @@ class SentModel:
                 self.manifest, placed, of_model = (
                     self._quantized.manifest, self._quantized.placed, self._quantized.targets,
                 )  # fmt: skip
-            holdings = holdings_of_targets(self.manifest.shapes, self.manifest.dtypes, of_model, placed)
+            holdings = holdings_of_targets(self.manifest.shapes, of_model, placed)
             self._sent = sorted({number for numbers in holdings.targets for number in numbers})
             position = {number: i for i, number in enumerate(self._sent)}
             own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]

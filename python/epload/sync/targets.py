@@ -114,7 +114,7 @@ class ModelTarget(Target):
         self._filled = targets
         self.devices = {tensor.device for tensor in targets.local()}
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
-        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+        return holdings_of_targets(manifest.shapes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
         targets = self._reader.read()
@@ -227,7 +227,7 @@ class CombinedTarget(Target):
         for i, target in enumerate(self._targets):
             target.scope = self.scope
             holdings = target.holdings(manifest)
-            combined = combine(manifest.dtypes, combined, holdings, sum(self._counts)) if i else holdings
+            combined = combine(combined, holdings, sum(self._counts)) if i else holdings
             self._counts.append(1 + max((number for numbers in holdings.targets for number in numbers), default=-1))
         self.devices = {device for target in self._targets for device in target.devices}
         self.warnings = [warning for target in self._targets for warning in target.warnings]

@@ -175,7 +175,7 @@ class EngineTarget(Target):
             [tuple(shape) for shape, *_ in layouts],
             [dtype for _, dtype, _ in layouts],
         )
-        return holdings_of_targets(manifest.shapes, manifest.dtypes, targets, placed)
+        return holdings_of_targets(manifest.shapes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
         with callers_default_device():
