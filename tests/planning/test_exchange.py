@@ -57,8 +57,8 @@ def holdings_of(
 
 def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:
     """Returns a local tensor, by index arithmetic alone."""
-    for dim, length in enumerate(layout.shape):
-        intervals = owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
+    for dim in range(len(layout.shape)):
+        intervals = owned_intervals(layout, dim, coordinate)
         index = torch.tensor([i for start, size in intervals for i in range(start, start + size)], dtype=torch.int64)
         full = full.index_select(dim, index)
     return full.clone()

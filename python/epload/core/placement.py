@@ -70,15 +70,12 @@ def chunk_intervals(intervals: Sequence[Interval], chunks: int, index: int) -> l
     return chunk
 
 
-def owned_intervals(
-    length: int, dim: int, mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
-) -> list[Interval]:
+def owned_intervals(layout: Layout, dim: int, coordinate: Sequence[int]) -> list[Interval]:
     """The indices of one dim that the rank at ``coordinate`` owns, in local order."""
-    axes = [axis for axis, p in enumerate(placements) if isinstance(p, Sharded) and p.dim == dim]
-    intervals: list[Interval] = [(0, length)] if length else []
-    for axis, parts in _sharding_order(axes, mesh_shape, placements):
+    intervals: list[Interval] = [(0, layout.shape[dim])] if layout.shape[dim] else []
+    for axis, parts in _sharding_order(layout, dim):
         split = [chunk_intervals(intervals, parts, part) for part in range(parts)]
-        intervals = [i for part in split for i in chunk_intervals(part, mesh_shape[axis], coordinate[axis])]
+        intervals = [i for part in split for i in chunk_intervals(part, layout.mesh_shape[axis], coordinate[axis])]
     merged: list[Interval] = []
     for start, size in intervals:
         if merged and sum(merged[-1]) == start:
@@ -88,22 +85,26 @@ def owned_intervals(
     return merged
 
 
-def _sharding_order(
-    axes: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
-) -> list[tuple[int, int]]:
+def _sharding_axes(layout: Layout, dim: int) -> list[int]:
+    """The mesh axes that shard a dim."""
+    return [axis for axis, p in enumerate(layout.placements) if isinstance(p, Sharded) and p.dim == dim]
+
+
+def _sharding_order(layout: Layout, dim: int) -> list[tuple[int, int]]:
     """The mesh axes that shard one dim, in the order in which they apply, each with its number of parts (1: not strided).
 
     An axis whose split factor is the product of the sizes of axes to its right applies after those axes. A factor that remains
     means that the axis shards that many parts separately.
     """
     order: list[tuple[int, int]] = []
-    for axis in reversed(axes):  # right to left, so that the axes to the right are already in order
-        placement = placements[axis]
+    # Right to left, so that the axes to the right are already in order.
+    for axis in reversed(_sharding_axes(layout, dim)):
+        placement = layout.placements[axis]
         assert isinstance(placement, Sharded)
         parts = placement.split_factor
         covered = 0
-        while covered < len(order) and parts % mesh_shape[order[covered][0]] == 0 and parts > 1:
-            parts //= mesh_shape[order[covered][0]]
+        while covered < len(order) and parts % layout.mesh_shape[order[covered][0]] == 0 and parts > 1:
+            parts //= layout.mesh_shape[order[covered][0]]
             covered += 1
         order.insert(covered if placement.split_factor > 1 else 0, (axis, parts))
     return order
@@ -118,7 +119,8 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
     Empty if the local shard is empty; one region of size () for a 0-d tensor.
     """
     per_dim = []
-    for intervals in _owned_intervals(layout, coordinate):
+    for dim in range(len(layout.shape)):
+        intervals = owned_intervals(layout, dim, coordinate)
         ends = accumulate((size for _, size in intervals), initial=0)
         per_dim.append([(start, size, local) for (start, size), local in zip(intervals, ends, strict=False)])
     return [
@@ -129,25 +131,19 @@ def owned_regions(layout: Layout, coordinate: Sequence[int]) -> list[OwnedRegion
 
 def owned_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the local shard of the rank at ``coordinate`` of the mesh."""
-    return tuple(sum(size for _, size in intervals) for intervals in _owned_intervals(layout, coordinate))
-
-
-def _owned_intervals(layout: Layout, coordinate: Sequence[int]) -> Iterator[list[Interval]]:
-    """The intervals of each dim."""
-    for dim, length in enumerate(layout.shape):
-        yield owned_intervals(length, dim, layout.mesh_shape, layout.placements, coordinate)
+    dims = range(len(layout.shape))
+    return tuple(sum(size for _, size in owned_intervals(layout, dim, coordinate)) for dim in dims)
 
 
 @lru_cache(maxsize=1024)
 def shard_boundaries(layout: Layout, dim: int) -> tuple[frozenset[int], bool]:
     """Returns the indices of a dim at which what some rank owns starts or ends, none if the dim is not sharded, and True if some
     rank owns more than one interval."""
-    axes = {axis for axis, p in enumerate(layout.placements) if isinstance(p, Sharded) and p.dim == dim}
+    axes = _sharding_axes(layout, dim)
     if all(layout.mesh_shape[axis] == 1 for axis in axes):
         return frozenset(), False
     ranks = product(*(range(n if axis in axes else 1) for axis, n in enumerate(layout.mesh_shape)))
-    rest = layout.shape[dim], dim, layout.mesh_shape, layout.placements
-    owned = [owned_intervals(*rest, coordinate) for coordinate in ranks]
+    owned = [owned_intervals(layout, dim, coordinate) for coordinate in ranks]
     boundaries = frozenset(at for intervals in owned for start, size in intervals for at in (start, start + size))
     return boundaries, any(len(intervals) > 1 for intervals in owned)
 
