@@ -289,25 +289,21 @@ def copies_of_box(
     number: int,
     dtype: torch.dtype,
     once: bool,
-    whole: Shape | None = None,
     strides: Shape | None = None,
     offset: int = 0,
 ) -> list[Copy]:
-    """Returns the copies between a box of a tensor and what a rank has of the tensor. The box is packed, at offset 0 of a bucket,
-    or lies in the whole tensor, which does.
+    """Returns the copies between a box of a tensor and what a rank has of the tensor.
 
     Args:
         box: start and size.
         number: of the tensor's class in the holdings.
         dtype: of the bucket's elements.
         once: True if one copy of each element is enough, as for a rank that packs them; else all parts have theirs.
-        whole: the tensor's shape, if it is the tensor that lies in the bucket.
         strides: of the box in the bucket, in elements, if it is not packed.
-        offset: of the box, or of the whole tensor, in the bucket, in elements.
+        offset: of the box in the bucket, in elements.
     """
     start, size = box
-    strides = strides or row_major_strides(whole or size)
-    first = start if whole is None else (0,) * len(whole)
+    strides = strides or row_major_strides(size)
     copies: list[Copy] = []
     if number == NO_PART:
         return copies
@@ -315,7 +311,7 @@ def copies_of_box(
     for part in [exact] if exact is not None else holdings.parts[number]:
         if (shared := intersect(box, part.box)) is None:
             continue
-        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], first, strides, strict=True))
+        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
         local_strides = [0 if dim < 0 else strides[dim] for dim in part.dims]
         copies.append(holdings.copy(part.place, offset + steps, dtype, *part.within(*shared), local_strides))
         if once and shared == box:

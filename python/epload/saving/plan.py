@@ -14,6 +14,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
 from epload.core.columns import first_of_each
 from epload.core.copy_table import CopyTable
+from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.planning.cells import Slot, expand_slots, make_slots
 from epload.planning.holdings import (
@@ -62,8 +63,8 @@ def plan_writes(
                 f"{manifest.names[first]} is {dtype_names.name(have)}, which cannot be saved as {dtype_names.name(dtype)}"
             )
         for slot in slots[-1]:
-            own = rank in slot.owners
-            copies = copies_of_box(slot.box, holdings, number, dtype, True, shape) if own else []
+            own, view = rank in slot.owners, View.whole(shape).crop(*slot.box)
+            copies = copies_of_box(slot.box, holdings, number, dtype, True, view.strides, view.offset) if own else []
             templates.append(copies)
     slot_of, tensor, owner = expand_slots(slots, kind_of)
     rows = (owner == rank).nonzero().flatten()
