@@ -60,6 +60,6 @@ def make_engine(
         return through_memory(context, resources.memory, waves, local, routes, chunk)
     assert staging is not None
     phase, moves = "inter_node" if flow.crosses else "intra_node", bool(routes)
-    ring = DeviceRing(staging, context, phase, in_order=True, moves=moves)
+    ring = DeviceRing(staging, context, phase, moves=moves)
     mover = collective(context, flow, ring, routes) if moves else None
     return Engine(context, make_waves(plan.sizes), ring, mover, local)

@@ -130,7 +130,7 @@ class DeviceRoute:
         """Moves one version, after what the caller has queued. ``memory``: not used."""
         self._context = context
         self._ring = DeviceRing(
-            self._staging, context, "inter_node", in_order=False,
+            self._staging, context, "inter_node",
             seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
         )  # fmt: skip
         engine = Engine(context, self._waves, self._ring, self.move if self._waves else None, sink)

@@ -28,7 +28,6 @@ class DeviceRing:
         staging: DeviceStaging,
         context: TransferContext,
         phase: str,
-        in_order: bool,
         moves: bool = True,
         seconds: float = math.inf,
         verifies: bool = True,
@@ -36,20 +35,20 @@ class DeviceRing:
         """
         Args:
             phase: of the report, that waiting for a wave from another rank counts as.
-            in_order: True if no rank may begin to move a wave before the headers of the one before are checked: its reader may
-                have aborted the transfer, and not join.
             moves: False if this rank passes nothing on and receives nothing.
             seconds: within which a wave has to arrive once it is its turn.
             verifies: whether checksums are of what is in these buffers, and not of what the sink has made of it.
         """
+        # Where transfers end in order, no rank may begin to move a wave before the headers of the one before are checked: its
+        # reader may have aborted the transfer, and not join.
+        self._in_order = context.ends_in_order
         self.threads: tuple[tuple[str, ...], ...] = (
-            (("read",), ("move", "unpack")) if in_order else (("read",), ("move",), ("unpack",))
+            (("read",), ("move", "unpack")) if self._in_order else (("read",), ("move",), ("unpack",))
         )
         self.staging = staging
         self._flow = context.flow
         self._report = context.report
         self._phase = phase
-        self._in_order = in_order
         self._moves = moves
         self._seconds = seconds
         self._verifies = verifies
