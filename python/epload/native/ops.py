@@ -389,17 +389,6 @@ def _reject_meta(name: str, label: str) -> None:
     torch.library.register_fake(f"epload::{name}", fake)
 
 
-def _reject_fakes(name: str, expected: str) -> None:
-    """Registers an op that cannot be traced."""
-
-    def fake(*_: object, **__: object) -> None:
-        raise ValueError(f"{name}: expected {expected} on cpu with data, got fake or meta tensors")
-
-    torch.library.register_fake(f"epload::{name}", fake)
-
-
 _reject_meta("coalesced_bcast", "coalesced_bcast")
 _reject_meta("pack", "region_copy")
 _reject_meta("unpack", "region_copy")
-_reject_fakes("read_regions", "targets")
-_reject_fakes("relay", "a bucket")
