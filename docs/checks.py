@@ -81,7 +81,8 @@ def _public_names() -> set[str]:
     names: set[str] = set()
     for path in (_PACKAGE / "__init__.py", _PACKAGE / "mapping" / "__init__.py"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            is_list = isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.List)
+            if is_list and ast.unparse(node.targets[0]) in ("_MODULES", "__all__"):
                 names |= set(ast.literal_eval(node.value))
     return names - {"__version__"}
 

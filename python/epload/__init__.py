@@ -13,28 +13,37 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from epload.broadcast import coalesced_bcast
-    from epload.checkpoint.base import Checkpoint
-    from epload.checkpoint.manifest import Manifest
-    from epload.core.pieces import Piece, Pieces
-    from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch
-    from epload.integrations import patch
-    from epload.integrations.engine import EngineModel
-    from epload.load import load, load_state
-    from epload.loading.loader import HierarchicalLoader
-    from epload.loading.request import LoadOptions
-    from epload.mapping import Mapping
-    from epload.model.expert_parallel import LocalModules, OuterShard
-    from epload.native.info import __version__, build_info
-    from epload.ranks.topology import Topology
-    from epload.report import LoadReport, SaveReport
-    from epload.save import save, save_async
-    from epload.saving.convert import convert
-    from epload.saving.run import PendingSave
-    from epload.sync.participants import EngineRank
-    from epload.sync.receiver import WeightReceiver
-    from epload.sync.report import SyncReport
-    from epload.sync.sender import WeightSender
+    from epload.broadcast import coalesced_bcast as coalesced_bcast
+    from epload.checkpoint.base import Checkpoint as Checkpoint
+    from epload.checkpoint.manifest import Manifest as Manifest
+    from epload.core.pieces import Piece as Piece
+    from epload.core.pieces import Pieces as Pieces
+    from epload.errors import CheckpointError as CheckpointError
+    from epload.errors import LoadError as LoadError
+    from epload.errors import ManifestMismatch as ManifestMismatch
+    from epload.errors import ModelMismatch as ModelMismatch
+    from epload.integrations import patch as patch
+    from epload.integrations.engine import EngineModel as EngineModel
+    from epload.load import load as load
+    from epload.load import load_state as load_state
+    from epload.loading.loader import HierarchicalLoader as HierarchicalLoader
+    from epload.loading.request import LoadOptions as LoadOptions
+    from epload.mapping import Mapping as Mapping
+    from epload.model.expert_parallel import LocalModules as LocalModules
+    from epload.model.expert_parallel import OuterShard as OuterShard
+    from epload.native.info import __version__ as __version__
+    from epload.native.info import build_info as build_info
+    from epload.ranks.topology import Topology as Topology
+    from epload.report import LoadReport as LoadReport
+    from epload.report import SaveReport as SaveReport
+    from epload.save import save as save
+    from epload.save import save_async as save_async
+    from epload.saving.convert import convert as convert
+    from epload.saving.run import PendingSave as PendingSave
+    from epload.sync.participants import EngineRank as EngineRank
+    from epload.sync.receiver import WeightReceiver as WeightReceiver
+    from epload.sync.report import SyncReport as SyncReport
+    from epload.sync.sender import WeightSender as WeightSender
 
 _MODULES = {
     "coalesced_bcast": "epload.broadcast",
@@ -70,39 +79,7 @@ _MODULES = {
     "WeightSender": "epload.sync.sender",
 }
 """The module that defines each name."""
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "EngineModel",
-    "EngineRank",
-    "HierarchicalLoader",
-    "LoadError",
-    "LoadOptions",
-    "LoadReport",
-    "LocalModules",
-    "Manifest",
-    "ManifestMismatch",
-    "Mapping",
-    "ModelMismatch",
-    "OuterShard",
-    "PendingSave",
-    "Piece",
-    "Pieces",
-    "SaveReport",
-    "SyncReport",
-    "Topology",
-    "WeightReceiver",
-    "WeightSender",
-    "__version__",
-    "build_info",
-    "coalesced_bcast",
-    "convert",
-    "load",
-    "load_state",
-    "patch",
-    "save",
-    "save_async",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
