@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clusters import MODELS, Model
-from epload.core.pieces import Kinds
+from epload.core.pieces import Kinds, distinct_values
 from epload.core.placement import Layout, Sharded, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.planning.exchange import plan_exchange
@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
 
     @property
     def kinds(self) -> Kinds:
-        return Kinds.of(self.shapes, self.dtypes)
+        return distinct_values(list(zip(self.shapes, self.dtypes, strict=True)))
 
 
 class Weight(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload.core.pieces import Kinds
+from epload.core.pieces import Kinds, distinct_values
 from epload.core.placement import (
     Layout,
     Sharded,
@@ -40,7 +40,7 @@ class Tensors(NamedTuple):
 
     @property
     def kinds(self) -> Kinds:
-        return Kinds.of(self.shapes, self.dtypes)
+        return distinct_values(list(zip(self.shapes, self.dtypes, strict=True)))
 
 
 def holdings_of(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epload.core.pieces import Kinds
+from epload.core.pieces import distinct_values
 from epload.core.views import View
 from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings, Share, full_holdings
@@ -30,7 +30,7 @@ LOCAL = [(300, 40), (500, 64), ()]
 
 def manifest(dtype: torch.dtype = HALF) -> Any:
     shapes, dtypes = tuple(SHAPES.values()), (dtype,) * len(SHAPES)
-    kinds = Kinds.of(shapes, dtypes)
+    kinds = distinct_values(list(zip(shapes, dtypes, strict=True)))
     return SimpleNamespace(names=tuple(SHAPES), shapes=shapes, dtypes=dtypes, source="a test", digest=b"", kinds=kinds)
 
 

@@ -194,7 +194,7 @@ class DeltaCheckpoint(FileCheckpoint):
         shapes = {name: shape for name, (_, shape, _) in index.tensors.items()}
         facts = [FileFacts.of(file) for file in (index.file, *store.files)]
         manifest = FileCheckpoint.of(OpenFiles(store, facts, str(store), index), stored, shapes=shapes).manifest
-        if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.kinds.dtypes):
+        if not {*dtypes.FP8, *dtypes.INTEGERS}.isdisjoint(manifest.dtypes):
             manifest = replace(manifest, quantization=index.quantization)
         super().__init__(store, manifest)
         self.base, self._index = base, index

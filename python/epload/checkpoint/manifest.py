@@ -19,7 +19,7 @@ from epload.checkpoint.open_files import FileFacts
 from epload.core import dtypes
 from epload.core.chunks import Chunks
 from epload.core.columns import column
-from epload.core.pieces import Kinds, Quantization
+from epload.core.pieces import Kinds, Quantization, distinct_values
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,14 @@ class Manifest:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """The distinct shapes and dtypes."""
-        return Kinds.of(self.shapes, self.dtypes)
+        """See :data:`~epload.core.pieces.Kinds`."""
+        return distinct_values(list(zip(self.shapes, self.dtypes, strict=True)))
 
     @property
     def _tensors(self) -> list[Any]:
         """Names, shapes, dtypes and quantization as JSON, in which each distinct shape and dtype is listed once."""
-        shapes, shape_of, types, dtype_of = self.kinds
+        shapes, shape_of = distinct_values(self.shapes)
+        types, dtype_of = distinct_values(self.dtypes)
         return [
             self.names,
             shapes,

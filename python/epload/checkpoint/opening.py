@@ -220,7 +220,7 @@ def _facts(file: StoredFile) -> FileFacts:
 def _quantization(store: ByteStore, manifest: Manifest) -> Quantization | None:
     """Returns the quantization that a folder's configuration declares; None if no tensor of it can be quantized. Raises
     CheckpointError if the configuration of fp8 weights cannot be read."""
-    dtypes = manifest.kinds.dtypes
+    dtypes = manifest.dtypes
     if {*FP8, *INTEGERS}.isdisjoint(dtypes):
         return None
     for name in file_sets.CONFIGS:

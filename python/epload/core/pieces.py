@@ -8,35 +8,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from epload.core.columns import column, first_of_each, numbered_rows
+from epload.core.columns import column
 
 T = TypeVar("T")
 
 
-class Kinds(NamedTuple):
-    """The distinct shapes and dtypes of a checkpoint's tensors, in the order in which they appear, and which of them each tensor
-    has."""
-
-    shapes: list[tuple[int, ...]]
-    shape_of: Tensor
-    """int64 [t]"""
-    dtypes: list[torch.dtype]
-    dtype_of: Tensor
-    """int64 [t]"""
-
-    @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> Kinds:
-        """``shapes``, ``dtypes``: one entry per tensor in each."""
-        return cls(*distinct_values(shapes), *distinct_values(dtypes))
-
-    def combine(self, tensors: Tensor) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]:
-        """Returns the distinct pairs of a shape and a dtype of tensors (int64 [n], their numbers), in any order, and int64 [n]:
-        which of them each has."""
-        shape_of, dtype_of = self.shape_of[tensors], self.dtype_of[tensors]
-        kind_of = numbered_rows([shape_of, dtype_of])
-        first = first_of_each(kind_of)
-        numbers = zip(shape_of[first].tolist(), dtype_of[first].tolist(), strict=True)
-        return [(self.shapes[shape], self.dtypes[dtype]) for shape, dtype in numbers], kind_of
+Kinds = tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]
+"""The distinct pairs of a shape and a dtype of a checkpoint's tensors, in the order in which they appear; and int64 [t]: which of
+them each tensor has."""
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:

@@ -93,7 +93,7 @@ def with_quantization_of(model: nn.Module, manifest: Manifest) -> Manifest:
     Raises:
         ValueError: the model declares a malformed block size.
     """
-    if manifest.quantization is not None or set(FP8).isdisjoint(manifest.kinds.dtypes):
+    if manifest.quantization is not None or set(FP8).isdisjoint(manifest.dtypes):
         return manifest
     declared = _declared(model)
     return replace(manifest, quantization=declared_quantization(declared) if declared is not None else None)

@@ -85,7 +85,7 @@ def with_scales(
     places of the scales to ``placed``.
 
     Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape."""
-    if set(dtypes.FP8).isdisjoint(manifest.kinds.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
+    if set(dtypes.FP8).isdisjoint(manifest.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)

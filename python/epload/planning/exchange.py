@@ -112,7 +112,7 @@ class _Kinds:
 
     def __init__(self, manifest: Metadata, members: Members, of_ranks: Mapping[int, Holdings]) -> None:
         self._manifest, self._members, self._of_ranks = manifest, members, of_ranks
-        self.of = number_alike(manifest.kinds, of_ranks.values())
+        self.of = number_alike(manifest, of_ranks.values())
         """int64 [t], of each tensor."""
         first = first_of_each(self.of)
         self.first: list[int] = first.tolist()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes as dtype_names
-from epload.core.columns import column, expand, numbered, numbered_rows, to_raw
+from epload.core.columns import column, expand, numbered, to_raw
 from epload.core.copy_table import CopyTable
-from epload.core.pieces import Kinds
+from epload.core.pieces import Metadata
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
 from epload.mapping.place import Place
@@ -188,9 +188,9 @@ def _compressed(value: object) -> bytes:
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 
-def number_alike(kinds: Kinds, of_ranks: Iterable[Holdings]) -> Tensor:
+def number_alike(manifest: Metadata, of_ranks: Iterable[Holdings]) -> Tensor:
     """Numbers tensors that all ranks divide alike: of one shape and dtype, and in one class of each rank. int64 [t]."""
-    key = numbered_rows([kinds.shape_of, kinds.dtype_of])
+    _, key = manifest.kinds
     for holdings in {id(holdings.class_of): holdings for holdings in of_ranks}.values():
         key = numbered(key * (len(holdings.classes) + 1) + holdings.class_of - NO_PART)
     return key

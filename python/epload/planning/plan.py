@@ -183,10 +183,11 @@ def _fill_buckets(manifest: Metadata, tensors: Tensor, bucket_bytes: int) -> tup
         The pieces in the order of the buckets, see :class:`Pieces` (int64 [n, 4]); the bucket of each, ascending (int64 [n]);
         and the bytes of each bucket.
     """
-    kinds, kind_of = manifest.kinds.combine(tensors)
-    extents = [_C.extent_of(shape, dtype.itemsize, bucket_bytes - HEADER_BYTES) for shape, dtype in kinds]
-    raw = to_raw(kind_of)
-    columns, sizes = _C.plan_buckets(extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, raw)
+    kinds, kind_of = manifest.kinds
+    used, number_of = torch.unique(kind_of[tensors], return_inverse=True)
+    own_kinds = (kinds[number] for number in used.tolist())
+    extents = [_C.extent_of(shape, dtype.itemsize, bucket_bytes - HEADER_BYTES) for shape, dtype in own_kinds]
+    columns, sizes = _C.plan_buckets(extents, bucket_bytes, ALIGNMENT, HEADER_BYTES, to_raw(number_of))
     number, tensor_offset, bucket, bucket_offset, nbytes = map(from_raw, columns)
     return torch.stack([tensors[number], tensor_offset, bucket_offset, nbytes], 1), bucket, sizes
 
@@ -196,7 +197,7 @@ def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[Cop
     tensor, begin, bucket_offset, nbytes = pieces.T.contiguous()
     class_of = holdings.class_of[tensor]
     # Everything that the copies of a piece depend on but for where the piece lies in the bucket.
-    template_of = numbered_rows([manifest.kinds.dtype_of[tensor], class_of - NO_PART, begin, nbytes])
+    template_of = numbered_rows([manifest.kinds[1][tensor], class_of - NO_PART, begin, nbytes])
     templates = []
     for i in first_of_each(template_of).tolist():
         number, first, _, size = pieces[i].tolist()

@@ -51,7 +51,7 @@ def plan_writes(
     Raises:
         ModelMismatch: no rank has some elements of a tensor, or a tensor's dtype does not convert to that in the file.
     """
-    kind_of = number_alike(manifest.kinds, of_ranks.values())
+    kind_of = number_alike(manifest, of_ranks.values())
     slots: list[list[Slot]] = []
     templates: list[list[Copy]] = []
     for first in first_of_each(kind_of).tolist():
