@@ -21,7 +21,7 @@ from epload.planning.schedule import Flow
 from epload.planning.streams import ExchangePlan, ExchangeRoles
 from epload.ranks.control import Control
 from epload.report import TransferReport
-from epload.transfer.framing import BucketHeader, list_numbers, write_bytes
+from epload.transfer.framing import BucketHeader, list_buckets, write_bytes
 
 Fill = Callable[[int, Tensor], None]
 """Fills a bucket, by its number, behind its header; the buffer (uint8) is the whole bucket. Called by one thread. Raises
@@ -112,7 +112,7 @@ class TransferContext:
     def describe_failure(self, what: str, numbers: Sequence[int], error: Exception) -> LoadError:
         """Returns an error that names the rank and the buckets. ``what``: "read" or "unpack"."""
         kind = CheckpointError if isinstance(error, CheckpointError) else LoadError
-        buckets = f"{list_numbers('bucket', numbers)} ({self.names(numbers)})"
+        buckets = f"{list_buckets(numbers)} ({self.names(numbers)})"
         failure = kind(f"rank {self.flow.rank} could not {what} {buckets}: {message_of(error)}")
         failure.__cause__ = error
         return failure

@@ -12,7 +12,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.observe.progress import Progress
 from epload.planning.waves import next_group
 from epload.transfer.context import TransferContext
-from epload.transfer.framing import list_numbers
+from epload.transfer.framing import list_buckets
 from epload.transfer.local import Local
 
 READ_BYTES = 64 << 20
@@ -49,7 +49,7 @@ class DirectRead:
             while numbers.stop < len(self._sizes):
                 self._check()
                 numbers, began = next_group(self._sizes, numbers.stop, limit), perf_counter()
-                with control.activity(f"reads {list_numbers('bucket', numbers)}"):
+                with control.activity(f"reads {list_buckets(numbers)}"):
                     nbytes = self._read_regions(numbers)
                 if nbytes is None:
                     self._read_buckets(numbers, bar)
@@ -69,7 +69,7 @@ class DirectRead:
     def _read_regions(self, numbers: range) -> int | None:
         """Returns the bytes read; None if the checkpoint gives whole buckets only."""
         try:
-            with self._context.report.timed("read", list_numbers("bucket", numbers)) as span:
+            with self._context.report.timed("read", list_buckets(numbers)) as span:
                 nbytes = self._local.read(numbers, self._checkpoint)
                 span.nbytes = nbytes or 0
             return nbytes

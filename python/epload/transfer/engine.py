@@ -21,7 +21,7 @@ from epload.ranks.group_cache import GroupCache
 from epload.transfer import pipeline
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.framing import list_numbers
+from epload.transfer.framing import list_buckets
 from epload.transfer.host_ring import HostRing
 from epload.transfer.movers import SLOWEST, Mover, Routes, relay
 from epload.transfer.shared_memory import NodeMemory
@@ -105,7 +105,7 @@ class Engine:
         if wave.index >= self._aborted:
             return False
         numbers = [wave.numbers[i] for i in positions]
-        with self._report.timed("read", list_numbers("bucket", numbers)) as span:
+        with self._report.timed("read", list_buckets(numbers)) as span:
             for i, number in zip(positions, numbers, strict=True):
                 buffer = self._ring.bucket(wave, i)
                 with context.control.activity(f"reads bucket {number}"):
@@ -135,7 +135,7 @@ class Engine:
             return False
         if self._context.checked:
             self._verify(wave)
-        with self._report.timed("unpack", list_numbers("bucket", wave.numbers)) as span:
+        with self._report.timed("unpack", list_buckets(wave.numbers)) as span:
             for i, number in enumerate(wave.numbers):
                 bucket = self._ring.bucket(wave, i)
                 if self._failure is None:
@@ -165,7 +165,7 @@ class Engine:
         return wave.index >= self._aborted
 
     def _verify(self, wave: Wave) -> None:
-        with self._report.timed("verify", list_numbers("bucket", wave.numbers)) as span:
+        with self._report.timed("verify", list_buckets(wave.numbers)) as span:
 
             def check(i: int) -> None:
                 number, bucket = wave.numbers[i], self._ring.bucket(wave, i)

@@ -53,6 +53,6 @@ def write_bytes(raw: bytes, buffer: Tensor) -> None:
     buffer.copy_(data if buffer.is_cpu else data.pin_memory(), non_blocking=True)
 
 
-def list_numbers(what: str, numbers: Sequence[int]) -> str:
+def list_buckets(numbers: Sequence[int]) -> str:
     """Returns ``"bucket 3"`` or ``"buckets 3, 4"``."""
-    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    return f"bucket{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
