@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from epload.core.attempt import Attempt
 from epload.planning.changes import ChangedBucket, ChangesPlan, plan_changes
@@ -10,7 +13,7 @@ from epload.planning.streams import ExchangePlan, ExchangeRoles, Members
 from epload.ranks.control import Control
 from epload.sync.changes import ReceivedChanges
 from epload.sync.committed import CommittedTensors
-from epload.sync.comparison import DENSE, TOO_MANY, Comparison, EncodedChanges, compare, merge_comparisons
+from epload.sync.comparison import DENSE, Comparison, compare
 from epload.sync.node_version import NodeVersion
 from epload.sync.report import SyncReport
 from epload.sync.transfer import HostRoute, LocalBuckets
@@ -20,6 +23,8 @@ from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
 WAVE_BYTES = 16 << 20
 """Bytes of a wave of changes, over all senders."""
+_TOO_MANY = "too many"
+"""View of a sender that has too many changes."""
 Share = Callable[[Sequence[tuple[int, ...]], int, int], NodeMemory]
 """Makes memory for some nodes, with buffers of so many bytes, and so many of them. Collective over the generation's ranks."""
 
@@ -79,8 +84,8 @@ class ChangesRoute:
             before, limit = base.shards(plan), base.limit(plan)
             with report.timed("read", "compares with the version before"):
                 compared = Attempt(lambda: compare(plan, shards(), before, self._verify, limit))
-            view = compared.result.changed if compared.result is not None else TOO_MANY
-        merged = self._control.agree("comparing with the version before", compared.failure, view, merge_comparisons)
+            view = compared.result.changed if compared.result is not None else _TOO_MANY
+        merged = self._control.agree("comparing with the version before", compared.failure, view, _merge_views)
         if merged is None:
             report.why_full = f"more than {DENSE:.0%} of the bytes would be sent"
             return False
@@ -104,12 +109,10 @@ class ChangesRoute:
             version: the one before, on a receiver that has it.
             node: the ranks of its node.
         """
-        changes, control, fill = self._changes, self._control, None
+        changes, control = self._changes, self._control
         assert changes is not None
-        plan = changes.plan
-        if self._comparison is not None:
-            fill = EncodedChanges(changes, self._comparison).fill
-        elif version is not None and changes.version.buckets:
+        plan, fill = changes.plan, self._fill if self._comparison is not None else None
+        if fill is None and version is not None and changes.version.buckets:
             self._received = ReceivedChanges(changes, version, self._generation, node, control.rank, self._verify)
             self._received.check_unchanged()
         roles = ExchangeRoles(plan, self._members, control.rank)
@@ -125,6 +128,13 @@ class ChangesRoute:
         report.peak_staging += sum(encoded.nbytes for encoded in self._comparison.encoded) if self._comparison else 0
         self._comparison = self._changes = None
 
+    def _fill(self, number: int, buffer: Tensor) -> None:
+        """See :data:`~epload.transfer.context.Fill`."""
+        assert self._changes is not None
+        assert self._comparison is not None
+        for part in self._changes.parts[number]:
+            buffer[part.begin : part.end] = self._comparison.encoded[part.bucket]
+
     def commit(self) -> None:
         """Applies what has moved, once the version is committed. See :meth:`ReceivedChanges.apply`."""
         if self._received is not None and self._memory is not None:
@@ -135,3 +145,9 @@ class ChangesRoute:
     def footprint(self) -> int:
         """Bytes of its buffers."""
         return self._memory.footprint if self._memory is not None else 0
+
+
+def _merge_views(views: Mapping[int, Any]) -> Any:
+    """Returns the changed buckets of each sender; None if one has too many changes. Views of receivers are None."""
+    of_senders = {rank: view for rank, view in views.items() if view is not None}
+    return None if _TOO_MANY in of_senders.values() else of_senders

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
+from epload.core import dtypes, threads
 from epload.core.columns import column
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.changes import ChangedBucket, ChangesPlan
+from epload.planning.changes import ChangedBucket
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan
 from epload.transfer.shards import Shards
 
-T = TypeVar("T")
 DENSE = 0.5
 """The share of a version's bytes above which encoded changes are not sent, with ``delta="auto"``."""
 _HOPELESS = 0.9
 """The share of encoded changes in an eighth of the bytes after which no more are compared."""
 MAX_WORKERS = 4
 """Threads that compare buckets, each of which may encode a whole one."""
-TOO_MANY = "too many"
-"""View of a sender that has too many changes."""
 
 
 @dataclass(eq=False)
@@ -47,14 +42,12 @@ class Comparison:
 
     def apply(self) -> None:
         """Applies the changes to the base, except :meth:`left_out`."""
+        changed = [number for number, bucket in enumerate(self.changed) if bucket.elements]
+        _in_threads([partial(self._apply, number) for number in changed if self.is_in_place(number)])
 
-        def apply_bucket(number: int) -> None:
-            if self.changed[number].elements and self.is_in_place(number):
-                bucket, tensors = self.plan.buckets[number], self.base.counted(number)
-                ops.apply_regions(self.encoded[number], tensors, bucket.copies.rows, HEADER_BYTES, bucket.nbytes)
-
-        for _ in _in_threads(apply_bucket, len(self.encoded), _workers()):
-            pass
+    def _apply(self, number: int) -> None:
+        bucket, tensors = self.plan.buckets[number], self.base.counted(number)
+        ops.apply_regions(self.encoded[number], tensors, bucket.copies.rows, HEADER_BYTES, bucket.nbytes)
 
     def left_out(self, holdings: Holdings) -> list[int]:
         """Returns the local tensors of which this rank does not send all that it has, or not in their own dtypes.
@@ -83,23 +76,28 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
     Returns:
         None if the changes have more than ``limit`` bytes.
     """
-    full, scratch = threading.Event(), _Scratch(plan)
-    comparison, total, compared = Comparison(plan, base, [], []), 0, 0
+    comparison, outcomes = Comparison(plan, base, [], []), dict[int, tuple[ChangedBucket, Tensor]]()
+    too_many, lock, scratch = False, threading.Lock(), _Scratch(plan)
+    total = compared = 0
 
-    def compare_bucket(number: int) -> tuple[ChangedBucket, Tensor] | None:
-        return None if full.is_set() else _compare_bucket(comparison, number, tensors, verify, scratch)
+    def compare_bucket(number: int) -> None:
+        nonlocal too_many, total, compared
+        if too_many:
+            return
+        outcome = _compare_bucket(comparison, number, tensors, verify, scratch)
+        with lock:
+            outcomes[number] = outcome
+            total += outcome[1].nbytes
+            compared += plan.buckets[number].nbytes
+            is_hopeless = compared * _HOPELESS < total < limit < plan.nbytes and compared > plan.nbytes / 8
+            too_many = too_many or total > limit or is_hopeless
 
-    for outcome in _in_threads(compare_bucket, len(plan.buckets), _workers()):
-        if outcome is None:
-            break
-        comparison.changed.append(outcome[0])
-        comparison.encoded.append(outcome[1])
-        total += outcome[1].nbytes
-        compared += plan.buckets[len(comparison.changed) - 1].nbytes
-        too_many = compared * _HOPELESS < total < limit < plan.nbytes and compared > plan.nbytes / 8
-        if total > limit or too_many:
-            full.set()
-    return None if full.is_set() else comparison
+    _in_threads([partial(compare_bucket, number) for number in range(len(plan.buckets))])
+    if too_many:
+        return None
+    comparison.changed += [outcomes[number][0] for number in sorted(outcomes)]
+    comparison.encoded += [outcomes[number][1] for number in sorted(outcomes)]
+    return comparison
 
 
 class _Scratch(threading.local):
@@ -115,17 +113,8 @@ def _allocate(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _workers() -> int:
-    return min(torch.get_num_threads(), MAX_WORKERS)
-
-
-def _in_threads(call: Callable[[int], T], count: int, workers: int) -> Iterator[T]:
-    """Yields what a function returns for each number below ``count``."""
-    if workers == 1:
-        yield from map(call, range(count))
-    else:
-        with ThreadPoolExecutor(workers, "epload-compare") as pool:
-            yield from pool.map(call, range(count))
+def _in_threads(steps: list[partial[None]]) -> None:
+    threads.run_all("epload-compare", steps, min(torch.get_num_threads(), MAX_WORKERS))
 
 
 def _compare_bucket(
@@ -150,22 +139,3 @@ def _compare_bucket(
     checksum = ops.checksum(packed[HEADER_BYTES:]) if verify and packed is not None else 0
     encoded = out[: nbytes if elements else 0].clone()
     return ChangedBucket(bucket.stream.number, bucket.wave, elements, encoded.nbytes, checksum), encoded
-
-
-def merge_comparisons(views: Mapping[int, Any]) -> Any:
-    """Returns the changed buckets of each sender; None if one has too many changes. Views of receivers are None."""
-    of_senders = {rank: view for rank, view in views.items() if view is not None}
-    return None if TOO_MANY in of_senders.values() else of_senders
-
-
-class EncodedChanges:
-    """Fills the messages of a sender's changes."""
-
-    def __init__(self, changes: ChangesPlan, comparison: Comparison) -> None:
-        self._changes = changes
-        self._comparison = comparison
-
-    def fill(self, number: int, buffer: Tensor) -> None:
-        """See :data:`~epload.transfer.context.Fill`."""
-        for part in self._changes.parts[number]:
-            buffer[part.begin : part.end] = self._comparison.encoded[part.bucket]
