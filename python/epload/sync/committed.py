@@ -30,13 +30,8 @@ class CommittedTensors:
         """Key of the version; empty while there is none, or it has not been committed."""
         self._count = 0
         """Number of versions since the last that was sent in full."""
-        self.obstacle = ""
-        """Why :meth:`usable_key` was empty."""
         self.comparison: Comparison | None = None
         """Comparison of the version that is being sent, if receivers get its changes."""
-        self._shards: tuple[ExchangePlan, Shards] | None = None
-        self._left_out: tuple[ExchangePlan, list[int]] | None = None
-        """See :meth:`Comparison.left_out`. Like the shards with the plan for which they were made."""
         self._copying: tuple[threading.Thread, list[Attempt[None]]] | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
@@ -52,13 +47,10 @@ class CommittedTensors:
     def forget(self) -> None:
         """Frees the copy."""
         self.key, self.tensors, self.comparison = "", [], None
-        self._shards = self._left_out = None
 
     def shards(self, plan: ExchangePlan) -> Shards:
         """Returns the copy as the tensors of a plan."""
-        if self._shards is None or self._shards[0] is not plan:
-            self._shards = plan, Shards(plan, self.tensors, False, "the copy", 1)
-        return self._shards[1]
+        return Shards(plan, self.tensors, False, "the copy", 1)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors, which are committed once :meth:`commit` is called."""
@@ -69,14 +61,11 @@ class CommittedTensors:
     def copy_left_out(self, tensors: Sequence[Tensor], holdings: Holdings) -> None:
         """Copies those tensors that do not follow from the comparison. See :meth:`Comparison.left_out`."""
         assert self.comparison is not None
-        if self._left_out is None or self._left_out[0] is not self.comparison.plan:
-            self._left_out = self.comparison.plan, self.comparison.left_out(holdings)
-        if self._left_out[1]:
-            self._copy(tensors, self._left_out[1])
+        self._copy(tensors, self.comparison.left_out(holdings))
 
     def _copy(self, tensors: Sequence[Tensor], numbers: Iterable[int]) -> None:
-        self.key = ""
         for number in numbers:
+            self.key = ""
             self.tensors[number].copy_(tensors[number].detach())
 
     def copy_meanwhile(self, tensors: Sequence[Tensor]) -> None:
@@ -106,14 +95,13 @@ class CommittedTensors:
             self.comparison = None
         self.key, self._count = key, 0 if in_full else self._count + 1
 
-    def usable_key(self, verify: bool) -> str:
-        """Returns the key of the version with which the next one may be compared; empty if that has to be sent in full."""
-        self.obstacle = ""
+    def obstacle(self, verify: bool) -> str:
+        """Returns why the next version has to be sent in full; empty if it may be compared with the one of :attr:`key`."""
         if not self.key:
-            self.obstacle = "the sender has committed no version of these tensors before"
-        elif self._count >= VERSIONS_BETWEEN and not verify:
-            self.obstacle = f"{self._count} versions were sent as changes"
-        return "" if self.obstacle else self.key
+            return "the sender has committed no version of these tensors before"
+        if self._count >= VERSIONS_BETWEEN and not verify:
+            return f"{self._count} versions were sent as changes"
+        return ""
 
     def limit(self, plan: ExchangePlan) -> float:
         """Returns the most bytes that changes may have."""

@@ -42,8 +42,6 @@ class Generation:
     """The state that stays the same from version to version. Collective over its ranks: make it, then sync versions."""
 
     plan: ExchangePlan
-    memory: NodeMemory | None = None
-    """The node's, through which versions pass or in which whole ones stay; None if versions pass through devices only."""
     route: DeviceRoute | HostRoute | None = None
     """None if nothing moves: receivers copy all of a version out of the memory of senders."""
     puller: Puller | None = None
@@ -271,12 +269,13 @@ class Generation:
         Returns:
             The receiving nodes that have the sender's base.
         """
-        digest, key, token = "", "", ""
+        digest, key, token, obstacle = "", "", "", ""
         if self.plan.lent and tensors and failure is None:
             published = Attempt(lambda: publish_memory(self._store, self.control.rank, tensors))
             digest, failure = published.result or "", published.failure
         if base is not None:
-            key = base.usable_key(self._own.verify)
+            obstacle = base.obstacle(self._own.verify)
+            key = "" if obstacle else base.key
         elif (version := self.node_version) is not None and version.is_base_of(
             self.plan, self.number, len(self.members.nodes[self._node])
         ):
@@ -292,9 +291,8 @@ class Generation:
         moving = {*chain.from_iterable(self.plan.node_sets)}
         nodes = moving.intersection(with_base)
         if base is not None and len(nodes) < len(moving):
-            report.why_full = (
-                base.obstacle or f"{len(moving) - len(nodes)} of {len(moving)} receiving nodes have another base"
-            )
+            others = len(moving) - len(nodes)
+            report.why_full = obstacle or f"{others} of {len(moving)} receiving nodes have another base"
         return frozenset(nodes)
 
     def _prepare_memory(self, in_full: frozenset[int]) -> None:
