@@ -19,8 +19,8 @@ import epload
 from epload.planning.buckets import HEADER_BYTES
 from epload.sync.changes import ReceivedChanges
 from epload.sync.changes_route import ChangesRoute
-from epload.sync.handing_on import Offers
-from epload.sync.participants import WAITING, EngineRank
+from epload.sync.handing_on import WAITING, Offers
+from epload.sync.participants import EngineRank
 from support import checks, fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run

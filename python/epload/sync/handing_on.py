@@ -26,7 +26,6 @@ from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.planning.holdings import NO_PART, Holdings, full_holdings
 from epload.ranks.contents import fetch
-from epload.ranks.messages import read_if_set
 from epload.sync.devices import DeviceAccess
 from epload.sync.generation import Generation
 from epload.sync.joining import JoinMessage
@@ -34,16 +33,17 @@ from epload.sync.liveness import Participant
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import (
     OFFERS,
-    WAITING,
     Announcements,
     Engines,
     Participants,
     ReceiverRendezvous,
     SenderRendezvous,
     Start,
+    answer_of_sender,
     call_key,
     in_order,
     read_engines,
+    say,
 )
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
@@ -55,6 +55,10 @@ _GATHER_SECONDS = 0.1
 """Seconds that the first engine which is ready waits for others, which then get the version together with it."""
 _POLL_SECONDS, _IDLE_SECONDS = 0.02, 0.1
 """Seconds between two looks, and where nothing may happen for long."""
+_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.25
+"""Seconds between two looks of a receiver that waits for whichever version comes first."""
+WAITING = "waiting"
+"""Key of the ranks without a version, for which the next one has to wait."""
 _FOREVER, _CLOSING = timedelta(days=365), timedelta(seconds=2)
 _HOLDERS, _ANSWERS = f"{OFFERS}/holders", f"{OFFERS}/answers"
 """Keys of the ranks that have received what was offered and can hand it on, and of those that answer a call."""
@@ -114,11 +118,11 @@ class Offers:
         if joining and store.add(f"{OFFERS}/acknowledged/{number}", 0) == len(joining):
             joining = ()  # they have it, which the thread has yet to see
         busy = {rank.engine for rank in joining}
-        lines = read_if_set(store, WAITING) or b""
-        store.delete_key(WAITING)
+        keys = [WAITING]
         if number and not store.check([f"{OFFERS}/start/{number}"]):
-            lines += read_if_set(store, f"{OFFERS}/ready/{number}") or b""
-        engines = read_engines(lines).items()
+            keys.insert(0, f"{OFFERS}/ready/{number}")
+        engines = read_engines(store, *keys).items()
+        store.delete_key(WAITING)
         return {name: ranks for name, ranks in engines if len(ranks) == ranks[0].size and name not in busy}
 
     def close(self) -> None:
@@ -175,7 +179,8 @@ class Offers:
                 time.sleep(_POLL_SECONDS)
         finally:
             self._joining = ()
-        self._replace(offer, (*rendezvous.alive(holders), *_read(store, f"{_HOLDERS}/{number}")))
+        received = in_order(read_engines(store, f"{_HOLDERS}/{number}"))
+        self._replace(offer, (*rendezvous.alive(holders), *received))
         for key in (_HOLDERS, _ANSWERS):
             store.delete_key(f"{key}/{number}")
 
@@ -199,13 +204,12 @@ class Offers:
         self, store: Store, number: int, offer: Offer, holders: tuple[Participant, ...]
     ) -> tuple[Participant, ...]:
         """Calls ranks to hand on a version. Returns those that answer: others may have ended a moment ago."""
-        call = json.dumps(HandOnCall(number, offer.version))
+        call = json.dumps([number, offer.version])
         store.multi_set([call_key(holder.number) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]
-        until, answers = time.monotonic() + _ANSWER_SECONDS, tuple[Participant, ...]()
-        while len(answers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
+        until, numbers = time.monotonic() + _ANSWER_SECONDS, set[int]()
+        while len(numbers) < len(holders) and time.monotonic() < until and self._is_offered(offer):
             time.sleep(_POLL_SECONDS)
-            answers = _read(store, f"{_ANSWERS}/{number}")
-        numbers = {answer.number for answer in answers}
+            numbers = {answer.number for answer in in_order(read_engines(store, f"{_ANSWERS}/{number}"))}
         return tuple(holder for holder in holders if holder.number in numbers)
 
     def _is_offered(self, offer: Offer) -> bool:
@@ -218,23 +222,6 @@ class Offers:
                 self._offered = (offer, holders) if holders else None
 
 
-class HandOnCall(NamedTuple):
-    """A call of a rank to hand on the version that it has."""
-
-    number: int
-    """Number of the offer."""
-    version: int
-
-
-def _say(store: Store, key: str, participant: Participant) -> None:
-    store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
-
-
-def _read(store: Store, key: str) -> tuple[Participant, ...]:
-    """Returns the ranks that have said it."""
-    return in_order(read_engines(read_if_set(store, key) or b""))
-
-
 class Joining:
     """A receiver that has no version yet, or an older one, and may get that of other engines."""
 
@@ -242,24 +229,34 @@ class Joining:
         self._store = store
         self._rendezvous = rendezvous
         self._timeout = timeout
+        self._offers = Announcements(PrefixStore(OFFERS, store), timeout)
 
     def find_offer(
         self, after: int, only: int | None, holdings_of: Callable[[Scope, Manifest], Holdings], timeout: timedelta
     ) -> tuple[int, Offer] | None:
-        """Waits for an offer, and returns it with its number; None if this rank has to wait for the sender's next version.
+        """Waits until a version is open, or one that other engines have. Returns the offer of these, with its number; None if
+        this rank has to wait for the sender's next version, as it does also before the sender's first.
 
         Args:
             after: version that this rank has.
             only: the only version that is right; None for any.
             holdings_of: returns what this rank needs of the sender's tensors. Raises ModelMismatch.
         """
-        numbered = self._rendezvous.find_offer(timeout)
-        if numbered is None:
-            return None
-        offer = Offer(*numbered[1])
-        if only not in (None, offer.version) or offer.version <= after or not self._is_same(offer, holdings_of):
-            return None
-        return numbered[0], offer
+        pause, until = _MIN_PAUSE, time.monotonic() + timeout.total_seconds()
+        while time.monotonic() < until:
+            last, is_open = self._rendezvous.last()
+            if not last or is_open:
+                break
+            number, is_offered = self._offers.last()
+            if is_offered:
+                offer = Offer(*self._offers.read(number, self._timeout))
+                is_right = only in (None, offer.version) and offer.version > after
+                return (number, offer) if is_right and self._is_same(offer, holdings_of) else None
+            if pause == _MIN_PAUSE:  # versions are open for a moment only: the next one waits for this rank
+                answer_of_sender(lambda: say(self._store, WAITING, self._rendezvous.participant), self._timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+        return None
 
     def _is_same(self, offer: Offer, holdings_of: Callable[[Scope, Manifest], Holdings]) -> bool:
         """Returns True if what engines have is what the sender would send to this rank."""
@@ -281,11 +278,11 @@ class Joining:
 
     def get_ready(self, number: int) -> tuple[Start, Participants] | None:
         """Takes part in an offer; returns None if this rank came too late for it, or it was withdrawn. Raises LoadError."""
-        offers, participant = self._rendezvous.offers, self._rendezvous.participant
-        offers.get_ready(number, participant)
-        if offers.last()[0] != number:
+        participant = self._rendezvous.participant
+        self._offers.get_ready(number, participant)
+        if self._offers.last()[0] != number:
             return None
-        start = offers.wait_for_start(number, self._timeout)
+        start = self._offers.wait_for_start(number, self._timeout)
         if not start.participants:
             return None
         participants = Participants.fetch(self._store, start.participants, self._timeout)
@@ -296,8 +293,8 @@ class Joining:
         keys = [WAITING] * received + [f"{_HOLDERS}/{number}"] * (received and holds)
         with suppress(RuntimeError):  # the sender has ended meanwhile
             for key in keys:
-                _say(self._store, key, self._rendezvous.participant)
-        self._rendezvous.offers.acknowledge(number)
+                say(self._store, key, self._rendezvous.participant)
+        self._offers.acknowledge(number)
 
 
 class Holder:
@@ -359,18 +356,17 @@ class Holder:
                     if not self._closed:
                         self._rendezvous.end(store)
                     return
-                self._answer(store, HandOnCall(*json.loads(content)))
+                number, version = json.loads(content)
+                try:
+                    self._hand_on(store, number, version)
+                except Exception as error:  # those that join get the same error, and start again
+                    logger.warning("version %d was not handed on: %s", version, message_of(error))
 
-    def _answer(self, store: Store, call: HandOnCall) -> None:
-        try:
-            self._hand_on(store, call)
-        except Exception as error:  # those that join get the same error, and start again
-            logger.warning("version %d was not handed on: %s", call.version, message_of(error))
-
-    def _hand_on(self, store: Store, call: HandOnCall) -> None:
-        version = self._wait_for(call.version)
-        _say(store, f"{_ANSWERS}/{call.number}", self._participant)
-        start = Announcements(PrefixStore(OFFERS, store), TIMEOUT).wait_for_start(call.number, TIMEOUT)
+    def _hand_on(self, store: Store, number: int, version: int) -> None:
+        """Answers a call. ``number``: of the offer."""
+        held = self._wait_for(version)
+        say(store, f"{_ANSWERS}/{number}", self._participant)
+        start = Announcements(PrefixStore(OFFERS, store), TIMEOUT).wait_for_start(number, TIMEOUT)
         if not start.participants:
             return
         participants = Participants.fetch(store, start.participants, TIMEOUT)
@@ -378,12 +374,12 @@ class Holder:
         if self._participant.number not in numbers:
             return  # it has answered too late
         _, manifest = participants.fetch_manifest(store, TIMEOUT)
-        contents = Attempt(lambda: version[1].contents(manifest))
+        contents = Attempt(lambda: held[1].contents(manifest))
         message = JoinMessage(f"holder {self._node}", self._verify, DeviceAccess())
 
         def check() -> None:
-            if self._version is not version:
-                raise LoadError(f"a rank that hands on version {call.version} receives the next one")
+            if self._version is not held:
+                raise LoadError(f"a rank that hands on version {version} receives the next one")
 
         holdings = contents.result[0] if contents.result is not None else full_holdings((), ())
         self._generation = generation = Generation(
@@ -391,7 +387,7 @@ class Holder:
             holdings, contents.failure, node_version=None,
         )  # fmt: skip
         try:
-            report = SyncReport(version=call.version)
+            report = SyncReport(version=version)
             generation.sync(start, contents.value[1], report, check=check)
             logger.info("handed on: %s", report.summary)
         finally:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -37,15 +36,13 @@ from epload.sync.store import answered
 
 T = TypeVar("T")
 _BEAT_SECONDS = 2.0
+_ACKNOWLEDGMENT_SECONDS = 5.0
+"""Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
 _CLOSED = "the sender has been closed, and sends no more versions"
 _RECENT_VERSIONS = 8
 """Number of announcements whose keys stay in the store, for receivers that are behind."""
 _WARN_SECONDS, _WARN_AGAIN = 10.0, 60.0
 """Seconds that a sender waits for receivers until it logs which are missing, and until it does so again."""
-_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.25
-"""Seconds between two looks of a receiver that waits for whichever version comes first."""
-WAITING = "waiting"
-"""Key of the ranks without a version, for which the next one has to wait."""
 OFFERS = "offers"
 """Prefix of the keys under which receivers are offered the version that other engines have."""
 _MAX_LISTED = 8
@@ -150,7 +147,6 @@ class Announcements:
         connection."""
         self._store = store
         self._timeout = timeout
-        self._ready_for: tuple[int, Participant] | None = None
 
     def last(self) -> tuple[int, bool]:
         """Returns the number of the last announcement, 0 if there is none, and True if it is open."""
@@ -159,7 +155,7 @@ class Announcements:
             number = self._store.add("announcements", 0)
             return number, number > 0 and not self._store.check([f"start/{number}"])
 
-        return _answer_of_sender(ask, self._timeout)
+        return answer_of_sender(ask, self._timeout)
 
     def read(self, number: int, timeout: timedelta) -> Any:
         """Returns what is announced under a number, once it is."""
@@ -167,11 +163,7 @@ class Announcements:
 
     def get_ready(self, number: int, participant: Participant) -> None:
         """Says that this rank is ready for an announcement."""
-        if self._ready_for != (number, participant):
-            line = json.dumps(participant) + "\n"
-            append = partial(self._store.append, f"ready/{number}", line)  # type: ignore[attr-defined]
-            _answer_of_sender(append, self._timeout)
-            self._ready_for = number, participant
+        answer_of_sender(lambda: say(self._store, f"ready/{number}", participant), self._timeout)
 
     def wait_for_start(self, number: int, timeout: timedelta) -> Start:
         """Returns the sender's decision on an announcement. This rank takes no part if it came too late, or was taken for dead.
@@ -196,12 +188,12 @@ class Announcements:
             return self._store.get(key)
 
         try:
-            return _answer_of_sender(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
+            return answer_of_sender(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
         except DistStoreError:
             raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s") from None
 
 
-def _answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
+def answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
     """Returns the result of a call of the store. Raises LoadError if the store is lost, and DistStoreError as the call does."""
     try:
         return answered(call, timeout)
@@ -230,20 +222,17 @@ class ReceiverRendezvous:
         Raises:
             LoadError: the store is lost, or does not answer in time.
         """
-        self._store = store
-        self._beats, self._timeout = beats, timeout
+        self._beats = beats
         self._closed = threading.Event()
         self._ended = False
         """The sender has been closed, and with it its store."""
         self.versions = Announcements(store, timeout)
         """The versions that the sender sends."""
-        self.offers = Announcements(PrefixStore(OFFERS, store), timeout)
-        """The versions that other engines have."""
-        number = _answer_of_sender(lambda: store.add("receivers", 1), timeout)
+        number = answer_of_sender(lambda: store.add("receivers", 1), timeout)
         process = f"process {os.getpid()} on {os.uname().nodename}"
         self.participant = Participant(engine.name, engine.rank, engine.size, process, number)
         self._key = f"alive/{number}"
-        _answer_of_sender(lambda: beats.set(self._key, "0"), timeout)
+        answer_of_sender(lambda: beats.set(self._key, "0"), timeout)
         self._thread = threads.start("epload-lease", self._beat)
 
     def _beat(self) -> None:
@@ -273,8 +262,7 @@ class ReceiverRendezvous:
         Raises:
             LoadError: the sender has been closed, the store is lost, or there is no announcement within ``timeout``.
         """
-        self._check_open()
-        last, is_open = self.versions.last()
+        last, is_open = self.last()
         number = last if is_open else last + 1
         version = self.versions.read(number, timeout)
         if version is None:
@@ -282,29 +270,11 @@ class ReceiverRendezvous:
         self.versions.get_ready(number, self.participant)
         return number, version
 
-    def find_offer(self, timeout: timedelta) -> tuple[int, Any] | None:
-        """Waits until a version is open, or one that other engines have. Returns the offer of these, with its number; None if the
-        sender's next version comes first, as it is also before its first."""
-        pause, until = _MIN_PAUSE, time.monotonic() + timeout.total_seconds()
-        while time.monotonic() < until:
-            self._check_open()
-            last, is_open = self.versions.last()
-            if not last or is_open:
-                break
-            number, is_offered = self.offers.last()
-            if is_offered:
-                return number, self.offers.read(number, self._timeout)
-            if pause == _MIN_PAUSE:  # versions are open for a moment only: the next one waits for this rank
-                line = json.dumps(self.participant) + "\n"
-                append = partial(self._store.append, WAITING, line)  # type: ignore[attr-defined]
-                _answer_of_sender(append, self._timeout)
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE)
-        return None
-
-    def _check_open(self) -> None:
+    def last(self) -> tuple[int, bool]:
+        """See :meth:`Announcements.last`. Raises LoadError also if the sender has been closed."""
         if self._ended:
             raise LoadError(_CLOSED)
+        return self.versions.last()
 
     def close(self) -> None:
         """Leaves: the sender drops this rank."""
@@ -398,8 +368,8 @@ class SenderRendezvous:
         return engines, {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
 
     def _ready(self) -> Engines:
-        """Returns the ranks that are ready for what was announced; the last process of each."""
-        return read_engines(read_if_set(self._store, f"ready/{self._number}") or b"")
+        """Returns the ranks that are ready for what was announced."""
+        return read_engines(self._store, f"ready/{self._number}")
 
     def require(self, engines: Engines) -> None:
         """Says that engines, as far as they are alive, must be ready for the next version, too."""
@@ -430,8 +400,12 @@ class SenderRendezvous:
         """Returns how many receivers know how what was announced last has ended."""
         return self._store.add(f"acknowledged/{self._number}", 0)
 
-    def end(self) -> None:
-        """Says that there are no more versions. Waits a moment, before the store ends, until receivers know it."""
+    def end(self, unacknowledged: int) -> None:
+        """Says that there are no more versions, once so many receivers know how the last one has ended, for which they need the
+        store. Waits a moment until receivers know that, too."""
+        until = time.monotonic() + _ACKNOWLEDGMENT_SECONDS
+        while self.acknowledged() < unacknowledged and time.monotonic() < until:
+            time.sleep(0.025)
         self.announce(None)
         for number in range(1, self._receivers.add("receivers", 0) + 1):
             self._receivers.set(call_key(number), "")
@@ -440,15 +414,15 @@ class SenderRendezvous:
         while beats and {*self._receivers.multi_get(beats)} != {LEFT} and time.monotonic() < until:
             time.sleep(0.01)
 
-    def wait_for_acknowledgments(self, ranks: int, seconds: float) -> None:
-        """Waits, before the store ends, until so many receivers know how the last version has ended; ``seconds`` at most."""
-        until = time.monotonic() + seconds
-        while self.acknowledged() < ranks and time.monotonic() < until:
-            time.sleep(0.025)
+
+def say(store: Store, key: str, participant: Participant) -> None:
+    """Adds a rank to those of a key; see :func:`read_engines`."""
+    store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
 
 
-def read_engines(lines: bytes) -> Engines:
-    """Returns the ranks that have written lines; the last process of each."""
+def read_engines(store: Store, *keys: str) -> Engines:
+    """Returns the ranks that have said something, under any of the keys; the last process of each."""
+    lines = b"".join(read_if_set(store, key) or b"" for key in keys)
     ranks = (Participant(*json.loads(line)) for line in lines.splitlines())
     last = {(participant.engine, participant.rank): participant for participant in ranks}
     engines: Engines = {}

@@ -36,9 +36,6 @@ from epload.sync.scope import Selection
 from epload.sync.sources import SentModel
 from epload.sync.store import Address, ServedStore, connect, format_address, parse_address, serve
 
-_ACKNOWLEDGMENT_SECONDS = 5.0
-"""Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
-
 
 class WeightSender(Endpoint):
     """Sends a model's weights to the ranks of other jobs, version after version. See docs/sync.md.
@@ -344,8 +341,7 @@ class WeightSender(Endpoint):
         if self._rendezvous is not None:
             with suppress(RuntimeError):
                 self._offers.close()
-                self._rendezvous.wait_for_acknowledgments(self._unacknowledged, _ACKNOWLEDGMENT_SECONDS)
-                self._rendezvous.end()
+                self._rendezvous.end(self._unacknowledged)
         self._rendezvous = None
         if self._served is not None:
             self._served.close()
