@@ -114,7 +114,9 @@ class Generation:
                     node = self.members.nodes[self._node]
                     self.device = torch.device(self._own.access.device)
                     self.puller = Puller(self.plan, lenders, self.device, node.index(rank), len(node))
-                self._connect()
+                if self.plan.node_sets:
+                    self.route = self._connect()
+                    self.device = self.route.device or self.device
 
     @property
     def holders(self) -> list[int]:
@@ -145,31 +147,23 @@ class Generation:
 
     # ---- connections, and memory of the node ----
 
-    def _connect(self) -> None:
-        if self.plan.node_sets:
-            self.route = self._device_route()
-            if self.route is not None:
-                self.route.connect()
-                self.device = self.route.device
-            else:
-                self.route = self._through_host()
-
     def _through_host(self) -> HostRoute:
         self._host_route = self._host_route or HostRoute(self.members, self.control)
         return self._host_route
 
-    def _device_route(self) -> DeviceRoute | None:
-        """Returns the route from device to device; None if versions pass through host memory, on all ranks."""
+    def _connect(self) -> DeviceRoute | HostRoute:
+        """Returns the route from device to device, or the one through host memory; of the same kind on all ranks."""
         if not (obstacle := link_obstacle([message.access for message in self._messages])):
             staging = [node for node in self.members.nodes if self._messages[node[0]].stages]
             access = self._own.access
             device = torch.device(access.device)
             route = DeviceRoute(self.plan, self.members, self.control, staging, device, access.backend)
             if not (obstacle := route.obstacle):
+                route.connect()
                 return route
         if self.control.rank == 0:
             logger.info("versions pass through host memory: %s", obstacle)
-        return None
+        return self._through_host()
 
     def _reserve(self, nodes: Collection[int], all_nodes: bool) -> None:
         """Makes the memory of nodes that receive a whole version, where they have none. Collective over the generation's ranks.
@@ -187,15 +181,13 @@ class Generation:
         if not new:
             return
         self._reserved.update(new)
-        memory, nbytes, count = None, 0, BUFFERS
-        if any(self.control.rank in node for node in new):
-            self.node_version = None  # before more is allocated
-            waves = [*self.plan.waves, *self.plan.landing_waves]
-            nbytes = max((wave.nbytes for wave in waves), default=0)
-            count = max(len(waves), 1) if self._own.stages else BUFFERS
-        memory = self._share(new, nbytes, count)
-        if any(self.control.rank in node for node in new):
-            self._memory = memory
+        if not any(self.control.rank in node for node in new):
+            self._share(new, 0, BUFFERS)
+            return
+        self.node_version = None  # before more is allocated
+        waves = [*self.plan.waves, *self.plan.landing_waves]
+        nbytes = max((wave.nbytes for wave in waves), default=0)
+        self._memory = self._share(new, nbytes, max(len(waves), 1) if self._own.stages else BUFFERS)
 
     def _share(self, nodes: Sequence[tuple[int, ...]], nbytes: int, count: int) -> NodeMemory:
         """Makes memory that the ranks of each of these nodes share, and each other rank a token of its own."""
@@ -321,11 +313,11 @@ class Generation:
         """Returns a context in which this rank copies its part out of the memory of senders, if it does."""
         if self.puller is None:
             return nullcontext()
-        buckets = {}
+        buckets: dict[int, Tensor] = {}
         if self.puller.lands:
             assert self.node_version is not None
             self.node_version.key = ""
-            buckets = dict(self.node_version.staged(self.node_version.plan.landing_waves))
+            buckets = self.node_version.landed
         return self.puller.copying(tensors, buckets, self._own.verify, self.control, report)
 
     def _move(
@@ -336,12 +328,7 @@ class Generation:
         show_progress: bool,
         check: Callable[[], None],
     ) -> None:
-        plan, route, version, verify = (
-            self._toward(in_full),
-            self._route(in_full),
-            self.node_version,
-            self._own.verify,
-        )
+        plan, route, verify = self._toward(in_full), self._route(in_full), self._own.verify
         assert route is not None
         if not plan.buckets:
             return
@@ -364,12 +351,8 @@ class Generation:
             report.version,
             ends_in_order=False,
         )
-        if self._sends:
-            sink = LocalBuckets(None)
-        elif route.device is not None and version is not None:
-            sink = LocalBuckets(shards, version.buckets, context.verify if verify else None)
-        else:
-            sink = LocalBuckets(shards)
+        staged = self.node_version.buckets if route.device is not None and self.node_version is not None else {}
+        sink = LocalBuckets(None if self._sends else shards, staged, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
     def _shards(

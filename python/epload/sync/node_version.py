@@ -38,40 +38,50 @@ class NodeVersion:
         self._who = who
         self._verify = verify
 
-    def staged(self, waves: Sequence[Wave]) -> Iterator[tuple[int, Tensor]]:
-        """Yields each bucket of some waves, by its number in the plan."""
-        for wave in waves:
-            for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True):
-                yield number, self.memory.buffers[wave.index][begin:end]
+    def _staged(self, waves: Sequence[Wave]) -> dict[int, Tensor]:
+        return {
+            number: self.memory.buffers[wave.index][begin:end]
+            for wave in waves
+            for number, begin, end in zip(wave.numbers, wave.begins, wave.ends, strict=True)
+        }
 
     @cached_property
     def buckets(self) -> dict[int, Tensor]:
         """The buckets that came from senders, by their numbers in the plan."""
-        return dict(self.staged(self.plan.waves))
+        return self._staged(self.plan.waves)
+
+    @cached_property
+    def landed(self) -> dict[int, Tensor]:
+        """The buckets that were copied out of the memory of senders, by their numbers in the landing."""
+        return self._staged(self.plan.landing_waves)
+
+    def _parts(self) -> Iterator[tuple[ExchangePlan, dict[int, Tensor]]]:
+        """Yields the plans by which the version came, each with its buckets."""
+        if self.buckets:
+            yield self.plan, self.buckets
+        if self.plan.landing is not None and self.landed:
+            yield self.plan.landing, self.landed
 
     def contents(self, manifest: Metadata) -> tuple[Holdings, list[Tensor]]:
         """Returns what the memory has of the sender's tensors, and the local tensors of these holdings: views of the memory."""
         nothing = [()] * len(manifest.names)
         holdings, tensors = Holdings(torch.full((len(nothing),), NO_PART), (), nothing), list[Tensor]()
-        for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
-            if plan is not None and plan.layout is not None and waves:
+        for plan, buckets in self._parts():
+            if plan.layout is not None:
                 of_plan = plan.layout.holdings(manifest.shapes)
                 holdings = combine(holdings, of_plan, len(tensors))
-                tensors += plan.layout.tensors(
-                    [bucket for _, bucket in sorted(self.staged(waves), key=lambda staged: staged[0])]
-                )
+                tensors += plan.layout.tensors([buckets[number] for number in sorted(buckets)])
         return holdings, tensors
 
     def unpack(self, tensors: list[Tensor]) -> None:
         """Copies the version into this rank's tensors."""
-        for plan, waves in ((self.plan, self.plan.waves), (self.plan.landing, self.plan.landing_waves)):
-            if plan is not None and waves:
-                shards = Shards(plan, tensors, self._verify, self._who, len(self.memory.ranks))
-                try:
-                    for number, bucket in self.staged(waves):
-                        shards.unpack(number, bucket)
-                finally:
-                    shards.finish()
+        for plan, buckets in self._parts():
+            shards = Shards(plan, tensors, self._verify, self._who, len(self.memory.ranks))
+            try:
+                for number, bucket in buckets.items():
+                    shards.unpack(number, bucket)
+            finally:
+                shards.finish()
 
     # ---- as the base of the next version ----
 
