@@ -42,9 +42,8 @@ class Liveness:
         self._store = store
         self._beats: dict[int, tuple[bytes, float]] = {}
         """Last beat of each receiver, and the time at which it was first seen."""
-        self.lost: set[int] = set()
-        """Numbers of the receivers that have left or are silent."""
-        self._silent: dict[int, Participant] = {}
+        self.lost: dict[int, Participant | None] = {}
+        """The receivers that are silent, by number; None for those that have left."""
 
     def look(self, participants: Iterable[Participant], now: float) -> list[Participant]:
         """Looks at the beats of receivers. Returns those that were silent and are heard again.
@@ -52,7 +51,8 @@ class Liveness:
         Args:
             now: value of ``time.monotonic()``.
         """
-        by_number = self._silent | {participant.number: participant for participant in participants}
+        by_number = {number: participant for number, participant in self.lost.items() if participant is not None}
+        by_number |= {participant.number: participant for participant in participants}
         beats = self._store.multi_get([f"alive/{number}" for number in by_number]) if by_number else []
         heard = []
         for (number, participant), beat in zip(by_number.items(), beats, strict=True):
@@ -64,13 +64,9 @@ class Liveness:
                     logger.warning(
                         "engine %s takes part no more: %s has left or is silent", participant.engine, participant
                     )
-                self.lost.add(number)
+                self.lost[number] = None if beat == LEFT else participant
             elif number in self.lost:
                 logger.warning("engine %s takes part again: %s is heard", participant.engine, participant)
-                self.lost.remove(number)
+                del self.lost[number]
                 heard.append(participant)
-            if beat != LEFT and is_silent:
-                self._silent[number] = participant
-            else:
-                self._silent.pop(number, None)
         return heard

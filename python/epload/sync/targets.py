@@ -185,16 +185,21 @@ class ModelTarget(Target):
         unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
         unexpected += leftovers if self._alone else ()  # else perhaps of another model
         ignored = set(ignored_keys(mapping, names, missing, unexpected))
-        only = {"receiver": missing, "sender": unexpected}
-        only = {side: [name for name in extra if name not in ignored] for side, extra in only.items()}
+        missing, unexpected = ([name for name in extra if name not in ignored] for extra in (missing, unexpected))
         if not self._alone:
-            self.unexpected, only["sender"] = only["sender"], []
-        if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
-            raise ModelMismatch(
-                f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
-                missing_keys=only["receiver"],
-                unexpected_keys=only["sender"],
-            )
+            self.unexpected, unexpected = unexpected, []
+        _check_extra(missing, unexpected)
+
+
+def _check_extra(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raises ModelMismatch if only the receiver has a tensor (``missing``), or only the sender (``unexpected``)."""
+    only = {"receiver": missing, "sender": unexpected}
+    if texts := [f"only the {side} has {list_keys(extra)}" for side, extra in only.items() if extra]:
+        raise ModelMismatch(
+            f"the sender's model does not match the receiver's: {'; '.join(texts)}; pass mapping=, or strict=False",
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+        )
 
 
 def _check_ties(names: Sequence[str], placed: Sequence[tuple[Place, ...]], targets: Targets) -> None:
@@ -232,12 +237,7 @@ class CombinedTarget(Target):
         self.devices = {device for target in self._targets for device in target.devices}
         self.warnings = [warning for target in self._targets for warning in target.warnings]
         first, *others = (target.unexpected for target in self._targets)
-        if unexpected := [name for name in first if all(name in of_target for of_target in others)]:
-            raise ModelMismatch(
-                f"the sender's model does not match the receiver's: only the sender has {list_keys(unexpected)}; pass mapping=, "
-                "or strict=False",
-                unexpected_keys=unexpected,
-            )
+        _check_extra([], [name for name in first if all(name in of_target for of_target in others)])
         return combined
 
     def tensors(self) -> list[Tensor]:
