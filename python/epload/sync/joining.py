@@ -66,8 +66,7 @@ def join(
     control, views = rendezvous(
         PrefixStore(name, store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank, message.node, name
     )
-    messages = (JoinMessage(*view) for view in views)
-    return control, [message._replace(access=DeviceAccess(*message.access)) for message in messages]
+    return control, [JoinMessage(node, verify, DeviceAccess(*access), *rest) for node, verify, access, *rest in views]
 
 
 def _by_rank(views: dict[int, list[Any]]) -> list[list[Any]]:

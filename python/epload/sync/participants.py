@@ -360,16 +360,12 @@ class SenderRendezvous:
         Args:
             others: whose beats are looked at, too; see :meth:`alive`.
         """
-        engines, now = self._ready(), time.monotonic()
+        engines, now = read_engines(self._store, f"ready/{self._number}"), time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _BEAT_SECONDS
             heard = self._liveness.look([*in_order(engines), *in_order(self._required), *others], now)
             self.require({participant.engine: [participant] for participant in heard} | self._required)
         return engines, {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
-
-    def _ready(self) -> Engines:
-        """Returns the ranks that are ready for what was announced."""
-        return read_engines(self._store, f"ready/{self._number}")
 
     def require(self, engines: Engines) -> None:
         """Says that engines, as far as they are alive, must be ready for the next version, too."""

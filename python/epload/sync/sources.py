@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from itertools import compress
+from operator import not_
 from typing import Any
 from weakref import WeakSet
 
@@ -208,17 +210,15 @@ class SentModel:
         manifest, placed, _ = catalog(self._model, targets, self._mapping, self._names_from)
         if not callable(self._only):
             return manifest, placed, Scope(adapters=part[1])
-        chosen = dict.fromkeys(i for i, name in enumerate(manifest.names) if self._only(name))
-        if not chosen:
+        sent = list(map(self._only, manifest.names))
+        if not any(sent):
             raise ModelMismatch(
                 f"only= selects none of the tensors that are sent: {list_keys(manifest.names)}; only='adapter' sends an adapter"
             )
-        left_out = tuple(name for i, name in enumerate(manifest.names) if i not in chosen)
-        columns: list[Any] = [
-            [column[i] for i in chosen] for column in (manifest.names, manifest.shapes, manifest.dtypes)
-        ]
-        names, shapes, dtypes = map(tuple, columns)
-        return Manifest(names, shapes, dtypes, "the model"), [placed[i] for i in chosen], Scope(None, part[1], left_out)
+        names, shapes = tuple(compress(manifest.names, sent)), tuple(compress(manifest.shapes, sent))
+        selected = Manifest(names, shapes, tuple(compress(manifest.dtypes, sent)), "the model")
+        left_out = tuple(compress(manifest.names, map(not_, sent)))
+        return selected, list(compress(placed, sent)), Scope(None, part[1], left_out)
 
     @property
     def digest(self) -> str:
