@@ -246,8 +246,11 @@ class Generation:
                             self._move(in_full, tensors, report, show_progress, check)
                     # One key is either this decision or the first failure: the version is whole everywhere, or counts nowhere.
                     self.control.agree("committing the version", Attempt(check).failure, last=True)
-                    with report.timed("unpack", "applies changes"):
-                        self._commit(start.key)
+                    if self.node_version is not None:
+                        self.node_version.key = ""
+                        with report.timed("unpack", "applies changes"):
+                            self._changes.commit()
+                        self.node_version.key = start.key
             except LoadError:
                 self._close_after_failure(report.version)
                 raise
@@ -373,13 +376,6 @@ class Generation:
         """See :meth:`ChangesRoute.compare`."""
         plan = self._toward(nodes)
         return self._changes.compare(plan, nodes, lambda: self._shards(plan, tensors or []), base, report)
-
-    def _commit(self, key: str) -> None:
-        """Makes the version that has come the one that the node has. ``key``: see :class:`Start`."""
-        if self.node_version is not None:
-            self.node_version.key = ""
-            self._changes.commit()
-            self.node_version.key = key
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that a caller that catches the error

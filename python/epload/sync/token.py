@@ -189,9 +189,9 @@ def serve_front(port: int, store_port: int, token: str) -> Relay:
     return Relay(socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both), connect)
 
 
-def _make_tunnel(host: str, port: int, where: str, token: str) -> Relay:
-    """Returns a client's tunnel: it takes connections of this user's processes on the loopback interface, and authenticates each
-    to a front."""
+def tunnel(host: str, port: int, where: str, token: str) -> int:
+    """Returns the port on this machine's loopback interface that leads to a front: a relay takes connections of this user's
+    processes there, and authenticates each to the front. Raises OSError."""
 
     def authenticated() -> socket.socket:
         connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
@@ -205,7 +205,12 @@ def _make_tunnel(host: str, port: int, where: str, token: str) -> Relay:
         connection = await asyncio.get_running_loop().run_in_executor(None, authenticated)
         return await asyncio.open_connection(sock=connection)
 
-    return Relay(socket.create_server((LOOPBACK, 0), backlog=_BACKLOG), connect, ends_with_last=True)
+    key = host, port, where, token
+    with _lock:
+        if key not in _tunnels or _tunnels[key].ended:
+            listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+            _tunnels[key] = Relay(listener, connect, ends_with_last=True)
+        return _tunnels[key].port
 
 
 def _owner(port: int, other: int) -> int | None:
@@ -217,12 +222,3 @@ def _owner(port: int, other: int) -> int | None:
             if all(field.endswith(end) for field, end in zip(fields[1:3], ends, strict=True)):
                 return int(fields[7])
     return None
-
-
-def tunnel(host: str, port: int, where: str, token: str) -> int:
-    """Returns the port on this machine's loopback interface that leads to a front. Raises OSError."""
-    with _lock:
-        key = host, port, where, token
-        if key not in _tunnels or _tunnels[key].ended:
-            _tunnels[key] = _make_tunnel(*key)
-        return _tunnels[key].port
