@@ -107,6 +107,16 @@ class Control(Rounds):
         self.timeout = DEFAULT_TIMEOUT
         self._ended = time.monotonic()
 
+    @contextmanager
+    def load(self, timeout: timedelta) -> Iterator[None]:
+        """A context that is one load, as :meth:`begin`, :meth:`guard` and :meth:`end`."""
+        self.begin(timeout)
+        try:
+            with self.guard():
+                yield
+        finally:
+            self.end()
+
     def _catch_up(self, number: int) -> int:
         """Returns the number of the load that the others are in if they have waited for this rank in vain in load ``number``: it
         takes part in their present one if that begins soon. Else it is only late, and raises what they have raised."""

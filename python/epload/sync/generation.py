@@ -100,7 +100,7 @@ class Generation:
             self._own, self._sends = self._messages[rank], rank < participants.senders
             assert manifest is not None
             self._declared = manifest.dtypes
-            with self._load(), garbage_collection.paused():
+            with self.control.load(timeout), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
                 self._node = next((i for i, node in enumerate(self.members.nodes) if rank in node), -1)
                 self._changes = ChangesRoute(
@@ -135,15 +135,6 @@ class Generation:
             yield
         except (LoadError, ValueError) as error:
             raise make_error(kind_of(error), f"{error}\n{self._legend}") from error
-
-    @contextmanager
-    def _load(self) -> Iterator[None]:
-        self.control.begin(self._timeout)
-        try:
-            with self.control.guard():
-                yield
-        finally:
-            self.control.end()
 
     # ---- connections, and memory of the node ----
 
@@ -229,7 +220,7 @@ class Generation:
         """
         with self._explained():
             try:
-                with self._load():
+                with self.control.load(self._timeout):
                     with report.timed("plan"):
                         usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
                         nodes = self._get_ready(tensors, failure or usable.failure, base, report)

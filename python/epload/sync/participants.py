@@ -74,13 +74,11 @@ def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple
         return EngineRank(secrets.token_hex(4)), node
     topology = topology if topology is not None else Topology.default(timeout=timeout)
     control, ranks, machine = topology.control, topology.ranks, local_network()
-    control.begin(timeout)
-    with control.guard():
+    with control.load(timeout):
         name, machines = control.agree(
             "joining a sync", None, [secrets.token_hex(4), machine],
             lambda views: [views[ranks[0]][0], [views[rank][1] for rank in ranks]],
         )  # fmt: skip
-    control.end()
     # Emulated nodes of one machine are nodes here, too.
     if machine in (other for rank, other in zip(ranks, machines, strict=True) if rank not in topology.node):
         node = node or str(topology.nodes.index(topology.node))

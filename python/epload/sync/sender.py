@@ -152,8 +152,7 @@ class WeightSender(Endpoint):
         """Returns a connection to the store, and its port."""
         control, token = self.topology.control, self._token
         served = Attempt(lambda: serve((host, port), self._timeout, token) if self._first else None)
-        control.begin(self._timeout)
-        with control.guard():
+        with control.load(self._timeout):
             ports = control.agree(
                 "serving the sync",
                 served.failure,
@@ -165,7 +164,6 @@ class WeightSender(Endpoint):
                 lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store
             )
             control.agree("connecting to the sync's store", store.failure)
-        control.end()
         return store.value, port
 
     # ---- sending ----
