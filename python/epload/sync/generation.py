@@ -79,7 +79,7 @@ class Generation:
             node_version: of the generation before.
 
         Raises:
-            LoadError: a rank cannot take part, or has not come in time; the same on every rank.
+            LoadError, ValueError: as :func:`~epload.sync.joining.join`, or a receiver needs what no sender has.
         """
         self.number = number
         self.node_version = node_version

@@ -47,14 +47,8 @@ def join(
     holdings: Holdings,
     failure: Exception | None,
 ) -> tuple[Control, list[JoinMessage]]:
-    """Joins generation ``number``. Collective over its ranks.
-
-    Args:
-        message: this rank's, without its holdings.
-        failure: why this rank cannot take part; raised on all.
-
-    Returns:
-        The control of the generation, and the messages of all ranks.
+    """Joins a generation; the arguments are those of :class:`~epload.sync.generation.Generation`, and ``ranks`` is their number.
+    Collective. Returns the control of the generation, and the messages of all ranks.
 
     Raises:
         LoadError: a rank cannot take part, or has not come in time; the same on every rank.
