@@ -39,11 +39,11 @@ from epload.sync.participants import (
     ReceiverRendezvous,
     SenderRendezvous,
     Start,
+    add_rank,
     answer_of_sender,
     call_key,
     in_order,
     read_engines,
-    say,
 )
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
@@ -253,7 +253,7 @@ class Joining:
                 is_right = only in (None, offer.version) and offer.version > after
                 return (number, offer) if is_right and self._is_same(offer, holdings_of) else None
             if pause == _MIN_PAUSE:  # versions are open for a moment only: the next one waits for this rank
-                answer_of_sender(lambda: say(self._store, WAITING, self._rendezvous.participant), self._timeout)
+                answer_of_sender(lambda: add_rank(self._store, WAITING, self._rendezvous.participant), self._timeout)
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return None
@@ -293,7 +293,7 @@ class Joining:
         keys = [WAITING] * received + [f"{_HOLDERS}/{number}"] * (received and holds)
         with suppress(RuntimeError):  # the sender has ended meanwhile
             for key in keys:
-                say(self._store, key, self._rendezvous.participant)
+                add_rank(self._store, key, self._rendezvous.participant)
         self._offers.acknowledge(number)
 
 
@@ -364,8 +364,8 @@ class Holder:
 
     def _hand_on(self, store: Store, number: int, version: int) -> None:
         """Answers a call. ``number``: of the offer."""
-        held = self._wait_for(version)
-        say(store, f"{_ANSWERS}/{number}", self._participant)
+        current = self._wait_for(version)
+        add_rank(store, f"{_ANSWERS}/{number}", self._participant)
         start = Announcements(PrefixStore(OFFERS, store), TIMEOUT).wait_for_start(number, TIMEOUT)
         if not start.participants:
             return
@@ -374,11 +374,11 @@ class Holder:
         if self._participant.number not in numbers:
             return  # it has answered too late
         _, manifest = participants.fetch_manifest(store, TIMEOUT)
-        contents = Attempt(lambda: held[1].contents(manifest))
+        contents = Attempt(lambda: current[1].contents(manifest))
         message = JoinMessage(f"holder {self._node}", self._verify, DeviceAccess())
 
         def check() -> None:
-            if self._version is not held:
+            if self._version is not current:
                 raise LoadError(f"a rank that hands on version {version} receives the next one")
 
         holdings = contents.result[0] if contents.result is not None else full_holdings((), ())

@@ -161,7 +161,7 @@ class Announcements:
 
     def get_ready(self, number: int, participant: Participant) -> None:
         """Says that this rank is ready for an announcement."""
-        answer_of_sender(lambda: say(self._store, f"ready/{number}", participant), self._timeout)
+        answer_of_sender(lambda: add_rank(self._store, f"ready/{number}", participant), self._timeout)
 
     def wait_for_start(self, number: int, timeout: timedelta) -> Start:
         """Returns the sender's decision on an announcement. This rank takes no part if it came too late, or was taken for dead.
@@ -409,7 +409,7 @@ class SenderRendezvous:
             time.sleep(0.01)
 
 
-def say(store: Store, key: str, participant: Participant) -> None:
+def add_rank(store: Store, key: str, participant: Participant) -> None:
     """Adds a rank to those of a key; see :func:`read_engines`."""
     store.append(key, json.dumps(participant) + "\n")  # type: ignore[attr-defined]
 
