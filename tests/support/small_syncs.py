@@ -1,4 +1,4 @@
-"""Syncs that take several waves of small models, and notice silence soon."""
+"""The sender and the receiver of a test, and syncs that take several waves of small models and notice silence soon."""
 
 from __future__ import annotations
 
@@ -45,13 +45,39 @@ def names_culprit(text: str, rank: str) -> bool:
     return re.search(f"rank {rank} has exited|message (from|to) rank {rank} failed", text) is not None
 
 
-def outcome(step: Callable[[], Any]) -> str:
-    """The error's text, or an empty string."""
+def attempt(step: Callable[[], Any]) -> tuple[str, Any]:
+    """Returns the error's text, or an empty string and the value."""
     try:
-        step()
+        return "", step()
     except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
+        return str(error), None
+
+
+def outcome(step: Callable[[], Any]) -> str:
+    return attempt(step)[0]
+
+
+@contextmanager
+def sending(
+    meeting: Meeting, model: Any, receivers: int = 1, timeout: float = 60, **options: Any
+) -> Iterator[epload.WeightSender]:
+    """Makes a sender, whose address :func:`receiving` hears."""
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=timeout, **options) as sender:
+        meeting.say("address", sender.address)
+        yield sender
+
+
+@contextmanager
+def receiving(meeting: Meeting, model: Any, timeout: float = 60, **options: Any) -> Iterator[epload.WeightReceiver]:
+    with epload.WeightReceiver(model, meeting.hear("address"), timeout=timeout, **options) as receiver:
+        yield receiver
+
+
+def take(receiver: epload.WeightReceiver, version: int | None = None) -> epload.SyncReport:
+    """Receives a version and commits it."""
+    report = receiver.receive_weights(version)
+    receiver.commit()
+    return report
 
 
 def trainer(
@@ -66,8 +92,7 @@ def trainer(
     with many_waves():
         model = build("fsdp" if world > 1 else "plain", world, where=where)
         outcomes = []
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=20) as sender:
-            meeting.say(f"address-{rank}", sender.address)
+        with sending(meeting, model, receivers, timeout=20) as sender:
             if dies and rank == world - 1:
                 threading.Thread(target=lambda: (meeting.hear("in the second"), kill_self()), daemon=True).start()
             for version in range(1, versions + 1):

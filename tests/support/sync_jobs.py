@@ -128,7 +128,7 @@ def engine(
     with many_waves():
         model = build("tp0" if world > 1 else "plain", world, where=where)
         outcomes = []
-        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20, stage=stage) as receiver:
+        with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
             meeting.say(f"{name}-{rank}-joined")
             for step in plan:
                 if step == "die waiting":
