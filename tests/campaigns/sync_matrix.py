@@ -13,21 +13,15 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch import nn
 
-import epload
 from epload.mapping import Quantize
-from support.checks import as_bytes, local_of
+from support.checks import fill
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
-from support.models import mesh
-from support.quantized import FORMATS, Trainer, expected, with_skipped
-from support.small_syncs import many_waves
+from support.quantized import FORMATS, LAYOUTS, Trainer, expected, same, sharded, with_skipped
+from support.small_syncs import many_waves, receiving, sending, take
 
-LAYOUTS = {"plain": 1, "fsdp": 3, "tp0": 2, "tp1": 2}
-"""Number of ranks of each layout."""
 VERSIONS = (1, 2, 3, 4)
 PERIOD = 7
 """An element changes in every so many versions."""
@@ -59,55 +53,16 @@ def weights(version: int) -> nn.Module:
     return model
 
 
-def sharded(model: nn.Module, layout: str) -> nn.Module:
-    if layout == "plain":
-        return model
-    on = mesh((layout, LAYOUTS[layout]))
-    if layout == "fsdp":
-        return fully_shard(model, mesh=on)
-    dim = int(layout[-1])
-    for module in list(model.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim > dim:
-                shard = distribute_tensor(parameter.detach(), on, [Shard(dim)], src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-    return model
-
-
-def same(found: Tensor, whole: Tensor) -> bool:
-    if isinstance(found, DTensor):
-        whole = distribute_tensor(whole, found.device_mesh, found.placements, src_data_rank=None)
-    return torch.equal(as_bytes(local_of(found)), as_bytes(local_of(whole)))
-
-
 def send(rank: int, meeting: Meeting, layout: str, receivers: int) -> None:
     for number, case in enumerate(CASES):
         mapping = Quantize(with_skipped(FORMATS[case.format])) if case.format else "auto"
         with many_waves(lease_seconds=10):
             model = sharded(Trainer(), layout)
-            with epload.WeightSender(
-                model,
-                ("127.0.0.1", 0),
-                receivers=receivers,
-                timeout=60,
-                mapping=mapping,
-                verify=case.verify,
-                delta=case.delta,
-            ) as sender:
-                if rank == 0:
-                    meeting.say(f"address-{number}", sender.address)
+            options = {"mapping": mapping, "verify": case.verify, "delta": case.delta}
+            with sending(meeting, model, receivers, where=f"address-{number}", **options) as sender:
                 for version in VERSIONS:
-                    whole = dict(weights(version).named_parameters())
-                    with torch.no_grad():
-                        for name, parameter in model.named_parameters():
-                            full = whole[name].detach()
-                            if isinstance(parameter, DTensor):
-                                full = distribute_tensor(
-                                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
-                                )
-                            local_of(parameter).copy_(local_of(full))
+                    fill(model, weights(version).state_dict())
                     report = sender.send_weights(version)
-                    assert report is not None
                     may = case.stage == "host" and case.delta != "off" and version > VERSIONS[0]
                     if not (may and case.delta == "auto" and case.format):  # another maximum changes a whole block
                         assert (report.changed is not None) == may, (case, report)
@@ -117,14 +72,13 @@ def receive(rank: int, meeting: Meeting, layout: str) -> int:
     """Returns the number of tensors that were compared."""
     compared = 0
     for number, case in enumerate(CASES):
-        address = meeting.hear(f"address-{number}")
         with many_waves(lease_seconds=10):
             like = expected(Trainer(), FORMATS[case.format]) if case.format else dict(Trainer().state_dict())
             model = sharded(Tree(like).to_empty(device="cpu"), layout)
-            with epload.WeightReceiver(model, address, timeout=60, stage=case.stage, verify=case.verify) as receiver:
+            options = {"stage": case.stage, "verify": case.verify}
+            with receiving(meeting, model, where=f"address-{number}", **options) as receiver:
                 for version in VERSIONS:
-                    receiver.receive_weights(version)
-                    receiver.commit()
+                    take(receiver, version)
                     whole = weights(version)
                     values = expected(whole, FORMATS[case.format]) if case.format else whole.state_dict()
                     for name, tensor in model.state_dict().items():

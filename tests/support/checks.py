@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from support.models import Shape
 
@@ -50,6 +50,16 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Writes full tensors into those of a model, sharded or not."""
+    for name, tensor in model.state_dict().items():
+        full = values[name]
+        if isinstance(tensor, DTensor):
+            full = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        local_of(tensor).copy_(local_of(full))
 
 
 def differences(expected: nn.Module, loaded: nn.Module) -> Iterator[str]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ import epload
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Meeting
+from support.small_syncs import attempt, receiving, sending, take
 from support.synced_models import build, values, write
 
 CCL = "fakeccl"
@@ -44,33 +46,22 @@ def send_versions(
     """Sends versions of a model on the device. ``waves``: ``many_waves`` if receivers have that, too."""
     with on_machine(machine), waves():
         model, sent = build("fsdp" if world > 1 else "plain", world, where=DEVICE), []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=60, topology=topology_of((machine,), world),
-            verify=verify,
-        ) as sender:  # fmt: skip
+        with sending(meeting, model, receivers, topology=topology_of((machine,), world), verify=verify) as sender:
             meeting.say(f"pid-{rank}", str(os.getpid()))
-            if rank == 0:
-                meeting.say("address", sender.address)
             for version in range(1, versions + 1):
                 if version == 2:
                     before_second(model)
                 write(model, version)
-                error, transport, began = "", "", time.monotonic()
-                try:
-                    report = sender.send_weights(version)
-                    assert report is not None
-                    transport = report.transport
-                except epload.LoadError as failure:
-                    error = str(failure)
-                sent.append(Sent(error, transport, time.monotonic() - began, time.time()))
+                began = time.monotonic()
+                error, report = attempt(partial(sender.send_weights, version))
+                sent.append(Sent(error, report.transport if report else "", time.monotonic() - began, time.time()))
         return sent
 
 
 def send_late(rank: int, meeting: Meeting) -> None:
     """The weights are still being written on the caller's stream when they are sent."""
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
+    with sending(meeting, model) as sender:
         caller = torch.Stream(DEVICE)
         full = values("big", 1).to(DEVICE)
         with caller:
@@ -86,10 +77,9 @@ def send_late(rank: int, meeting: Meeting) -> None:
 def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
     """Checks that what the caller has queued reads the weights before they are replaced."""
     model = build("plain", 1, where=where)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+    with receiving(meeting, model, stage=stage) as receiver:
         if where == "cpu":
-            receiver.receive_weights()
-            receiver.commit()
+            take(receiver)
             return torch.equal(model.big.detach(), values("big", 1))
         caller = torch.Stream(where)
         with caller:
@@ -97,8 +87,7 @@ def receive_late(rank: int, meeting: Meeting, where: str, stage: str) -> bool:
             seen = model.big.detach().clone()
             opener = threading.Thread(target=lambda: (time.sleep(1), fakedev.release(caller)))
             opener.start()
-            receiver.receive_weights()
-            receiver.commit()
+            take(receiver)
             found = model.big.detach().clone()
         opener.join()
         caller.synchronize()

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from support.checks import as_bytes
+from support.checks import as_bytes, local_of
+from support.models import mesh
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -61,6 +64,32 @@ class Trainer(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * magnitudes)
             self.up.weight[:128, :128] = 0
             self.up.weight[200, 3], self.down.weight[130, 389], self.down.weight[0, 0] = math.nan, 1e30, -0.0
+
+
+LAYOUTS = {"plain": 1, "fsdp": 3, "tp0": 2, "tp1": 2}
+"""Number of ranks of each layout."""
+
+
+def sharded(model: nn.Module, layout: str) -> nn.Module:
+    if layout == "plain":
+        return model
+    on = mesh((layout, LAYOUTS[layout]))
+    if layout == "fsdp":
+        return fully_shard(model, mesh=on)
+    dim = int(layout[-1])
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.ndim > dim:
+                shard = distribute_tensor(parameter.detach(), on, [Shard(dim)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    return model
+
+
+def same(found: Tensor, whole: Tensor) -> bool:
+    """True if a tensor, sharded or not, has the bytes of a full one."""
+    if isinstance(found, DTensor):
+        whole = distribute_tensor(whole, found.device_mesh, found.placements, src_data_rank=None)
+    return torch.equal(as_bytes(local_of(found)), as_bytes(local_of(whole)))
 
 
 QUANTIZED = ("up.weight", "down.weight", "row.weight", "experts.gate_up")

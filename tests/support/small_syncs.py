@@ -59,17 +59,19 @@ def outcome(step: Callable[[], Any]) -> str:
 
 @contextmanager
 def sending(
-    meeting: Meeting, model: Any, receivers: int = 1, timeout: float = 60, **options: Any
+    meeting: Meeting, model: Any, receivers: int = 1, timeout: float = 60, where: str = "address", **options: Any
 ) -> Iterator[epload.WeightSender]:
     """Makes a sender, whose address :func:`receiving` hears."""
     with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=timeout, **options) as sender:
-        meeting.say("address", sender.address)
+        meeting.say(where, sender.address)
         yield sender
 
 
 @contextmanager
-def receiving(meeting: Meeting, model: Any, timeout: float = 60, **options: Any) -> Iterator[epload.WeightReceiver]:
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=timeout, **options) as receiver:
+def receiving(
+    meeting: Meeting, model: Any, timeout: float = 60, where: str = "address", **options: Any
+) -> Iterator[epload.WeightReceiver]:
+    with epload.WeightReceiver(model, meeting.hear(where), timeout=timeout, **options) as receiver:
         yield receiver
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,45 +15,33 @@ import epload
 from support.accelerator import DEVICE
 from support.device_syncs import mapped_of, on_machine, topology_of
 from support.jobs import Meeting
-from support.small_syncs import kill_self, many_waves, outcome
+from support.small_syncs import kill_self, many_waves, outcome, receiving, sending
 from support.synced_models import build, check, write
 
 VERSIONS = (1, 2, 3)
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-class Moved(NamedTuple):
-    """Describes what the report of a version says."""
-
-    transport: str
-    pulled: int
-    moved: int
-    not_pulled: str
-
-    @classmethod
-    def of(cls, report: epload.SyncReport | None) -> Moved:
-        assert report is not None
-        return cls(report.transport, report.pulled, report.wire_bytes, report.not_pulled)
-
-
 def send(
     rank: int, meeting: Meeting, layout: str, world: int, receivers: int, nodes: Any = None, where: str = "cpu",
     machines: tuple[str, ...] = ("",) * 4, between: Callable[[torch.nn.Module], None] = lambda model: None,
-    within: Context = nullcontext, **options: Any,
-) -> list[Moved]:  # fmt: skip
+    within: Context = nullcontext, dtype: torch.dtype = torch.float32, versions: Sequence[int] = VERSIONS,
+    write: Callable[[torch.nn.Module, int], None] = write, snapshot: str = "none", **options: Any,
+) -> list[epload.SyncReport]:  # fmt: skip
+    """Sends versions, which ``write`` gives to a model. With a snapshot it has another one while they are sent."""
     with many_waves(lease_seconds=10), on_machine(machines[rank]), within():
-        model = build(layout, world, where=where)
+        model = build(layout, world, dtype, where)
         topology = epload.Topology.from_nodes(nodes) if nodes else topology_of(machines, world)
         reports = []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, topology=topology, timeout=60, **options
-        ) as sender:
+        with sending(meeting, model, receivers, topology=topology, snapshot=snapshot, **options) as sender:
             meeting.say(f"pid-{rank}", str(os.getpid()))
-            if rank == 0:
-                meeting.say("address", sender.address)
-            for version in VERSIONS:
+            for version in versions:
                 write(model, version)
-                reports.append(Moved.of(sender.send_weights(version)))
+                report = sender.send_weights(version, wait=snapshot == "none")
+                if snapshot != "none":
+                    write(model, 7 - version)
+                    report = sender.wait()
+                reports.append(report)
                 between(model)
     return reports
 
@@ -62,14 +50,12 @@ def receive(
     rank: int, meeting: Meeting, layout: str, world: int, nodes: Any = None, where: str = "cpu",
     dtype: torch.dtype = torch.float32, stage: str = "host", machine: str = "", within: Context = nullcontext,
     **options: Any,
-) -> list[Moved]:  # fmt: skip
+) -> list[epload.SyncReport]:  # fmt: skip
     with many_waves(lease_seconds=10), on_machine(machine), within():
         model = build(layout, world, dtype, where)
         topology = epload.Topology.from_nodes(nodes) if nodes else None
         reports = []
-        with epload.WeightReceiver(
-            model, meeting.hear("address"), topology=topology, timeout=60, stage=stage, **options
-        ) as receiver:
+        with receiving(meeting, model, topology=topology, stage=stage, **options) as receiver:
             for version in VERSIONS:
                 before = receiver.version
                 report = receiver.receive_weights(version)
@@ -82,19 +68,18 @@ def receive(
                 receiver.commit()
                 assert (receiver.version, receiver.partially_updated) == (version, False)
                 check(model, version)
-                reports.append(Moved.of(report))
+                reports.append(report)
     return reports
 
 
 def send_model(
     rank: int, meeting: Meeting, make: Callable[[], torch.nn.Module],
-    change: Callable[[Any, int], None] = lambda model, version: None, versions: int = 1, receivers: int = 1, **options: Any,
+    change: Callable[[Any, int], None] = lambda model, version: None, versions: int = 1, receivers: int = 1, timeout: float = 30,
+    **options: Any,
 ) -> list[str]:  # fmt: skip
     """Sends versions of any model; returns what each raised."""
     model, outcomes = make(), []
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, **options) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with sending(meeting, model, receivers, timeout, **options) as sender:
         for version in range(1, versions + 1):
             with torch.no_grad():
                 change(model, version)
@@ -128,7 +113,7 @@ def engine(
     with many_waves():
         model = build("tp0" if world > 1 else "plain", world, where=where)
         outcomes = []
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+        with receiving(meeting, model, timeout=20, stage=stage) as receiver:
             meeting.say(f"{name}-{rank}-joined")
             for step in plan:
                 if step == "die waiting":

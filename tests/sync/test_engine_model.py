@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import epload
 from epload.integrations.engine.model import EngineTarget
+from support.checks import fill
 from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint, unique
+from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
 from support.recordings import manifest_of, same_bits, tensors_of
+from support.small_syncs import receiving, sending, take
 
 ENGINES = {"views": Engine, "computing": Computing}
 
@@ -24,39 +27,24 @@ def values(version: int) -> dict[str, Tensor]:
     return {name: tensor + version for name, tensor in engine_checkpoint().items()}
 
 
-def trainer(world: int, version: int) -> nn.Module:
+def trainer(world: int) -> nn.Module:
     """Parameters with the names of the checkpoint, sharded along dim 0 where that divides."""
     mesh = init_device_mesh("cpu", (world,))
-    model = nn.Module()
-    for name, tensor in values(version).items():
-        *path, last = name.split(".")
-        module = model
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
-        if tensor.ndim and name != "rotary":
-            tensor = distribute_tensor(tensor, mesh, [Shard(0)])
-        module.register_parameter(last, nn.Parameter(tensor))
+    model = Tree(engine_checkpoint()).to_empty(device="cpu")
+    for name, parameter in list(model.named_parameters()):
+        if parameter.ndim and name != "rotary":
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
     return model
 
 
 def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str) -> None:
-    model = trainer(world, 0)
+    model = trainer(world)
     if without:
         delattr(model, without)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always") as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with sending(meeting, model, receivers, timeout=30, delta="always") as sender:
         for version in (1, 2, 3):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    tensor = values(version)[name]
-                    if isinstance(parameter, DTensor):
-                        tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements).to_local()
-                        parameter.to_local().copy_(tensor)
-                    else:
-                        parameter.copy_(tensor)
+            fill(model, values(version))
             sender.send_weights(version)
         for receiver in range(receivers):
             meeting.hear(f"done-{receiver}")
@@ -65,10 +53,9 @@ def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str) 
 def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> list[int]:
     model, expected = ENGINES[kind](rank, dtype), ENGINES[kind](rank, dtype)
     moved = []
-    with epload.WeightReceiver(epload.EngineModel(model), meeting.hear("address"), timeout=30, **options) as receiver:
+    with receiving(meeting, epload.EngineModel(model), timeout=30, **options) as receiver:
         for version in (1, 2, 3):
-            report = receiver.receive_weights()
-            receiver.commit()
+            report = take(receiver)
             expected.load_weights((name, tensor.clone()) for name, tensor in values(version).items())
             theirs = tensors_of(model)
             wrong = [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, theirs[name])]

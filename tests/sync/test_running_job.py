@@ -23,7 +23,7 @@ import epload
 from epload.transfer.shards import Shards
 from support import jobs
 from support.jobs import Job, Meeting
-from support.small_syncs import many_waves, outcome
+from support.small_syncs import many_waves, outcome, receiving, sending, take
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2, num_experts=4,
@@ -36,13 +36,13 @@ def make(seed: int) -> Any:
     return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
 
 
-def send(rank: int, meeting: Meeting, world: int, loads: int, **options: Any) -> None:
-    model = make(1)
+def send(rank: int, meeting: Meeting, world: int, loads: int, merged: bool = False, **options: Any) -> None:
+    model = adapted() if merged else make(1)
+    if merged:
+        model.merge_adapter()
     if world > 1:
         fully_shard(model)
-    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30, **options) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with many_waves(), sending(meeting, model, timeout=30, **options) as sender:
         sender.send_weights(7)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -52,13 +52,10 @@ def send(rank: int, meeting: Meeting, world: int, loads: int, **options: Any) ->
 
 
 def serve(rank: int, meeting: Meeting, loads: int, stage: str = "host", verify: bool = False) -> None:
-    with many_waves():
-        model = make(2)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, stage=stage, verify=verify) as receiver:
-            receiver.receive_weights()
-            receiver.commit()
-            for number in range(loads):
-                meeting.hear(f"loaded-{number}")
+    with many_waves(), receiving(meeting, make(2), timeout=30, stage=stage, verify=verify) as receiver:
+        take(receiver)
+        for number in range(loads):
+            meeting.hear(f"loaded-{number}")
 
 
 def cold_start(
@@ -184,20 +181,10 @@ def test_nothing_changes_the_model_after_a_load_that_was_interrupted() -> None:
     assert holds
 
 
-def send_merged(rank: int, meeting: Meeting) -> None:
-    model = adapted()
-    model.merge_adapter()
-    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=40) as sender:
-        meeting.say("address", sender.address)
-        sender.send_weights(1)
-        meeting.hear("loaded-0")
-
-
 def send_adapter(rank: int, meeting: Meeting) -> None:
     """Sends from a process that has never had the adapter merged."""
-    options = {"receivers": 1, "timeout": 40, "only": "adapter"}
-    with many_waves(), epload.WeightSender(adapted(), ("127.0.0.1", 0), **options) as sender:
-        meeting.say("address of the adapter", sender.address)
+    options = {"timeout": 40, "only": "adapter", "where": "address of the adapter"}
+    with many_waves(), sending(meeting, adapted(), **options) as sender:
         outcome(partial(sender.send_weights, 1))
 
 
@@ -211,11 +198,12 @@ def load_then_adapt(rank: int, meeting: Meeting) -> str:
         epload.load(model, f"epload://{meeting.hear('address')}", timeout=30, progress=False)
     meeting.say("loaded-0")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    address = meeting.hear("address of the adapter")
-    with many_waves(), epload.WeightReceiver(model, address, timeout=40) as receiver:
+    with many_waves(), receiving(meeting, model, timeout=40, where="address of the adapter") as receiver:
         return outcome(receiver.receive_weights)
 
 
 def test_an_adapter_does_not_follow_merged_weights_that_were_loaded() -> None:
-    *_, (error,) = jobs.run([Job(1, send_merged), Job(1, serve, (1,)), Job(1, send_adapter), Job(1, load_then_adapt)])
+    *_, (error,) = jobs.run(
+        [Job(1, send, (1, 1, True)), Job(1, serve, (1,)), Job(1, send_adapter), Job(1, load_then_adapt)]
+    )
     assert "would apply the adapter twice" in error

@@ -25,7 +25,7 @@ from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL, move_to_cpu, send_versions
 from support.jobs import Job, Meeting, run
-from support.small_syncs import many_waves
+from support.small_syncs import attempt, many_waves, outcome, receiving, take
 from support.sync_jobs import receive, send
 from support.synced_models import build, check
 
@@ -62,7 +62,7 @@ def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("no communicator")
 
-    with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=12, stage="none") as receiver:
+    with many_waves(), receiving(meeting, model, timeout=12, stage="none") as receiver:
         with mock.patch.object(Group, "make", fails), pytest.raises(epload.LoadError):
             receiver.receive_weights()
         return receiver.partially_updated, receiver.version is None
@@ -97,13 +97,9 @@ def receive_flipped(rank: int, meeting: Meeting) -> str:
     with (
         many_waves(),
         mock.patch.object(TransferContext, "verify", flips),
-        epload.WeightReceiver(model, meeting.hear("address"), timeout=30, verify=True) as receiver,
+        receiving(meeting, model, timeout=30, verify=True) as receiver,
     ):
-        try:
-            receiver.receive_weights()
-        except epload.LoadError as error:
-            return str(error)
-        return ""
+        return outcome(receiver.receive_weights)
 
 
 def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
@@ -117,18 +113,16 @@ def test_a_bit_that_changes_on_its_way_into_host_memory_is_found() -> None:
 def receive_moved(rank: int, meeting: Meeting, moves: bool, stage: str) -> list[Any]:
     model = build("plain", 1, where=DEVICE)
     found = []
-    with many_waves(), epload.WeightReceiver(model, meeting.hear("address"), timeout=20, stage=stage) as receiver:
+    with many_waves(), receiving(meeting, model, timeout=20, stage=stage) as receiver:
         for version in (1, 2, 3):
             if moves and version == 2:
                 move_to_cpu(model)
-            try:
-                report = receiver.receive_weights()
-                receiver.commit()
-                check(model, version)
-                found.append(report.transport)
-            except epload.LoadError:
+            error, report = attempt(partial(take, receiver))
+            if error:
                 assert not receiver.partially_updated
-                found.append("")
+            else:
+                check(model, version)
+            found.append("" if error else report.transport)
     return found
 
 

@@ -24,6 +24,7 @@ from peft import (
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import DataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +35,7 @@ from epload.sync.targets import ModelTarget
 from support.checks import all_fine
 from support.jobs import Job, Meeting, run
 from support.recordings import manifest_of
-from support.small_syncs import outcome
+from support.small_syncs import outcome, receiving, sending, take
 from support.sync_jobs import send_model
 
 IDS = torch.arange(7)[None]
@@ -59,29 +60,29 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def change(model: nn.Module, version: int) -> None:
     """Writes every tensor of an adapter, equal in all layouts and different in all versions."""
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
             values = torch.arange(parameter.numel()).reshape(parameter.shape) * 0.013 + number + version * 0.3
-            parameter.copy_(like(parameter, torch.sin(values), name))
-
-
-def like(parameter: Tensor, full: Tensor, name: str) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
-    return full
+            full = torch.sin(values)
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            parameter.copy_(full)
 
 
 def adapted(kind: str, seed: int = 0) -> Any:
     return get_peft_model(base(seed), CONFIGS[kind]())
 
 
-def sharded(kind: str) -> Any:
-    """One whose other adapter, which is not active, has the same shapes."""
+def with_other(kind: str) -> Any:
+    """A model whose other adapter, which is not active, has the same shapes."""
     model = adapted(kind)
     if kind in ("lora", "copies"):
         model.add_adapter("other", CONFIGS[kind]())
+    return model
+
+
+def sharded(kind: str) -> Any:
+    model = with_other(kind)
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -89,9 +90,7 @@ def sharded(kind: str) -> Any:
 
 def trained(kind: str, version: int) -> Any:
     """The reference: what the sender's model is in this version, without shards."""
-    model = adapted(kind)
-    if kind in ("lora", "copies"):
-        model.add_adapter("other", CONFIGS[kind]())
+    model = with_other(kind)
     with torch.no_grad():
         change(model, version)
     return model
@@ -99,7 +98,7 @@ def trained(kind: str, version: int) -> Any:
 
 def receive_adapter(rank: int, meeting: Meeting, kind: str, folder: str, stage: str) -> list[str]:
     """Fills a PEFT model, whose other tensors stay, and takes full tensors, which are the file that PEFT writes."""
-    address, problems = meeting.hear("address"), []
+    problems = []
     # Another name of the adapter than the sender's.
     model = get_peft_model(base(), CONFIGS[kind](), adapter_name="policy") if rank == 0 else None
     if kind == "lora" and model is not None:
@@ -107,7 +106,7 @@ def receive_adapter(rank: int, meeting: Meeting, kind: str, folder: str, stage: 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()} if model is not None else {}
     engine = epload.EngineRank(f"engine-{rank}")
     stage = stage if model is not None else "host"
-    with epload.WeightReceiver(model, address, engine=engine, timeout=60, stage=stage, verify=True) as receiver:
+    with receiving(meeting, model, engine=engine, stage=stage, verify=True) as receiver:
         for version in (1, 2):
             path = f"{folder}/{kind}-{version}-{rank}"
             reference = trained(kind, version)
@@ -235,10 +234,8 @@ def send_both(rank: int, meeting: Meeting) -> list[str]:
     """The base, the adapter and the base anew, and then what would mix with these."""
     model = adapted("copies")
     outcomes = []
-    options: dict[str, Any] = {"receivers": 1, "timeout": 60}
-    with epload.WeightSender(model, ("127.0.0.1", 0), **options) as sender:
-        adapter_sender = epload.WeightSender(model, ("127.0.0.1", 0), only="adapter", **options)
-        meeting.say("address", f"{sender.address} {adapter_sender.address}")
+    adapter_options: dict[str, Any] = {"only": "adapter", "where": "address of the adapter"}
+    with sending(meeting, model) as sender, sending(meeting, model, **adapter_options) as adapter_sender:
         for step in range(3):
             train_both(model, step)
             if step == 1:
@@ -251,7 +248,7 @@ def send_both(rank: int, meeting: Meeting) -> list[str]:
         adapter_sender.close()
         outcomes += [outcome(partial(sender.send_weights, version)) for version in (51, 52)]
         model.unmerge_adapter()
-    with epload.WeightSender(model, ("127.0.0.1", 0), only="adapter", **options) as adapter_sender:
+    with sending(meeting, model, **adapter_options) as adapter_sender:
         outcomes.append(outcome(partial(adapter_sender.send_weights, 41)))
     return outcomes
 
@@ -259,9 +256,11 @@ def send_both(rank: int, meeting: Meeting) -> list[str]:
 def receive_both(rank: int, meeting: Meeting) -> list[str]:
     """Into one PEFT model, which then computes what the sender's does. Returns what is refused."""
     model, reference = get_peft_model(base(3), CONFIGS["copies"]()), adapted("copies")
-    addresses = meeting.hear("address").split()
-    base_receiver, adapter_receiver = (epload.WeightReceiver(model, address, timeout=60) for address in addresses)
-    with base_receiver, adapter_receiver, torch.no_grad():
+    with (
+        receiving(meeting, model) as base_receiver,
+        receiving(meeting, model, where="address of the adapter") as adapter_receiver,
+        torch.no_grad(),
+    ):
         for step in range(3):
             receiver = adapter_receiver if step == 1 else base_receiver
             receiver.receive_weights()
@@ -284,8 +283,7 @@ def receive_both(rank: int, meeting: Meeting) -> list[str]:
         text = outcome(base_receiver.receive_weights)
         assert differences(before, model.state_dict()) == []
         model.base_model.disable_adapter_layers()
-        base_receiver.receive_weights()
-        base_receiver.commit()
+        take(base_receiver)
         change(reference, 2)
         reference.merge_adapter()
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
@@ -371,7 +369,7 @@ UNFIT: dict[str, dict[str, tuple[Callable[[], Any], bool, str]]] = {
 def receive_unfit(rank: int, meeting: Meeting, sent: str) -> list[str]:
     problems = []
     for case, (make, strict, text) in UNFIT[sent].items():
-        with epload.WeightReceiver(make(), meeting.hear("address"), strict=strict, timeout=30) as receiver:
+        with receiving(meeting, make(), strict=strict, timeout=30) as receiver:
             if text not in (raised := outcome(receiver.receive_weights)):
                 problems.append(f"{case}: {raised}")
     return problems
@@ -402,7 +400,7 @@ def receive_selected(rank: int, meeting: Meeting) -> list[str]:
     """Takes full tensors on the first rank."""
     model, before, sent = base(2), base(2).state_dict(), base(1).state_dict()
     engine = epload.EngineRank(f"engine-{rank}")
-    with epload.WeightReceiver(model if rank else None, meeting.hear("address"), engine=engine, timeout=30) as receiver:
+    with receiving(meeting, model if rank else None, engine=engine, timeout=30) as receiver:
         receiver.receive_weights()
         if rank == 0:
             return differences({name: sent[name] for name in sent if is_attention(name)}, dict(receiver.tensors()))

@@ -26,7 +26,7 @@ from support.accelerator import DEVICE
 from support.checks import all_fine
 from support.device_syncs import CCL, mapped_of, on_machine, send_versions, topology_of
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome
+from support.small_syncs import outcome, receiving, take
 from support.sync_jobs import send_model
 from support.synced_models import SHAPES, build, check, values, write
 
@@ -39,12 +39,9 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
     """One rank of the engine is on the trainer's machine; the parts that it wants are those of one sender."""
     with on_machine("ab"[rank]):
         model = build("tp0", 2, where=DEVICE)
-        with epload.WeightReceiver(
-            model, meeting.hear("address"), topology=topology_of(("a", "b"), 2), timeout=60, stage=stage
-        ) as receiver:
+        with receiving(meeting, model, topology=topology_of(("a", "b"), 2), stage=stage) as receiver:
             for version in (1, 2):
-                report = receiver.receive_weights()
-                receiver.commit()
+                report = take(receiver)
                 check(model, version)
                 if (report.pulled > 0) != (rank == 0):
                     return [f"rank {rank} pulled {report.pulled}"]
@@ -81,7 +78,7 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
     else:
         model = target = build("plain", 1, where=DEVICE)
         model.extra = nn.Parameter(torch.full((50, 50), 7.0, device=DEVICE))
-    with epload.WeightReceiver(target, meeting.hear("address"), timeout=60, stage=stage, strict=False) as receiver:
+    with receiving(meeting, target, stage=stage, strict=False) as receiver:
         for version in (1, 2):
             receiver.receive_weights()
             with torch.no_grad():
@@ -107,7 +104,7 @@ def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
 def receive_held(rank: int, meeting: Meeting, stage: str) -> None:
     """Commits on a stream that is busy, and receives the next version."""
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+    with receiving(meeting, model, stage=stage) as receiver:
         receiver.receive_weights()
         stream = torch.Stream(DEVICE)
         with stream:
@@ -138,7 +135,7 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
 
     with (
         mock.patch.object(ops, "open_memory", some),
-        epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver,
+        receiving(meeting, model, stage=stage) as receiver,
     ):
         for version in (1, 2, 3):
             text = outcome(receiver.receive_weights)
@@ -180,7 +177,7 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
         closed.append(time.time())
 
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+    with receiving(meeting, model, stage=stage) as receiver:
         pid, held = int(meeting.hear("pid-0")), None
         with mock.patch.object(Puller, "copying", copies), mock.patch.object(SenderMemory, "close", closes):
             try:
@@ -222,7 +219,7 @@ class FailsOnce(epload.EngineModel):
 
 def receive_and_apply_again(rank: int, meeting: Meeting, stage: str) -> list[Any]:
     target = FailsOnce(Padded().to(DEVICE))
-    with epload.WeightReceiver(target, meeting.hear("address"), timeout=60, stage=stage, strict=False) as receiver:
+    with receiving(meeting, target, stage=stage, strict=False) as receiver:
         if stage != "none":
             receiver.receive_weights()
         apply = receiver.receive_weights if stage == "none" else receiver.commit
@@ -273,10 +270,9 @@ def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> list[s
     with torch.inference_mode(stage == "device"):
         model = Odd(lambda name: torch.zeros_like(odd(name, 0)).to(DEVICE), ODD)
     wrong = []
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage, verify=verify) as receiver:
+    with receiving(meeting, model, stage=stage, verify=verify) as receiver:
         for version in (1, 2):
-            report = receiver.receive_weights()
-            receiver.commit()
+            report = take(receiver)
             wrong += [] if report.transport == "ipc" else [report.transport]
             wrong += [
                 name for name in ODD if not torch.equal(model.get_parameter(name).detach().cpu(), odd(name, version))
@@ -307,7 +303,7 @@ def make_unreadable(kind: str) -> nn.Module:
 
 def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
     model = build("plain", 1, where=DEVICE)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage=stage) as receiver:
+    with receiving(meeting, model, stage=stage) as receiver:
         text = outcome(receiver.receive_weights)
         if text:
             assert receiver.version is None
@@ -341,7 +337,7 @@ HALVES = Mapping(converts=(Convert((r"^both$",), ("upper", "lower"), (Split(0),)
 
 def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
     model = Odd(lambda name: torch.zeros(8, 8).to(where), ["both"])
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60, stage="none") as receiver:
+    with receiving(meeting, model, stage="none") as receiver:
         receiver.receive_weights()
         return sorted(set(model.get_parameter("both").cpu().flatten().tolist()))
 

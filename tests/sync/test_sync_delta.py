@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +24,8 @@ from support import checks, fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_model import local_of
-from support.small_syncs import many_waves, outcome
+from support.small_syncs import attempt, many_waves, receiving, sending
+from support.sync_jobs import send
 from support.synced_models import SHAPES, build
 
 INTEGER_OF = {2: torch.int16, 4: torch.int32}
@@ -71,63 +71,24 @@ def differing_bits(model: nn.Module, version: int, source: torch.dtype | None = 
     return names
 
 
-class Sent(NamedTuple):
-    """Describes what the report of a version says."""
-
-    wire_bytes: int
-    changed: int | None
-    why_full: str
-
-    @classmethod
-    def of(cls, report: epload.SyncReport | None) -> Sent:
-        assert report is not None
-        return cls(report.wire_bytes, report.changed, report.why_full)
-
-
-def send(
-    rank: int, meeting: Meeting, layout: str, world: int, receivers: int, versions: int, dtype: torch.dtype,
-    nodes: Any = None, where: str = "cpu", snapshot: str = "none", **options: Any,
-) -> list[Sent]:  # fmt: skip
-    with many_waves(lease_seconds=10):
-        model = build(layout, world, dtype, where)
-        topology = epload.Topology.from_nodes(nodes) if nodes else None
-        reports = []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, topology=topology, timeout=60, snapshot=snapshot, **options
-        ) as sender:
-            if rank == 0:
-                meeting.say("address", sender.address)
-            for version in range(1, versions + 1):
-                write_bits(model, version)
-                report = sender.send_weights(version, wait=snapshot == "none")
-                if snapshot == "host":
-                    write_bits(model, 7 - version)  # another version, which must not be sent
-                    report = sender.wait()
-                reports.append(Sent.of(report))
-    return reports
-
-
 def receive(
     rank: int, meeting: Meeting, layout: str, world: int, versions: int, dtype: torch.dtype, nodes: Any = None,
     where: str = "cpu", stage: str = "host", **options: Any,
-) -> list[Sent]:  # fmt: skip
+) -> list[epload.SyncReport]:  # fmt: skip
     with many_waves(lease_seconds=10):
         topology = epload.Topology.from_nodes(nodes) if nodes else None
         model = build(layout, world, dtype, where) if layout != "full" else None
         reports = []
-        with epload.WeightReceiver(
-            model, meeting.hear("address"), topology=topology, timeout=60, stage=stage, **options
-        ) as receiver:
+        with receiving(meeting, model, topology=topology, stage=stage, **options) as receiver:
             for version in range(1, versions + 1):
-                reports.append(Sent.of(receiver.receive_weights(version)))
+                reports.append(receiver.receive_weights(version))
                 if model is None:
                     for name, tensor in receiver.tensors():
                         bits = INTEGER_OF[tensor.dtype.itemsize]
                         assert torch.equal(tensor.view(bits), tensor_of(name, version, tensor.dtype).view(bits)), name
-                else:
-                    if version != 3:  # a version that is not committed is the base of the next one, too
-                        receiver.commit()
-                        assert differing_bits(model, version) == []
+                elif version != 3:  # a version that is not committed is the base of the next one, too
+                    receiver.commit()
+                    assert differing_bits(model, version) == []
     return reports
 
 
@@ -159,8 +120,8 @@ def test_every_version_arrives_bit_for_bit(
     layout, world, nodes, where = trainer
     receivers = sum(count for _, count, *_ in engines)
     setup = partial(fakedev.setup, "nccl", shares=False) if where != "cpu" else None
-    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
-    jobs = [Job(world, sends, (layout, world, receivers, versions, dtype), setup=setup)]
+    sends = partial(send, nodes=nodes, where=where, verify=verify, dtype=dtype, write=write_bits, **options)
+    jobs = [Job(world, partial(sends, versions=range(1, versions + 1)), (layout, world, receivers), setup=setup)]
     for other, count, other_nodes, there, stage in engines:
         receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify)
         jobs.append(Job(count, receives, (other, count, versions, dtype), setup=setup))
@@ -174,26 +135,15 @@ def test_every_version_arrives_bit_for_bit(
                 assert "50%" in sent[version - 1].why_full
 
 
-def attempt(step: Callable[[], Any]) -> tuple[str, Sent | None]:
-    """The error's text, or an empty string and the report."""
-    reports: list[Any] = []
-    text = outcome(lambda: reports.append(step()))
-    return text, Sent.of(reports[0]) if reports else None
-
-
 def changing_trainer(
     rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype, receivers: int = 3, snapshot: Any = "none",
     layout: str = "fsdp",
-) -> list[tuple[str, Sent | None]]:  # fmt: skip
+) -> list[tuple[str, Any]]:  # fmt: skip
     """Sends versions to engines that come, go and fail, and that nobody hands a version on to. ``waits``: which engine's waiting
     for the next one is waited for before a version."""
     with many_waves(lease_seconds=10), mock.patch.object(Offers, "offer"):
         model, outcomes = build(layout, 2, dtype), []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=receivers, timeout=30, delta="always", snapshot=snapshot
-        ) as sender:
-            if rank == 0:
-                meeting.say("address", sender.address)
+        with sending(meeting, model, receivers, timeout=30, delta="always", snapshot=snapshot) as sender:
             for version in range(1, 8):
                 if version in waits:
                     meeting.hear(waits[version])
@@ -201,15 +151,14 @@ def changing_trainer(
                         time.sleep(0.01)
                 write_bits(model, version)
                 outcomes.append(attempt(partial(sender.send_weights, version)))
-                if rank == 0:
-                    meeting.say(f"tried-{version}")
+                meeting.say(f"tried-{version}")
     return outcomes
 
 
 def changing_engine(
     rank: int, meeting: Meeting, layout: str, name: str, after: str, last: int, fails_in: int, dtype: torch.dtype,
     source: torch.dtype | None = None,
-) -> dict[int, Sent | None]:  # fmt: skip
+) -> dict[int, Any]:  # fmt: skip
     """Joins after an event, and receives until a version; one of them fails here. Every version that is received is whole."""
     with many_waves(lease_seconds=10):
         if after:
@@ -217,7 +166,7 @@ def changing_engine(
         model, reports = build(layout, 2 if layout != "plain" else 1, dtype), {}
         version = 0
         engine = EngineRank(name, rank, 2 if layout != "plain" else 1)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, node=name, engine=engine) as receiver:
+        with receiving(meeting, model, timeout=30, node=name, engine=engine) as receiver:
             meeting.say(f"{name}-{rank}")
             while version < last:
                 failing = mock.patch.object(ReceivedChanges, "unpack", side_effect=RuntimeError("a broken receiver"))
@@ -227,7 +176,6 @@ def changing_engine(
                     version += 1
                     reports[version] = None
                     continue
-                assert receiver.staged is not None
                 version, reports[receiver.staged] = receiver.staged, sent
                 receiver.commit()
                 assert differing_bits(model, version, source) == []
@@ -297,9 +245,7 @@ def impatient_trainer(rank: int, meeting: Meeting) -> None:
     """Changes the model once a version has been compared, while its changes are sent."""
     with many_waves():
         model, move = build("fsdp", 2, HALF), ChangesRoute.move
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=30, delta="always") as sender:
-            if rank == 0:
-                meeting.say("address", sender.address)
+        with sending(meeting, model, 2, timeout=30, delta="always") as sender:
             for version in range(1, 6):
                 write_bits(model, version)
 
@@ -309,7 +255,6 @@ def impatient_trainer(rank: int, meeting: Meeting) -> None:
 
                 with mock.patch.object(ChangesRoute, "move", moving):
                     report = sender.send_weights(version)
-                assert report is not None
                 assert report.changed == (changed_elements(version, HALF) if version > 1 else None)
 
 
@@ -325,11 +270,10 @@ def replaced(model: nn.Module, name: str) -> None:
     setattr(model, name, nn.Parameter(torch.zeros_like(parameter)))
 
 
-def neighboring_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+def neighboring_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Any]]:
     with many_waves(lease_seconds=1.5):
         model, outcomes = build("plain", 1, HALF), []
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=30, delta="always") as sender:
-            meeting.say("address", sender.address)
+        with sending(meeting, model, 3, timeout=30, delta="always") as sender:
             for version in (1, 2, 3):
                 if version == 2:
                     meeting.hear("silent")
@@ -343,9 +287,7 @@ def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> Non
     """An engine that receives three versions; or becomes silent after the first, which it commits later."""
     with many_waves(lease_seconds=1.5):
         model = build("plain", 1, HALF)
-        with epload.WeightReceiver(
-            model, meeting.hear("address"), timeout=30, node=node, engine=EngineRank(name)
-        ) as receiver:
+        with receiving(meeting, model, timeout=30, node=node, engine=EngineRank(name)) as receiver:
             for version in (1,) if name == "silent" else (1, 2, 3):
                 receiver.receive_weights(version)
                 if name == "silent":
@@ -385,25 +327,20 @@ def replica(rank: int, version: int) -> Tensor:
     return values + (version / 2 if rank == 0 else 100_000)
 
 
-def replicated_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Sent | None]]:
+def replicated_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Any]]:
     with many_waves():
         model, outcomes = nn.Module(), []
         mesh = init_device_mesh("cpu", (2,))
         values = distribute_tensor(torch.zeros(SHAPES[REPLICAS]), mesh, [Replicate()], src_data_rank=None)
         model.register_buffer(REPLICAS, values)
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=1, timeout=30, delta="always", verify=True
-        ) as sender:
-            if rank == 0:
-                meeting.say("address", sender.address)
+        with sending(meeting, model, timeout=30, delta="always", verify=True) as sender:
             for version in range(1, 8):
                 if version == 3:
                     meeting.hear("joined-0")
                     meeting.hear("joined-1")
                 values.to_local().copy_(replica(rank, version))
                 outcomes.append(attempt(partial(sender.send_weights, version)))
-                if rank == 0:
-                    meeting.say(f"tried-{version}")
+                meeting.say(f"tried-{version}")
     return outcomes
 
 
@@ -417,9 +354,8 @@ def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
             meeting.hear("tried-2")
             values = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         model.register_buffer(REPLICAS, values)
-        with epload.WeightReceiver(
-            model, meeting.hear("address"), timeout=30, node="one" if whole else f"other {rank}", verify=True
-        ) as receiver:
+        node = "one" if whole else f"other {rank}"
+        with receiving(meeting, model, timeout=30, node=node, verify=True) as receiver:
             while version < 7:
                 text, _ = attempt(receiver.receive_weights)
                 if text:
@@ -427,15 +363,12 @@ def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
                     assert "is not what the sender has" in text
                     version = 6
                     continue
-                assert receiver.staged is not None
                 version = receiver.staged
                 receiver.commit()
                 meeting.say("one" if whole else f"joined-{rank}")
                 if whole:
                     assert ((values == replica(0, version)) | (values == replica(1, version))).all()
                     if version == 5:
-                        assert receiver._generation is not None
-                        assert receiver._generation.node_version is not None
                         for bucket in receiver._generation.node_version.buckets.values():
                             bucket[HEADER_BYTES] ^= 1
 

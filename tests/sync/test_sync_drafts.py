@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from support.checks import all_fine
+from support.checks import all_fine, fill, full_tensor
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome
+from support.small_syncs import outcome, receiving
 from support.sync_jobs import send_model
 
 
@@ -78,11 +78,8 @@ def make_trainer() -> nn.Module:
     return fully_shard(Trainer())
 
 
-def change(model: Any, version: int) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
-    for name, parameter in model.named_parameters():
-        parameter.copy_(distribute_tensor(values(version)[name], parameter.device_mesh, parameter.placements))
+def change(model: nn.Module, version: int) -> None:
+    fill(model, values(version))
 
 
 def check(models: list[Any], version: int) -> list[str]:
@@ -93,7 +90,7 @@ def check(models: list[Any], version: int) -> list[str]:
             expected.load_weights(full.items())
             full = expected.state_dict()
         for name, tensor in model.state_dict().items():
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            whole = full_tensor(tensor)
             if not torch.equal(whole, full[name].to(whole.dtype)):
                 problems.append(f"{type(model).__name__}.{name} of version {version}")
     return problems
@@ -107,7 +104,7 @@ def receive(rank: int, meeting: Meeting, kind: str, stage: str) -> list[str]:
         models = [Model(), LoadedDraft()]
         targets = [models[0], epload.EngineModel(models[1])]
     problems = []
-    with epload.WeightReceiver(targets, meeting.hear("address"), timeout=60, stage=stage, verify=True) as receiver:
+    with receiving(meeting, targets, stage=stage, verify=True) as receiver:
         for version in (1, 2):
             receiver.receive_weights(version)
             if stage != "none" and version == 2:
@@ -128,8 +125,7 @@ def test_both_have_each_version(kind: str, stage: str) -> None:
 
 def fail(rank: int, meeting: Meeting) -> list[str]:
     """A draft fails before, between and in the commit of versions; returns what is wrong."""
-    address, problems = meeting.hear("address"), []
-    model, draft = Model(), Draft(rows=6)
+    model, draft, problems = Model(), Draft(rows=6), []
     before = [{name: tensor.clone() for name, tensor in part.state_dict().items()} for part in (model, draft)]
 
     def unchanged() -> bool:
@@ -138,18 +134,17 @@ def fail(rank: int, meeting: Meeting) -> list[str]:
             torch.equal(old[name], state[name]) for old, state in zip(before, states, strict=True) for name in old
         )
 
-    with epload.WeightReceiver([model, draft], address, timeout=60) as receiver:
-        text = outcome(receiver.receive_weights)
-        problems += [] if "mtp.weight has shape [5, 3], but [6, 3]" in text and unchanged() else [text]
-    with epload.WeightReceiver([model, nn.Linear(3, 5)], address, timeout=60) as receiver:
-        text = outcome(receiver.receive_weights)
-        problems += [] if "only the receiver has 2 tensors: weight, bias" in text and unchanged() else [text]
-    with epload.WeightReceiver([model, nn.ModuleDict({"embed": nn.Embedding(7, 3)})], address, timeout=60) as receiver:
-        text = outcome(receiver.receive_weights)
-        problems += [] if "only the sender has 2 tensors: mtp.weight, mtp.bias" in text and unchanged() else [text]
+    for other, expected in (
+        (draft, "mtp.weight has shape [5, 3], but [6, 3]"),
+        (nn.Linear(3, 5), "only the receiver has 2 tensors: weight, bias"),
+        (nn.ModuleDict({"embed": nn.Embedding(7, 3)}), "only the sender has 2 tensors: mtp.weight, mtp.bias"),
+    ):
+        with receiving(meeting, [model, other]) as receiver:
+            text = outcome(receiver.receive_weights)
+            problems += [] if expected in text and unchanged() else [text]
     draft = Draft()
     before[1] = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    with epload.WeightReceiver([model, draft], address, timeout=60) as receiver:
+    with receiving(meeting, [model, draft]) as receiver:
         receiver.receive_weights()
         whole, draft.mtp = draft.mtp, nn.Linear(3, 6)
         text = outcome(receiver.commit)
@@ -159,7 +154,7 @@ def fail(rank: int, meeting: Meeting) -> list[str]:
         receiver.commit()
         problems += check([model, draft], 4)
     broken = LoadedDraft()
-    with epload.WeightReceiver([model, epload.EngineModel(broken)], address, timeout=60) as receiver:
+    with receiving(meeting, [model, epload.EngineModel(broken)]) as receiver:
         receiver.receive_weights()
         broken.fails = True
         text = outcome(receiver.commit)

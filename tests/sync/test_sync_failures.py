@@ -27,7 +27,17 @@ from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import kill_self, many_waves, names_culprit, outcome, trainer
+from support.small_syncs import (
+    attempt,
+    kill_self,
+    many_waves,
+    names_culprit,
+    outcome,
+    receiving,
+    sending,
+    take,
+    trainer,
+)
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
@@ -95,16 +105,14 @@ def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
 
 def late(rank: int, meeting: Meeting) -> int | None:
     meeting.hear("tried-1")
-    with many_waves():
-        model = build("tp0", 2)
-        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20) as receiver:
-            meeting.say(f"late-{rank}-joined")
-            receiver.receive_weights()
-            meeting.say(f"late-{rank}-received")
-            receiver.commit()
-            assert receiver.version is not None
-            check(model, receiver.version)
-            return receiver.version
+    model = build("tp0", 2)
+    with many_waves(), receiving(meeting, model, timeout=20) as receiver:
+        meeting.say(f"late-{rank}-joined")
+        receiver.receive_weights()
+        meeting.say(f"late-{rank}-received")
+        receiver.commit()
+        check(model, receiver.version)
+        return receiver.version
 
 
 def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_one() -> None:
@@ -123,8 +131,7 @@ def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_o
 
 def leaving(rank: int, meeting: Meeting) -> None:
     model = build("plain", 1)
-    with many_waves(), epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
-        meeting.say("address", sender.address)
+    with many_waves(), sending(meeting, model, timeout=20) as sender:
         write(model, 1)
         sender.send_weights(1)
         time.sleep(1.0)
@@ -163,15 +170,13 @@ def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) ->
 def dying_trainer(rank: int, meeting: Meeting, where: str) -> Any:
     with many_waves():
         model = build("fsdp", 2, where=where)
-        sender = epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20)
-        meeting.say(f"address-{rank}", sender.address)
-        write(model, 1)
-        sender.send_weights(1)
-        write(model, 2)
-        with at_second_wave(kill_self) if rank == 1 else nullcontext():
-            text = outcome(lambda: sender.send_weights(2))
-        meeting.say(f"over-{rank}")
-        sender.close()
+        with sending(meeting, model, timeout=20) as sender:
+            write(model, 1)
+            sender.send_weights(1)
+            write(model, 2)
+            with at_second_wave(kill_self) if rank == 1 else nullcontext():
+                text = outcome(lambda: sender.send_weights(2))
+            meeting.say(f"over-{rank}")
         return text
 
 
@@ -211,7 +216,7 @@ def asks(rank: int, meeting: Meeting, kind: str) -> str:
         model.head = torch.nn.Parameter(torch.zeros(4, 4))
     if kind == "names":
         model.extra = torch.nn.Parameter(torch.zeros(4))
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=20, verify=kind == "verify") as receiver:
+    with receiving(meeting, model, timeout=20, verify=kind == "verify") as receiver:
         text = outcome(lambda: receiver.receive_weights(7 if kind == "version" else None))
         assert all(not parameter.any() for parameter in model.parameters())
         return text
@@ -314,10 +319,7 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
     """Sends versions; at the second, one rank's other thread is in a load, or its copy of what was sent fails."""
     with many_waves():
         model, outcomes = build("fsdp", 2), []
-        with epload.WeightSender(
-            model, ("127.0.0.1", 0), receivers=1, timeout=20, delta="always" if kind == "copy" else "off"
-        ) as sender:
-            meeting.say(f"address-{rank}", sender.address)
+        with sending(meeting, model, timeout=20, delta="always" if kind == "copy" else "off") as sender:
             for version in range(1, 5):
                 write(model, version)
                 trouble: Any = nullcontext()
@@ -326,29 +328,26 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
                     trouble = mock.patch.object(single_flight, "_current", other)
                 elif version == 2 and kind == "copy" and rank == 1:
                     trouble = mock.patch.object(CommittedTensors, "commit", side_effect=MemoryError("no room"))
-                began, reports = time.monotonic(), list[Any]()
+                began = time.monotonic()
                 with trouble:
-                    text = outcome(lambda: reports.append(sender.send_weights(version)))  # noqa: B023
-                outcomes.append((text, time.monotonic() - began, reports[0].warnings if reports else []))
+                    text, report = attempt(partial(sender.send_weights, version))
+                outcomes.append((text, time.monotonic() - began, report.warnings if report else []))
         return outcomes
 
 
-def receiving(rank: int, meeting: Meeting) -> int:
-    with many_waves():
-        model = build("plain", 1)
-        with epload.WeightReceiver(model, meeting.hear("address-0"), timeout=20) as receiver:
-            while receiver.version != 4:
-                with suppress(epload.LoadError):
-                    receiver.receive_weights()
-                    receiver.commit()
-                    assert receiver.version is not None
-                    check(model, receiver.version)
-        return 4
+def receive_all(rank: int, meeting: Meeting) -> int:
+    model = build("plain", 1)
+    with many_waves(), receiving(meeting, model, timeout=20) as receiver:
+        while receiver.version != 4:
+            with suppress(epload.LoadError):
+                take(receiver)
+                check(model, receiver.version)
+    return 4
 
 
 @pytest.mark.parametrize("kind", ["load", "copy"])
 def test_ranks_of_a_sender_go_on_together_after_trouble_of_one(kind: str) -> None:
-    sent, received = run([Job(2, troubled_trainer, (kind,)), Job(1, receiving, ())])
+    sent, received = run([Job(2, troubled_trainer, (kind,)), Job(1, receive_all)])
     assert received == [4]
     for of_rank in sent:
         failed = ["order" in text for text, _, _ in of_rank]

@@ -83,7 +83,7 @@ def receive(
     """Receives versions.
 
     Args:
-        number: that of the engine's first rank if it joins late, ``after`` an event. Each rank says that it has its first version.
+        number: that of the first rank of an engine that joins late, ``after`` an event. Ranks say that they have a first version.
         packing: called before a rank packs a bucket of a version that it hands on.
         until: an event before which the engine does not leave.
         together: engines of one rank that ask for the first version at the same time.

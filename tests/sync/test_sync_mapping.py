@@ -17,7 +17,7 @@ from epload.model.targets import collect
 from epload.saving.catalog import catalog
 from support.checks import all_fine, full_tensor
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome
+from support.small_syncs import outcome, receiving, take
 from support.sync_jobs import send_model
 
 
@@ -65,9 +65,8 @@ def make_trainer() -> nn.Module:
 
 def serve(rank: int, meeting: Meeting) -> list[str]:
     model = Engine()
-    with epload.WeightReceiver(model, meeting.hear("address"), mapping=MAPPING, timeout=60) as receiver:
-        receiver.receive_weights()
-        receiver.commit()
+    with receiving(meeting, model, mapping=MAPPING) as receiver:
+        take(receiver)
     full, found = weights(), model.state_dict()
     expected = {
         "qk": torch.cat([full["q.weight"], full["k.weight"]]).to(torch.bfloat16),
@@ -115,9 +114,8 @@ INNER = Mapping(
 
 def receive_hidden(rank: int, meeting: Meeting) -> list[str]:
     model, expected = make_hidden(7), make_hidden()
-    with epload.WeightReceiver(model, meeting.hear("address"), mapping=INNER, timeout=60) as receiver:
-        receiver.receive_weights()
-        receiver.commit()
+    with receiving(meeting, model, mapping=INNER) as receiver:
+        take(receiver)
     pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
     return [f"{name} is {full_tensor(a)}" for (name, a), b in pairs if not torch.equal(full_tensor(a), full_tensor(b))]
 
@@ -131,7 +129,7 @@ def test_a_mapping_names_what_hooks_hide_in_both_jobs() -> None:
 def receive_tied(rank: int, meeting: Meeting) -> list[str]:
     model = Embedding(tied=True)
     before = model.embed.weight.detach().clone()
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+    with receiving(meeting, model) as receiver:
         text = outcome(receiver.receive_weights)
         assert torch.equal(model.embed.weight, before)
         return [text]

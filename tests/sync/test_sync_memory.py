@@ -22,6 +22,7 @@ from measure import PeakMemory
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
+from support.small_syncs import receiving, sending, take
 
 MB = 1 << 20
 PYTHON = 24 * MB
@@ -49,9 +50,7 @@ def send(rank: int, meeting: Meeting, where: str) -> int:
         for parameter in model.parameters():
             parameter.to_local().zero_()
     dist.barrier()
-    with PeakMemory() as memory, epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=60) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with PeakMemory() as memory, sending(meeting, model, 2) as sender:
         for version in range(1, VERSIONS + 1):
             with torch.no_grad():
                 for layer, parameter in enumerate(model.parameters()):
@@ -66,11 +65,10 @@ def receive(rank: int, meeting: Meeting, where: str, stage: str) -> int:
     for layer in model:
         local = torch.zeros(FEATURES // 2, FEATURES, device=where)
         layer.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-    address = meeting.hear("address")
-    with PeakMemory() as memory, epload.WeightReceiver(model, address, timeout=60, stage=stage) as receiver:
+    meeting.hear("address")
+    with PeakMemory() as memory, receiving(meeting, model, stage=stage) as receiver:
         for _ in range(VERSIONS):
-            receiver.receive_weights()
-            receiver.commit()
+            take(receiver)
     for number, parameter in enumerate(model.parameters()):
         local = parameter.detach().to_local().cpu()
         assert torch.equal(local, torch.full_like(local, value(number, VERSIONS)))
@@ -90,18 +88,14 @@ def test_memory_is_bounded(where: str, stage: str) -> None:
 
 
 def _send_until_closed(rank: int, meeting: Meeting) -> None:
-    with epload.WeightSender(nn.Linear(64, 64), ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
-        meeting.say("where", sender.address)
+    with sending(meeting, nn.Linear(64, 64)) as sender:
         sender.send_weights(1)
         meeting.hear("closed")
 
 
 def _close_uncollected(rank: int, meeting: Meeting) -> list[bool]:
-    receiver = epload.WeightReceiver(nn.Linear(64, 64), meeting.hear("where"), timeout=30, stage="host")
-    receiver.receive_weights()
-    receiver.commit()
-    assert receiver._generation is not None
-    assert receiver._generation.node_version is not None
+    receiver = epload.WeightReceiver(nn.Linear(64, 64), meeting.hear("address"), timeout=30, stage="host")
+    take(receiver)
     memory = weakref.ref(receiver._generation.node_version.memory)
     gc.collect()
     gc.disable()

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-import epload
 from epload.native import ops
 from epload.sync import pulling
 from epload.sync.pulling import Puller, SenderMemory
@@ -26,7 +25,7 @@ from support.device_syncs import (
     send_versions,
 )
 from support.jobs import Job, Meeting, run
-from support.small_syncs import names_culprit, outcome, trainer
+from support.small_syncs import names_culprit, outcome, receiving, trainer
 from support.sync_jobs import VERSIONS, engine, receive, send
 from support.synced_models import SHAPES, build
 
@@ -58,16 +57,16 @@ def test_every_version_is_copied_out_of_the_sender(
     jobs += [Job(count, receives, (other, count), setup=setup) for other, count in engines]
     sent, *received = run(jobs)
     reports = [report for job in (sent, *received) for of_rank in job for report in of_rank]
-    assert all((transport, moved, why) == ("ipc", 0, "") for transport, _, moved, why in reports)
+    assert {(report.transport, report.wire_bytes, report.not_pulled) for report in reports} == {("ipc", 0, "")}
     for i in range(len(VERSIONS)):
         # All receivers are one node, for which a sender counts once what several of them copy.
-        assert sum(of_rank[i][1] for of_rank in sent) == TOTAL
+        assert sum(of_rank[i].pulled for of_rank in sent) == TOTAL
     if stage == "host":  # ranks of a node divide what they copy into its memory
-        assert sum(of_rank[0][1] for job in received for of_rank in job) == TOTAL * dtype.itemsize // 4
+        assert sum(of_rank[0].pulled for job in received for of_rank in job) == TOTAL * dtype.itemsize // 4
     elif engines[0] == ("plain", 1):
-        assert received[0][0][0][1] == TOTAL
+        assert received[0][0][0].pulled == TOTAL
     if layout == "plain" and world == 2:
-        of_each = [of_rank[0][1] for of_rank in sent]
+        of_each = [of_rank[0].pulled for of_rank in sent]
         assert min(of_each) > 0.4 * TOTAL, "replicas take turns"
 
 
@@ -81,11 +80,12 @@ def test_what_is_not_within_reach_moves(stage: str, delta: str) -> None:
         jobs.append(Job(count, receives, (layout, count), setup=setup))
     sent, on_a, on_b, on_c = run(jobs)
     for i in range(len(VERSIONS)):
-        pulled = [sum(of_rank[i][1] for of_rank in job) for job in (on_a, on_b, on_c)]
+        pulled = [sum(of_rank[i].pulled for of_rank in job) for job in (on_a, on_b, on_c)]
         assert 0 < pulled[1] < pulled[0] < TOTAL
         assert pulled[2] == 0
-        assert all(of_rank[i][0] == CCL and of_rank[i][2] > 0 for job in (sent, on_a, on_b, on_c) for of_rank in job)
-        assert on_c[0][i][2] > TOTAL > on_b[0][i][2] > on_a[0][i][2]
+        reports = [of_rank[i] for job in (sent, on_a, on_b, on_c) for of_rank in job]
+        assert all(report.transport == CCL and report.wire_bytes > 0 for report in reports)
+        assert on_c[0][i].wire_bytes > TOTAL > on_b[0][i].wire_bytes > on_a[0][i].wire_bytes
 
 
 def other_memory(model: torch.nn.Module) -> None:
@@ -106,7 +106,7 @@ def test_a_trainer_whose_memory_is_elsewhere_each_time(stage: str) -> None:
             Job(2, partial(into_device, stage=stage), ("tp0", 2), setup=setup),
         ]
     )
-    assert [report[0] for of_rank in (*sent, *received) for report in of_rank] == ["ipc"] * 9
+    assert [report.transport for of_rank in (*sent, *received) for report in of_rank] == ["ipc"] * 9
 
 
 @contextmanager
@@ -142,8 +142,8 @@ def test_what_cannot_be_opened_goes_another_way(
         ]
     )
     for of_rank in (*sent, *received):
-        assert [(report[0], report[1]) for report in of_rank] == [(transport, 0)] * 3
-        assert all(why in report[3] if why else not report[3] for report in of_rank), of_rank
+        assert [(report.transport, report.pulled) for report in of_rank] == [(transport, 0)] * 3
+        assert all(why in report.not_pulled if why else not report.not_pulled for report in of_rank), of_rank
 
 
 def no_longer_shared(model: torch.nn.Module) -> None:
@@ -159,7 +159,8 @@ def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> 
             Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
         ]
     )
-    assert [report[0] for report in sent[0]] == [report[0] for report in received[0]] == ["ipc", transport, transport]
+    for reports in (sent[0], received[0]):
+        assert [report.transport for report in reports] == ["ipc", transport, transport]
 
 
 # ---- failures ----
@@ -241,7 +242,7 @@ def receive_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
     model = build("plain", 1, where=DEVICE)
     with (
         mock.patch.object(pulling.ops, "unpack", flips),
-        epload.WeightReceiver(model, meeting.hear("address"), timeout=60, verify=verify, stage="device") as receiver,
+        receiving(meeting, model, verify=verify, stage="device") as receiver,
     ):
         text = outcome(receiver.receive_weights)
         assert receiver.version is None

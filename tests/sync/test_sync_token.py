@@ -15,7 +15,7 @@ from epload.errors import LoadError
 from epload.sync.store import connect, serve
 from support import jobs
 from support.jobs import Job, Meeting
-from support.small_syncs import many_waves, outcome
+from support.small_syncs import many_waves, outcome, receiving, sending, take
 from support.synced_models import build, check, write
 
 LIMIT, SOON = timedelta(seconds=20), timedelta(seconds=2)
@@ -23,25 +23,20 @@ TOKEN = "a secret of both jobs"
 
 
 def send(rank: int, meeting: Meeting, world: int) -> None:
-    with many_waves():
-        model = build("fsdp", world)
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=2, timeout=30, token=TOKEN) as sender:
-            if rank == 0:
-                meeting.say("address", sender.address)
-            meeting.hear("attacked")
-            for version in (1, 2):
-                write(model, version)
-                sender.send_weights(version)
+    model = build("fsdp", world)
+    with many_waves(), sending(meeting, model, 2, timeout=30, token=TOKEN) as sender:
+        meeting.hear("attacked")
+        for version in (1, 2):
+            write(model, version)
+            sender.send_weights(version)
 
 
 def receive(rank: int, meeting: Meeting) -> None:
-    with many_waves():
-        model = build("tp0", 2)
-        with epload.WeightReceiver(model, meeting.hear("address"), timeout=30, token=TOKEN) as receiver:
-            for version in (1, 2):
-                receiver.receive_weights(version)
-                receiver.commit()
-                check(model, version)
+    model = build("tp0", 2)
+    with many_waves(), receiving(meeting, model, timeout=30, token=TOKEN) as receiver:
+        for version in (1, 2):
+            take(receiver, version)
+            check(model, version)
 
 
 def attack(rank: int, meeting: Meeting) -> tuple[list[str], bytes]:

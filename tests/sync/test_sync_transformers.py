@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-import epload
-from support.checks import all_fine, differences
+from support.checks import all_fine, differences, fill
 from support.jobs import Job, Meeting, run
 from support.pretrained import build, by_the_library, by_torch, fsdp, published, random
+from support.small_syncs import receiving, sending, take
 
 VERSIONS = (1, 2)
 FSDP = partial(fsdp, shard=2)
@@ -46,25 +45,12 @@ def quiet() -> None:
     logging.set_verbosity_error()  # plans with rules that match nothing in a small model
 
 
-def fill(model: Any, kind: str, version: int) -> None:
-    values = random(kind, version).state_dict()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            value = values[name]
-            if isinstance(tensor, DTensor):
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-                tensor = tensor.to_local()
-            tensor.copy_(value)
-
-
 def train(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize, receivers: int) -> list[str]:
     quiet()
     model = parallelize(random(kind, 0))
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=receivers, timeout=60, delta="always") as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with sending(meeting, model, receivers, delta="always") as sender:
         for version in VERSIONS:
-            fill(model, kind, version)
+            fill(model, random(kind, version).state_dict())
             sender.send_weights(version)
     return []
 
@@ -73,10 +59,9 @@ def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize) -> l
     quiet()
     model = parallelize(build(kind))
     wrong = []
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+    with receiving(meeting, model) as receiver:
         for version in VERSIONS:
-            receiver.receive_weights(version)
-            receiver.commit()
+            take(receiver, version)
             expected = parallelize(random(kind, version))
             wrong += [f"version {version}: {text}" for text in differences(expected, model)]
     return wrong
@@ -85,7 +70,7 @@ def serve(rank: int, meeting: Meeting, kind: str, parallelize: Parallelize) -> l
 def take_full_tensors(rank: int, meeting: Meeting, kind: str, folder: Path) -> list[str]:
     quiet()
     wrong = []
-    with epload.WeightReceiver(None, meeting.hear("address"), timeout=60) as receiver:
+    with receiving(meeting, None) as receiver:
         for version in VERSIONS:
             receiver.receive_weights(version)
             found = dict(receiver.tensors())
