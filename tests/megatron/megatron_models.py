@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import epload
 from support.jobs import Meeting
+from support.pretrained import published as read_checkpoint
+from support.small_syncs import sending
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 VOCABULARY, PADDED = 323, 336
@@ -110,10 +112,6 @@ def quantize_checkpoint(folder: Path, quantized: Path, block: int) -> dict[str, 
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
     (quantized / "config.json").write_text(json.dumps(config))
     return wide
-
-
-def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / "model.safetensors")
 
 
 def transformer_config(family: str, layout: Layout, **options: Any) -> Any:
@@ -323,10 +321,7 @@ def send(
 ) -> None:
     """Loads the checkpoints of versions, each in a folder of its number, and sends them."""
     chunks = build(family, layout)
-    options = {"receivers": receivers, "names_from": folder / "1", "timeout": 100}
-    with epload.WeightSender(chunks, ("127.0.0.1", 0), **options) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with sending(meeting, chunks, receivers, timeout=100, names_from=folder / "1") as sender:
         for version in versions:
             epload.load(chunks, folder / str(version), timeout=60, progress=False)
             sender.send_weights(version)

@@ -49,10 +49,11 @@ if version("megatron-core") >= "0.19":
     ]
 
 
-def load_and_save(rank: int, family: str, layout: Layout, folder: Path) -> list[str]:
+def load_and_save(rank: int, family: str, layout: Layout, folder: Path, source: str = "") -> list[str]:
+    """``source``: the folder in ``folder`` that is loaded; empty for that which has the expected values."""
     chunks = models.build(family, layout)
-    epload.load(chunks, folder, timeout=60, progress=False)
-    epload.save(chunks, folder / "saved", names_from=folder, timeout=60)
+    epload.load(chunks, folder / source, timeout=60, progress=False)
+    epload.save(chunks, folder / "saved", names_from=folder / source, timeout=60)
     return models.differences(chunks, family, models.read_checkpoint(folder))
 
 
@@ -140,35 +141,22 @@ def test_a_plan_for_one_chunk_is_not_taken_for_the_next(tmp_path: Path, monkeypa
     assert ranks.run(2, load_one_by_one, Layout(pp=2, vp=4), tmp_path) == [[], []]
 
 
-def load_tied(rank: int, layout: Layout, folder: Path) -> list[str]:
-    chunks = models.build("qwen2", layout)
-    epload.load(chunks, folder, timeout=60, progress=False)
-    epload.save(chunks, folder / "saved", names_from=folder, timeout=60)
-    return models.differences(chunks, "qwen2", models.read_checkpoint(folder))
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, vp=2), Layout(tp=4)], ids=str)
 def test_a_head_that_is_the_embedding_may_be_in_the_checkpoint(layout: Layout, tmp_path: Path) -> None:
     """Published checkpoints of some small models have both. A save has one."""
     state = models.write_checkpoint("qwen2", tmp_path)
     both = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
     safetensors.torch.save_file(both, tmp_path / "model.safetensors", {"format": "pt"})
-    assert ranks.run(4, load_tied, layout, tmp_path) == [[]] * 4
+    assert ranks.run(4, load_and_save, "qwen2", layout, tmp_path) == [[]] * 4
     assert models.read_checkpoint(tmp_path / "saved").keys() == state.keys()
-
-
-def load_and_save_fp8(rank: int, folder: Path) -> list[str]:
-    chunks = models.build("deepseek_v3", Layout(tp=2, pp=2, ep=2))
-    epload.load(chunks, folder / "fp8", timeout=60, progress=False)
-    epload.save(chunks, folder / "saved", names_from=folder / "fp8", timeout=60)
-    return models.differences(chunks, "deepseek_v3", models.read_checkpoint(folder))
 
 
 def test_fp8_checkpoints_are_dequantized_and_saved_wide(tmp_path: Path) -> None:
     """Published checkpoints of DeepSeek-V3 have fp8 weights with a scale for each block; here blocks are 16 x 16."""
     models.write_checkpoint("deepseek_v3", tmp_path)
     wide = models.quantize_checkpoint(tmp_path, tmp_path / "fp8", block=16)
-    assert ranks.run(4, load_and_save_fp8, tmp_path) == [[]] * 4
+    layout = Layout(tp=2, pp=2, ep=2)
+    assert ranks.run(4, load_and_save, "deepseek_v3", layout, tmp_path, "fp8") == [[]] * 4
     saved = models.read_checkpoint(tmp_path / "saved")
     assert [name for name in saved if not torch.equal(saved[name], wide[name])] == []
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())

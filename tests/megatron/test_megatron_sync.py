@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers
 from megatron_models import Layout
-from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.saving import megatron, model_reader
+from support import pretrained
 from support.jobs import Job, Meeting, run
+from support.small_syncs import receiving, sending, take
 
 VERSIONS = 3
 
@@ -24,11 +25,7 @@ def send(rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path,
     chunks, nbytes, calls = models.build(family, layout), [], []
     for module, name in ((model_reader, "collect"), (megatron, "read_shards")):
         count_calls(module, name, calls)
-    with epload.WeightSender(
-        chunks, ("127.0.0.1", 0), receivers=2, names_from=folder / "1", timeout=60, delta=delta, only=without_prediction
-    ) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
+    with sending(meeting, chunks, 2, names_from=folder / "1", delta=delta, only=without_prediction) as sender:
         for version in range(1, VERSIONS + 1):
             epload.load(chunks, folder / str(version), timeout=60, progress=False)
             nbytes.append(sender.send_weights(version).phases["read"].nbytes)
@@ -56,13 +53,10 @@ def receive(rank: int, meeting: Meeting, folder: Path, fsdp: bool) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     if fsdp:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
+        pretrained.fsdp(model, shard=2)
+    with receiving(meeting, model) as receiver:
         for version in range(1, VERSIONS + 1):
-            receiver.receive_weights(version)
-            receiver.commit()
+            take(receiver, version)
             wanted = transformers.AutoModelForCausalLM.from_pretrained(folder / str(version)).state_dict()
             for name, tensor in model.state_dict().items():
                 full = tensor.full_tensor() if fsdp else tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from support.recordings import same_bits, tensors_of
+from support.pretrained import save_random
+from support.recordings import poison, same_bits, tensors_of
 
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 # An entry for each rank, or these may not outnumber the NUMA nodes.
@@ -61,20 +61,7 @@ def make_checkpoint(folder: Path, config: Any, seed: int = 0, std: float = 1.0) 
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms, too, which would all be 1
-            parameter.normal_(std=std)
-    model.save_pretrained(folder)
-    saved = json.loads((folder / "config.json").read_text())
-    saved["architectures"] = [type(model).__name__]
-    (folder / "config.json").write_text(json.dumps(saved))
-
-
-def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
+    save_random(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder, std=std)
 
 
 def server_arguments(folder: Path, tensor_parallel: int, **arguments: Any) -> dict[str, Any]:
@@ -130,15 +117,6 @@ def make_model(config: Any) -> nn.Module:
         model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
     poison(model)
     return model
-
-
-def poison(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dtype.itemsize == 1:
-                parameter.view(torch.uint8).fill_(0x7F)
-            elif parameter.is_floating_point():
-                parameter.fill_(torch.nan)
 
 
 def computed(model: nn.Module) -> dict[str, Tensor]:

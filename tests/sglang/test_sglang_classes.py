@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from engine import differences, make_model, make_rank, set_arguments
-from safetensors.torch import load_file
 
 from support import ranks
+from support.pretrained import published
 from support.recordings import tensors_of
 from support.served import check, judge_all, served, unwritten, verdict_on
 
@@ -33,10 +33,7 @@ def judge(rank: int, names: list[str], folder: Path) -> dict[str, str]:
             config = make_rank(path, 1)
             started.append(config)
         expected = make_model(config)
-        weights = {
-            name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()
-        }
-        DefaultModelLoader.load_weights_and_postprocess(expected, iter(weights.items()), torch.device("cpu"))
+        DefaultModelLoader.load_weights_and_postprocess(expected, iter(published(path).items()), torch.device("cpu"))
         loader = get_model_loader(LoadConfig(load_format="private"), config)
         try:
             found = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import differences, make_model, make_rank, read_checkpoint
+from engine import differences, make_model, make_rank
 
-import epload
 from support.jobs import Job, Meeting, run
+from support.pretrained import published
+from support.small_syncs import receiving, take
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron"))
 import megatron_models as models
@@ -27,12 +28,11 @@ def serve(rank: int, meeting: Meeting, folder: Path, expert_parallel: int) -> li
 
     config = make_rank(folder / "1", WORKERS, ep_size=expert_parallel, context_length=64)
     model, found = make_model(config), []
-    with epload.WeightReceiver(SglangModel([model], CPU), meeting.hear("address", 100), timeout=100) as receiver:
+    with receiving(meeting, SglangModel([model], CPU), timeout=100) as receiver:
         for version in VERSIONS:
-            receiver.receive_weights(version)
-            receiver.commit()
+            take(receiver, version)
             expected = make_model(config)
-            weights = read_checkpoint(folder / str(version))
+            weights = published(folder / str(version))
             DefaultModelLoader.load_weights_and_postprocess(expected, iter(weights.items()), CPU)
             found.append(differences(expected, model))
     return found

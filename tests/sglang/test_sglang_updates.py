@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine import CONFIGS, differences, make_checkpoint, make_model, make_rank, read_checkpoint
+from engine import CONFIGS, differences, make_checkpoint, make_model, make_rank
 
 import epload
 from support.jobs import Job, Meeting, run
+from support.pretrained import fsdp, published
+from support.small_syncs import outcome, sending
 
 CPU = torch.device("cpu")
 
@@ -65,15 +68,10 @@ class Scheduler:
 
 def train(rank: int, meeting: Meeting, folder: Path, versions: int) -> None:
     """Shards a transformers model as FSDP2 does, and saves and sends versions of it."""
-    from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    with epload.WeightSender(model, "127.0.0.1:0", receivers=2, timeout=100) as sender:
-        meeting.say("address", sender.address)
+    model = fsdp(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), shard=2)
+    with sending(meeting, model, 2, timeout=100) as sender:
         for version in range(1, versions + 1):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -82,19 +80,11 @@ def train(rank: int, meeting: Meeting, folder: Path, versions: int) -> None:
             sender.send_weights(version)
 
 
-def text_of(step: Any, *arguments: Any, **options: Any) -> str:
-    try:
-        step(*arguments, **options)
-    except epload.LoadError as error:
-        return str(error)
-    return ""
-
-
 def loaded(config: Any, folder: Path) -> Any:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     model = make_model(config)
-    DefaultModelLoader.load_weights_and_postprocess(model, iter(read_checkpoint(folder).items()), CPU)
+    DefaultModelLoader.load_weights_and_postprocess(model, iter(published(folder).items()), CPU)
     return model
 
 
@@ -135,7 +125,7 @@ def make_draft(config: Any, target: Any, folder: Path) -> Any:
     draft: Any = make_model(config)
     draft.model.embed_tokens, draft.lm_head = target.model.embed_tokens, target.lm_head
     names = dict(draft.named_parameters())
-    weights = read_checkpoint(folder)
+    weights = published(folder)
     draft.load_weights(iter((name, tensor) for name, tensor in weights.items() if not beyond(name)))
     assert not any(tensor.isnan().any() for tensor in names.values())
     return draft
@@ -183,7 +173,7 @@ def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         ),
     ):  # fmt: skip
         prepare()
-        check(part, part in text_of(updates.commit, wait=100) and scheduler.taken()[-1] == "continue")
+        check(part, part in outcome(partial(updates.commit, wait=100)) and scheduler.taken()[-1] == "continue")
         undo()
     check("the old weights are kept", differences(loaded(config, folder), model) == [])
     updates.commit()
@@ -193,7 +183,7 @@ def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     finish = models.SglangModel.finish
     models.SglangModel.finish = out_of_memory if rank == 1 else finish  # type: ignore[method-assign]
     updates.receive(address, 2)
-    text = text_of(updates.commit, wait=100)
+    text = outcome(partial(updates.commit, wait=100))
     models.SglangModel.finish = finish  # type: ignore[method-assign]
     check(text, "rank 1: out of memory; the engine may have weights of two versions, and stays paused" in text)
     scheduler.continue_generation(None)
@@ -230,35 +220,35 @@ def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     model = make_model(make_rank(folder, 2))
     scheduler = Scheduler([model])
     receive = module.EngineUpdates.of(scheduler).receive
-    texts = [text_of(receive, "127.0.0.1:1", 1, stage="none"), text_of(receive, "127.0.0.1:1", "one")]
+    texts = [outcome(partial(receive, "127.0.0.1:1", 1, stage="none")), outcome(partial(receive, "127.0.0.1:1", "one"))]
     for size in ("pp_size", "dp_size"):
         sizes = {"pp_size": 1, "dp_size": 1, size: 2}
         module.get_parallel = lambda sizes=sizes: SimpleNamespace(**sizes)
-        texts.append(text_of(receive, "127.0.0.1:1", 1))
+        texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     module.get_parallel = get_parallel
     for moved in ({"enable_eplb": True}, {"elastic_ep_backend": "mooncake"}):
         experts = SimpleNamespace(**{"enable_eplb": False, "elastic_ep_backend": None} | moved)
         module.get_exec = lambda experts=experts: SimpleNamespace(moe=experts)
-        texts.append(text_of(receive, "127.0.0.1:1", 1))
+        texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     module.get_exec = get_exec
     scheduler.disaggregation_mode = DisaggregationMode.PREFILL
-    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     scheduler.disaggregation_mode = DisaggregationMode.NULL
     scheduler.enable_hicache_storage = True
-    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     scheduler.enable_hicache_storage = False
-    texts.append(text_of(receive, "127.0.0.1:1", 1, selector="draft"))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1, selector="draft")))
     layer = model.model.layers[0].self_attn.qkv_proj
     if rank == 1:
         layer.use_intel_amx_backend = True
-    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     layer.use_intel_amx_backend = False
     backend = binding._backend
     binding._backend = lambda: "amd"
-    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     binding._backend = backend
     model._derived_weight_cache_error = "cached splits"
-    texts.append(text_of(receive, "127.0.0.1:1", 1))
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     return texts
 
 

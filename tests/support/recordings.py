@@ -23,6 +23,13 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
+def poison(model: nn.Module) -> None:
+    """Fills parameters with NaN, so that those that nobody writes show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
+
+
 def record_model(model: nn.Module, weights: Mapping[str, Tensor]) -> Recording:
     """Records the model's ``load_weights``, which must write nothing."""
     before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from support.jobs import Meeting
+from support.pretrained import fsdp, published, save_random
 
 os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
 
@@ -68,13 +70,7 @@ def make_checkpoint(folder: Path, config: Any) -> None:
 
     torch.manual_seed(0)
     model = with_draft(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms, too, which would all be 1
-            parameter.normal_()
-    model.save_pretrained(folder)
-    saved = json.loads((folder / "config.json").read_text())
-    saved["architectures"] = ["MiMoForCausalLM" if has_draft(config) else type(model).__name__]
-    (folder / "config.json").write_text(json.dumps(saved))
+    save_random(model, folder, "MiMoForCausalLM" if has_draft(config) else "")
 
 
 def has_draft(config: Any) -> bool:
@@ -87,7 +83,7 @@ def read_model(folder: Path) -> Any:
 
     model = with_draft(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     if has_draft(model.config):
-        model.load_state_dict(read_checkpoint(folder))
+        model.load_state_dict(published(folder))
     return model
 
 
@@ -111,12 +107,6 @@ def make_draft(model: Any, config: Any) -> tuple[nn.Module, Any]:
         draft: Any = initialize_model(vllm_config=config, model_config=draft_config)
     draft.model.embed_tokens, draft.lm_head = model.model.embed_tokens, model.lm_head
     return draft, draft_config
-
-
-def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def make_engine(
@@ -151,6 +141,28 @@ def make_engine(
             initialize_model_parallel(tensor_parallel, world // tensor_parallel)
         torch.set_default_dtype(config.model_config.dtype)
         return initialize_model(vllm_config=config), config
+
+
+def make_trainer(meeting: Meeting, folder: Path, workers: int, **options: Any) -> tuple[Any, Any]:
+    """The trainer's model, sharded as FSDP2 does over 2 ranks, and vLLM's engine that sends it."""
+    from vllm.distributed.weight_transfer import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from epload.integrations.vllm import EploadTrainerInitInfo, register
+
+    register()
+    model = fsdp(read_model(folder), shard=2)
+    info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=dist.get_rank(), timeout=200, **options)
+    client = Client(meeting, workers)
+    return model, WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(model))
+
+
+def calls(meeting: Meeting, rank: int, count: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields the methods that the trainer calls, with their arguments, to a worker that does each before it asks for the next."""
+    for number in range(1, count + 1):
+        method, argument = json.loads(meeting.hear(f"call-{number}", 200))
+        yield method, () if argument is None else (argument,)
+        meeting.say(f"done-{number}-{rank}")
 
 
 class Client:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from engine import make_engine
 
 from support import ranks
-from support.recordings import same_bits, tensors_of
+from support.recordings import poison, same_bits, tensors_of
 from support.served import check, judge_all, served, unwritten, verdict_on
 
 
@@ -39,12 +38,6 @@ def judge(rank: int, names: list[str], folder: Path, tensor_parallel: int) -> di
         return ", ".join(differing) or "equal"
 
     return judge_all(rank, names, folder, compare)
-
-
-def poison(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])

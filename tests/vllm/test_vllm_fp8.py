@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine import Client, make_checkpoint, make_engine, read_checkpoint, read_model
+from engine import calls, make_checkpoint, make_engine, make_trainer
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 import epload
 from epload.mapping import Quantize
 from support.jobs import Job, Meeting, run
+from support.pretrained import published
 from support.recordings import same_bits, tensors_of
 
 VERSIONS = (1, 2, 3)
@@ -46,20 +47,9 @@ CONFIGS = {
 
 
 def train(rank: int, meeting: Meeting, folder: Path) -> list[Any]:
-    """Shards a model as FSDP2 does, and sends and saves versions of it; returns the bytes that each sent."""
-    from torch.distributed.fsdp import fully_shard
-    from vllm.distributed.weight_transfer import ModuleSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from epload.integrations.vllm import EploadTrainerInitInfo, register
-
-    register()
-    model, rule = read_model(folder), Quantize(BLOCKS)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    info = EploadTrainerInitInfo("127.0.0.1:0", 2, rank=rank, timeout=100, verify=True, mapping=rule, delta="auto")
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=Client(meeting, 2), source=ModuleSource(model))
+    """Sends and saves versions of a sharded model; returns the bytes that each sent."""
+    rule = Quantize(BLOCKS)
+    model, engine = make_trainer(meeting, folder, 2, verify=True, mapping=rule, delta="auto")
     sent: list[Any] = []
     send = engine._sender.send_weights
     engine._sender.send_weights = lambda version: sent.append(send(version))
@@ -99,17 +89,16 @@ def serve(rank: int, meeting: Meeting, folder: Path, expert_parallel: bool) -> d
         process_weights_after_loading(model, config.model_config, device)
     engine = WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, device, model)
     differences: list[list[str]] = []
-    for number in range(1, 2 + 3 * len(VERSIONS)):
-        method, argument = json.loads(meeting.hear(f"call-{number}", 100))
+    for method, arguments in calls(meeting, rank, 1 + 3 * len(VERSIONS)):
         with set_current_vllm_config(config):
             if method == "init_weight_transfer_engine":
-                engine.init_transfer_engine(engine.parse_init_info(argument))
+                engine.init_transfer_engine(engine.parse_init_info(*arguments))
             else:
-                getattr(engine, method)(*[argument] * (argument is not None))
+                getattr(engine, method)(*arguments)
             if method == "finish_weight_update":
                 config.compilation_config.static_forward_context.clear()  # for a second model
                 expected = initialize_model(vllm_config=config)
-                weights = read_checkpoint(folder / f"version-{len(differences) + 1}")
+                weights = published(folder / f"version-{len(differences) + 1}")
                 expected.load_weights(iter(weights.items()))
                 process_weights_after_loading(expected, config.model_config, device)
                 tensors = tensors_of(model)
@@ -117,7 +106,6 @@ def serve(rank: int, meeting: Meeting, folder: Path, expert_parallel: bool) -> d
                 differences.append(
                     [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, tensors[name])]
                 )
-        meeting.say(f"done-{number}-{rank}")
     engine.shutdown()
     scales = {name.rpartition(".")[0].rpartition(".")[2] for name in tensors if name.endswith("weight_scale_inv")}
     return {"differences": differences, "layers with scales": scales}

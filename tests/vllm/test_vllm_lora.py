@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import CONFIGS, SMALL, make_checkpoint, make_engine, read_checkpoint
+from engine import CONFIGS, SMALL, make_checkpoint, make_engine
 
-import epload
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome
+from support.pretrained import published
+from support.small_syncs import receiving
+from support.sync_jobs import send_model
 
-VERSIONS = (2, 3)
+VERSIONS = (1, 2)
 
 
 def adapted(version: int) -> Any:
@@ -26,15 +27,8 @@ def adapted(version: int) -> Any:
     return get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=323, **SMALL)), config)
 
 
-def send(rank: int, meeting: Meeting) -> list[str]:
-    model = adapted(1)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, only="adapter", timeout=100) as sender:
-        meeting.say("address", sender.address)
-        outcomes = []
-        for version in VERSIONS:
-            model.load_state_dict(adapted(version).state_dict())
-            outcomes.append(outcome(partial(sender.send_weights, version)))
-        return outcomes
+def change(model: Any, version: int) -> None:
+    model.load_state_dict(adapted(version).state_dict())
 
 
 def serve(rank: int, meeting: Meeting, folder: Path) -> list[str]:
@@ -44,12 +38,12 @@ def serve(rank: int, meeting: Meeting, folder: Path) -> list[str]:
 
     model, config = make_engine(folder, 1, enable_lora=True, max_lora_rank=8, max_loras=1)
     with set_current_vllm_config(config):
-        model.load_weights(iter(read_checkpoint(folder).items()))
+        model.load_weights(iter(published(folder).items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         manager = make_manager(config)
         model = manager.create_lora_manager(model, config)
         problems = []
-        with epload.WeightReceiver(None, meeting.hear("address"), timeout=100) as receiver:
+        with receiving(meeting, None, timeout=100) as receiver:
             for version in VERSIONS:
                 receiver.receive_weights()
                 memory, tensors = receiver.adapter_config, dict(receiver.tensors())
@@ -128,4 +122,6 @@ def stacked(model: Any) -> dict[str, torch.Tensor]:
 
 def test_an_engine_takes_the_adapter_that_peft_saves(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["llama"])
-    assert run([Job(1, send), Job(1, serve, (tmp_path,))], limit=240) == [[["", ""]], [[]]]
+    sends = partial(send_model, change=change, versions=len(VERSIONS), only="adapter", timeout=100)
+    jobs = [Job(1, sends, (partial(adapted, 0),)), Job(1, serve, (tmp_path,))]
+    assert run(jobs, limit=240) == [[["", ""]], [[]]]

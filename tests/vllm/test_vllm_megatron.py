@@ -12,7 +12,9 @@ from engine import make_engine
 
 import epload
 from support.jobs import Job, Meeting, run
-from support.recordings import same_bits, tensors_of
+from support.pretrained import published
+from support.recordings import poison, same_bits, tensors_of
+from support.small_syncs import receiving, take
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron"))
 import megatron_models as models
@@ -26,25 +28,16 @@ def serve(rank: int, meeting: Meeting, folder: Path) -> list[list[str]]:
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     model, _ = make_engine(folder / "1", WORKERS)
     differing = []
-    with (
-        epload.WeightReceiver(epload.EngineModel(model), meeting.hear("address", 100), timeout=100) as receiver,
-        torch.no_grad(),
-    ):
+    with receiving(meeting, epload.EngineModel(model), timeout=100) as receiver, torch.no_grad():
         for version in VERSIONS:
             poison(model)
-            receiver.receive_weights(version)
-            receiver.commit()
+            take(receiver, version)
             received = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
             assert not any(tensor.isnan().any() for tensor in received.values())
             poison(model)
-            model.load_weights(iter(models.read_checkpoint(folder / str(version)).items()))
+            model.load_weights(iter(published(folder / str(version)).items()))
             differing.append([name for name, own in tensors_of(model).items() if not same_bits(own, received[name])])
     return differing
-
-
-def poison(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
 
 
 @pytest.mark.parametrize(("family", "parallel"), [("qwen3_moe", (2, 2, 2)), ("llama", (2, 2, 1))])

@@ -6,41 +6,26 @@ import importlib
 import json
 import threading
 import tomllib
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine import CONFIGS, Client, has_draft, make_checkpoint, make_draft, make_engine, read_checkpoint, read_model
+from engine import CONFIGS, calls, make_checkpoint, make_draft, make_engine, make_trainer
 
 import epload
 from support import ranks
 from support.jobs import Job, Meeting, run
-from support.recordings import copy_regions, manifest_of, same_bits, tensors_of
+from support.pretrained import published
+from support.recordings import copy_regions, manifest_of, poison, same_bits, tensors_of
 
 VERSIONS = (1, 2)
 
 
 def train(rank: int, meeting: Meeting, folder: Path, workers: int) -> None:
-    """Shards a transformers model as FSDP2 does, and sends versions of it."""
-    from torch.distributed.fsdp import fully_shard
-    from vllm.distributed.weight_transfer import ModuleSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from epload.integrations.vllm import EploadTrainerInitInfo, register
-
-    register()
-    model = read_model(folder)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model, engine = make_trainer(meeting, folder, workers, draft=is_drafted(folder))
     saved = model.state_dict().keys()
-    info = EploadTrainerInitInfo("127.0.0.1:0", workers, rank=rank, timeout=200, draft=has_draft(model.config))
-    engine = WeightTransferTrainerFactory.trainer_init(
-        info, client=Client(meeting, workers), source=ModuleSource(model)
-    )
     for _ in VERSIONS:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -74,7 +59,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     elif processing == "untraced":
         read_values_after_loading()
     draft_options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
-    drafted = bool(json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers"))
+    drafted = is_drafted(folder)
     model, config = make_engine(
         folder,
         tensor_parallel,
@@ -84,7 +69,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     drafts = [make_draft(model, config)] if drafted else []
     parts = [(model, config.model_config), *drafts]
     record_metadata_for_reloading(model)
-    weights = read_checkpoint(folder)
+    weights = published(folder)
     with set_current_vllm_config(config):
         for part, part_config in parts:
             part.load_weights(iter(weights.items()))
@@ -94,12 +79,10 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
     device = torch.device("cpu")
     engine = WeightTransferEngineFactory.create_engine(config.weight_transfer_config, config, device, model)
     found: list[Any] = []
-    calls = 1 + 3 * len(VERSIONS)
-    for number in range(1, calls + 1):
-        method, argument = json.loads(meeting.hear(f"call-{number}", 200))
+    for method, arguments in calls(meeting, rank, 1 + 3 * len(VERSIONS)):
         with set_current_vllm_config(config):
             if method == "init_weight_transfer_engine":
-                engine.init_transfer_engine(engine.parse_init_info(argument))
+                engine.init_transfer_engine(engine.parse_init_info(*arguments))
             elif method == "start_draft_weight_update":  # as vLLM's worker does
                 with pytest.raises(
                     ValueError, match="expected start_draft_weight_update: the trainer's versions are for"
@@ -108,21 +91,24 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
                 engine.set_weight_update_target(*drafts[0])
                 engine.start_weight_update()
             else:
-                getattr(engine, method)(*[argument] * (argument is not None))
+                getattr(engine, method)(*arguments)
         if method == "finish_weight_update":
             engine.reset_weight_update_target()
             # Elements of bfloat16 after as many additions as the trainer has made.
             for name in weights:
                 weights[name] = weights[name] + 1
             # vLLM's own reload leaves loaders that ignore what comes after it.
-            compared = parts if processing != "untraced" or number == calls else []
+            compared = parts if processing != "untraced" or len(found) + 1 == len(VERSIONS) else []
             found.append(
                 [name for part, part_config in compared for name in differences(part, config, weights, part_config)]
             )
-        meeting.say(f"done-{number}-{rank}")
     engine.shutdown()
     found.append([name for name, tensor in tensors.items() if tensor.data_ptr() != pointers[name]])
     return found
+
+
+def is_drafted(folder: Path) -> bool:
+    return bool(json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers"))
 
 
 def reverse_columns(method: Any, layer: Any) -> None:
@@ -148,25 +134,16 @@ def read_values_after_loading() -> None:
 
 def differences(model: Any, config: Any, weights: dict[str, torch.Tensor], model_config: Any = None) -> list[str]:
     """Names of parameters and buffers that vLLM's own layer-wise reload leaves with other values."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    with reload_context(config):
+    poison(model)
+    with set_current_vllm_config(config), torch.device("cpu"):
         initialize_layerwise_reload(model)
         model.load_weights(iter(weights.items()))
         finalize_layerwise_reload(model, model_config or config.model_config)
     return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, before[name])]
-
-
-@contextmanager
-def reload_context(config: Any) -> Any:
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(config), torch.device("cpu"):
-        yield
 
 
 CASES = [
@@ -199,7 +176,7 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
     transfer.materialize_layer = failing.at_call(3, transfer.materialize_layer)
     model, config = make_engine(folder, 1)
     record_metadata_for_reloading(model)
-    weights = read_checkpoint(folder)
+    weights = published(folder)
     with set_current_vllm_config(config):
         model.load_weights(iter(weights.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
