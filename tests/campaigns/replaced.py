@@ -22,13 +22,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from campaigns import seeds
 from epload import Checkpoint, HierarchicalLoader, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
@@ -174,24 +173,8 @@ def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
     reads = [(kind, name) for kind in (FileCheckpoint, StateDictCheckpoint) for name in ("fill", "read_regions")]
     opening: list[tuple[Any, str]] = [(Checkpoint, "join" if run.moment == "before joining" else "open")]
     places = [] if run.moment == "at the end" else reads if run.moment == "read" else opening
-    calls, fatal = count(), run.nth if run.moment == "read" else 0
-
-    def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            now = next(calls) == fatal
-            if now and run.moment != "after opening":
-                action()
-            result = inner(*args, **options)
-            if now and run.moment == "after opening":
-                action()
-            return result
-
-        return call
-
-    with ExitStack() as stack:
-        for owner, name in places:
-            call = wrapped(getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, staticmethod(call) if owner is Checkpoint else call))
+    at, after = run.nth if run.moment == "read" else 0, run.moment == "after opening"
+    with seeds.Moments(places, at, lambda *_: action(), after):
         yield
 
 
@@ -244,7 +227,7 @@ def _on_rank(rank: int, folder: Path, run: Run, number: int) -> Outcome:
         fired.fill_(1)
 
     acts = rank == run.actor
-    with _meanwhile(run, act) if acts else ExitStack():
+    with _meanwhile(run, act) if acts else nullcontext():
         model, error = _load(run, folder, act if acts and run.moment == "at the end" else lambda: None)
     holds = "" if error[0] else "old" if _equal(model, old) else "new" if _equal(model, mixed) else "neither"
     dist.all_reduce(fired)
