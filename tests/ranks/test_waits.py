@@ -61,7 +61,7 @@ def warned(rank: int, late: int) -> list[str]:
         return True
 
     model = meta_net()
-    with mock.patch.multiple("epload.ranks.rounds", _WARN_SECONDS=2.0, _WARN_AGAIN=1.0):
+    with mock.patch.multiple("epload.ranks.rounds", _WARN_SECONDS=0.5, _WARN_AGAIN=0.5):
         warnings = [store.get(f"test/{other}").decode() for other in range(4) if other != late] if rank == late else []
         log.logger.addFilter(warn)
         loader.load(model, only_readers(state_for(1), "one"))
@@ -206,16 +206,19 @@ def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: 
 
 
 @pytest.mark.parametrize(
-    ("victim", "step"), [*((2, step) for step in STEPS), *((0, step) for step in STEPS[1::2]), (3, "planning")]
+    ("victim", "step", "nodes"),
+    [
+        *((2, step, NODES) for step in STEPS),
+        *((0, step, NODES) for step in STEPS[1::2]),
+        (3, "planning", NODES),
+        (1, "making groups", [[0], [1], [2]]),
+    ],
 )
-def test_a_rank_killed_at_a_step_is_named(victim: int, step: str) -> None:
-    """Also the coordinator, and a rank whose child keeps its connections."""
-    check(ranks.run(4, killed_at, victim, step, NODES, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
-
-
-def test_a_killed_rank_that_is_alone_in_its_node_is_named() -> None:
-    """Nobody shares buffers with it, but others of its machine watch its process."""
-    check(ranks.run(3, killed_at, 1, "making groups", [[0], [1], [2]], dying=(1,), limit=80), "rank 1")
+def test_a_rank_killed_at_a_step_is_named(victim: int, step: str, nodes: list[list[int]]) -> None:
+    """Also the coordinator, a rank whose child keeps its connections, and one that is alone in its node, with which nobody shares
+    buffers: others of its machine watch its process."""
+    world = sum(map(len, nodes))
+    check(ranks.run(world, killed_at, victim, step, nodes, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
 
 
 def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
