@@ -79,6 +79,15 @@ def run_setup(executable: str, *arguments: str, **environment: str) -> subproces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
+def refused_build(executable: str, *arguments: str, **environment: str) -> str:
+    """Returns the sentence with which a build is refused."""
+    done = run_setup(executable, *arguments, **environment)
+    assert done.returncode != 0
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("epload: "), done.stderr
+    return message
+
+
 @pytest.mark.parametrize(
     ("variable", "wanted", "parts"),
     [
@@ -91,10 +100,7 @@ def run_setup(executable: str, *arguments: str, **environment: str) -> subproces
 def test_a_build_that_cannot_be_is_refused(variable: str, wanted: str, parts: list[str], tmp_path: Path) -> None:
     """The refusal is one sentence, before anything is compiled. The environment of these tests has no torch_npu."""
     wishes = {variable: wanted, "CUDA_HOME": str(tmp_path)}
-    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), **wishes)
-    assert done.returncode != 0
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("epload: "), done.stderr
+    message = refused_build(sys.executable, "build_ext", "--build-lib", str(tmp_path), **wishes)
     assert [part for part in parts if part not in message] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -109,10 +115,8 @@ def test_a_torch_npu_that_does_not_give_its_communicators_is_refused(tmp_path: P
     (folder / "version.py").write_text(f"__version__ = '{version}'\n")
     (place / "ProcessGroupHCCL.hpp").write_text("class ProcessGroupHCCL {};")
     wishes = {"EPLOAD_NPU": "1", "PYTHONPATH": str(tmp_path)}
-    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path / "built"), **wishes)
-    assert done.returncode != 0
-    message = done.stderr.strip().splitlines()[-1]
-    for part in ("epload: ", "tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0"):
+    message = refused_build(sys.executable, "build_ext", "--build-lib", str(tmp_path / "built"), **wishes)
+    for part in ("tryGetHcclComm", version, str(folder), "2.13.0", "EPLOAD_NPU=0"):
         assert part in message, message
     assert not (tmp_path / "built").exists()
 
@@ -124,19 +128,15 @@ def test_a_build_without_torch_is_refused(tmp_path: Path) -> None:
     packages.mkdir()
     for name in ("setuptools", "_distutils_hack"):
         (packages / name).symlink_to(Path(str(importlib.import_module(name).__file__)).parent)
-    done = run_setup(str(tmp_path / "empty/bin/python"), "dist_info", PYTHONPATH=str(packages))
-    assert done.returncode != 0
-    message = done.stderr.strip().splitlines()[-1]
-    for part in ("epload: ", str(tmp_path / "empty"), "pip install 'torch>=2.11,<2.16'"):
-        assert part in message, done.stderr
+    message = refused_build(str(tmp_path / "empty/bin/python"), "dist_info", PYTHONPATH=str(packages))
+    for part in (str(tmp_path / "empty"), "pip install 'torch>=2.11,<2.16'"):
+        assert part in message, message
 
 
 def test_a_build_without_cmake_and_ninja_is_refused(tmp_path: Path) -> None:
-    done = run_setup(sys.executable, "build_ext", "--build-lib", str(tmp_path), PATH=str(tmp_path))
-    assert done.returncode != 0
-    message = done.stderr.strip().splitlines()[-1]
-    for part in ("epload: ", "cmake and ninja", "pip install cmake ninja", "--no-build-isolation"):
-        assert part in message, done.stderr
+    message = refused_build(sys.executable, "build_ext", "--build-lib", str(tmp_path), PATH=str(tmp_path))
+    for part in ("cmake and ninja", "pip install cmake ninja", "--no-build-isolation"):
+        assert part in message, message
     assert list(tmp_path.iterdir()) == []
 
 
