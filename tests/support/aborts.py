@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from epload import HierarchicalLoader, Topology
 from support.accelerator import NODES
-from support.checks import all_fine as none_differs
 from support.failures import Filling, error_of
 
 ROWS, BUCKETS = 300, 7
 ROW_BUCKET = 64 + 4 * ROWS
 """Bytes; a tensor a bucket."""
-__all__ = ["WHO", "at_each_bucket", "none_differs"]
 WHO = ("every rank", "a tensor on CPU")
 
 

@@ -6,19 +6,14 @@ from __future__ import annotations
 import pytest
 
 from support import fakedev, ranks
-from support.aborts import WHO, at_each_bucket, none_differs
+from support.aborts import WHO, at_each_bucket
 from support.accelerator import DEVICE
+from support.checks import all_fine
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 @pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize(
-    ("readers", "algorithm"),
-    [
-        ("one", "striped"),
-        ("partitioned", "two_level"),
-    ],
-)
+@pytest.mark.parametrize(("readers", "algorithm"), [("one", "striped"), ("partitioned", "two_level")])
 def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm: str, who: str) -> None:
-    none_differs(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
+    all_fine(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
