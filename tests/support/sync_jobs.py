@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import epload
+from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import mapped_of, on_machine, topology_of
-from support.jobs import Meeting
+from support.jobs import Job, Meeting
 from support.small_syncs import kill_self, many_waves, outcome, receiving, sending
 from support.synced_models import build, check, write
 
@@ -49,27 +50,56 @@ def send(
 def receive(
     rank: int, meeting: Meeting, layout: str, world: int, nodes: Any = None, where: str = "cpu",
     dtype: torch.dtype = torch.float32, stage: str = "host", machine: str = "", within: Context = nullcontext,
-    **options: Any,
+    versions: Sequence[int] = VERSIONS, check: Callable[[Any, int], None] = check, uncommitted: int = 0, **options: Any,
 ) -> list[epload.SyncReport]:  # fmt: skip
+    """Receives versions, and checks what the model holds.
+
+    Args:
+        layout: "full" takes full tensors, without a model.
+        uncommitted: a version that is received and not committed.
+    """
     with many_waves(lease_seconds=10), on_machine(machine), within():
-        model = build(layout, world, dtype, where)
+        model = build(layout, world, dtype, where) if layout != "full" else None
         topology = epload.Topology.from_nodes(nodes) if nodes else None
         reports = []
         with receiving(meeting, model, topology=topology, stage=stage, **options) as receiver:
-            for version in VERSIONS:
+            for version in versions:
                 before = receiver.version
-                report = receiver.receive_weights(version)
+                reports.append(receiver.receive_weights(version))
+                if model is None:
+                    check(dict(receiver.tensors()), version)
+                    continue
                 if where == DEVICE:
                     assert not mapped_of(int(meeting.hear("pid-0"))), "a sender's memory is still open"
                 if stage != "none":
                     assert (receiver.version, receiver.staged) == (before, version)
                     if before is not None:
                         check(model, before)
+                if version == uncommitted:
+                    continue
                 receiver.commit()
                 assert (receiver.version, receiver.partially_updated) == (version, False)
                 check(model, version)
-                reports.append(report)
     return reports
+
+
+def jobs_of(
+    trainer: Any, engines: Sequence[Any], sends: Callable[..., Any], receives: Callable[..., Any], semantics: str = ""
+) -> list[Job]:
+    """Returns the jobs of a sync.
+
+    Args:
+        trainer: layout, number of ranks, nodes and place.
+        engines: the same of each, and its stage.
+        semantics: those of the fake device, whose memory other processes cannot open; empty for none.
+    """
+    setup = partial(fakedev.setup, semantics, shares=False) if semantics else None
+    layout, world, nodes, where = trainer
+    receivers = sum(count for _, count, *_ in engines)
+    jobs = [Job(world, partial(sends, nodes=nodes, where=where), (layout, world, receivers), setup=setup)]
+    for layout, count, nodes, where, stage in engines:
+        jobs.append(Job(count, partial(receives, nodes=nodes, where=where, stage=stage), (layout, count), setup=setup))
+    return jobs
 
 
 def send_model(

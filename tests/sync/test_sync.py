@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from support import fakedev
 from support.accelerator import DEVICE
 from support.device_syncs import CCL
-from support.jobs import Job, run
-from support.sync_jobs import receive, send
+from support.jobs import run
+from support.sync_jobs import jobs_of, receive, send
 
 HALF = torch.bfloat16
 FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
@@ -45,13 +44,7 @@ FSDP, TP = ("fsdp", 2, None, DEVICE), ("tp1", 2, None, DEVICE)
 def test_every_version_arrives_as_a_whole(
     semantics: str, trainer: Any, engines: list[Any], verify: bool, dtype: torch.dtype, options: Any, transport: str
 ) -> None:
-    setup = partial(fakedev.setup, semantics, shares=False) if semantics else None
-    layout, world, nodes, where = trainer
-    receivers = sum(count for _, count, *_ in engines)
-    sends = partial(send, nodes=nodes, where=where, verify=verify, **options)
-    jobs = [Job(world, sends, (layout, world, receivers), setup=setup)]
-    for other, count, other_nodes, there, stage in engines:
-        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify, dtype=dtype)
-        jobs.append(Job(count, receives, (other, count), setup=setup))
+    sends, receives = partial(send, verify=verify, **options), partial(receive, verify=verify, dtype=dtype)
+    jobs = jobs_of(trainer, engines, sends, receives, semantics)
     for of_rank in (of_rank for job in run(jobs) for of_rank in job):
         assert [report.transport for report in of_rank] == [transport] * 3

@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import epload
 from epload.planning.buckets import HEADER_BYTES
 from epload.sync.changes import ReceivedChanges
 from epload.sync.changes_route import ChangesRoute
 from epload.sync.handing_on import WAITING, Offers
 from epload.sync.participants import EngineRank
-from support import checks, fakedev
+from support import checks
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
 from support.small_model import local_of
 from support.small_syncs import attempt, many_waves, receiving, sending
-from support.sync_jobs import send
+from support.sync_jobs import jobs_of, receive, send
 from support.synced_models import SHAPES, build
 
 INTEGER_OF = {2: torch.int16, 4: torch.int32}
@@ -59,37 +58,13 @@ def write_bits(model: nn.Module, version: int) -> None:
         local.copy_(local_of(tensor_of(name, version, local.dtype), parameter))
 
 
-def differing_bits(model: nn.Module, version: int, source: torch.dtype | None = None) -> list[str]:
-    """``source``: the sender's dtype; the model's if None."""
-    names = []
-    for name, parameter in model.named_parameters():
-        local = checks.local_of(parameter.detach()).cpu()
+def check_bits(found: Any, version: int, source: torch.dtype | None = None) -> None:
+    """``source``: the sender's dtype; that of what was found, a model or full tensors by name, if None."""
+    for name, tensor in found.items() if isinstance(found, dict) else found.named_parameters():
+        local = checks.local_of(tensor.detach()).cpu()
         bits = INTEGER_OF[local.dtype.itemsize]
         expected = tensor_of(name, version, source or local.dtype).to(local.dtype)
-        if not torch.equal(local.view(bits), local_of(expected, parameter).view(bits)):
-            names.append(name)
-    return names
-
-
-def receive(
-    rank: int, meeting: Meeting, layout: str, world: int, versions: int, dtype: torch.dtype, nodes: Any = None,
-    where: str = "cpu", stage: str = "host", **options: Any,
-) -> list[epload.SyncReport]:  # fmt: skip
-    with many_waves(lease_seconds=10):
-        topology = epload.Topology.from_nodes(nodes) if nodes else None
-        model = build(layout, world, dtype, where) if layout != "full" else None
-        reports = []
-        with receiving(meeting, model, topology=topology, stage=stage, **options) as receiver:
-            for version in range(1, versions + 1):
-                reports.append(receiver.receive_weights(version))
-                if model is None:
-                    for name, tensor in receiver.tensors():
-                        bits = INTEGER_OF[tensor.dtype.itemsize]
-                        assert torch.equal(tensor.view(bits), tensor_of(name, version, tensor.dtype).view(bits)), name
-                elif version != 3:  # a version that is not committed is the base of the next one, too
-                    receiver.commit()
-                    assert differing_bits(model, version) == []
-    return reports
+        assert torch.equal(local.view(bits), local_of(expected, tensor).view(bits)), name
 
 
 HALF, FLOAT = torch.bfloat16, torch.float32
@@ -116,18 +91,14 @@ FSDP, PLAIN, FULL = ("fsdp", 2, None, "cpu"), ("plain", 1, None, "cpu", "host"),
 def test_every_version_arrives_bit_for_bit(
     trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, options: Any
 ) -> None:
-    versions = 6
-    layout, world, nodes, where = trainer
-    receivers = sum(count for _, count, *_ in engines)
-    setup = partial(fakedev.setup, "nccl", shares=False) if where != "cpu" else None
-    sends = partial(send, nodes=nodes, where=where, verify=verify, dtype=dtype, write=write_bits, **options)
-    jobs = [Job(world, partial(sends, versions=range(1, versions + 1)), (layout, world, receivers), setup=setup)]
-    for other, count, other_nodes, there, stage in engines:
-        receives = partial(receive, nodes=other_nodes, where=there, stage=stage, verify=verify)
-        jobs.append(Job(count, receives, (other, count, versions, dtype), setup=setup))
+    versions = range(1, 7)
+    sends = partial(send, versions=versions, dtype=dtype, write=write_bits, verify=verify, **options)
+    # A version that is not committed is the base of the next one, too.
+    receives = partial(receive, versions=versions, dtype=dtype, check=check_bits, verify=verify, uncommitted=3)
+    jobs = jobs_of(trainer, engines, sends, receives, "nccl" if trainer[-1] != "cpu" else "")
     for sent in run(jobs)[0]:
         assert "committed no version" in sent[0].why_full
-        for version in range(2, versions + 1):
+        for version in versions[1:]:
             if DENSITY[version] <= 0.3 or options["delta"] == "always":
                 assert sent[version - 1].changed == changed_elements(version, dtype)
             else:
@@ -178,7 +149,7 @@ def changing_engine(
                     continue
                 version, reports[receiver.staged] = receiver.staged, sent
                 receiver.commit()
-                assert differing_bits(model, version, source) == []
+                check_bits(model, version, source)
     return reports
 
 
@@ -260,7 +231,8 @@ def impatient_trainer(rank: int, meeting: Meeting) -> None:
 
 def test_what_changes_while_changes_are_sent_comes_with_the_next_version() -> None:
     """The base becomes what receivers make of theirs, and not what the model has by then."""
-    run([Job(2, impatient_trainer), Job(2, receive, ("tp0", 2, 5, HALF))])
+    receives = partial(receive, versions=range(1, 6), dtype=HALF, check=check_bits)
+    run([Job(2, impatient_trainer), Job(2, receives, ("tp0", 2))])
 
 
 def replaced(model: nn.Module, name: str) -> None:
@@ -295,7 +267,7 @@ def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> Non
                     meeting.say("silent")
                     meeting.hear("tried-2")
                 receiver.commit()
-                assert differing_bits(model, version) == []
+                check_bits(model, version)
                 if name == "changed" and version == 1:
                     replaced(model, "embed")
 
