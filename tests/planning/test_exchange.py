@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from itertools import product
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from epload.core.pieces import Kinds, distinct_values
+from epload import Manifest
 from epload.core.placement import (
     Layout,
     Sharded,
@@ -31,20 +30,12 @@ from epload.planning.pulls import Strided
 from epload.planning.streams import Members
 
 
-class Tensors(NamedTuple):
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[torch.dtype, ...]
-    source: str = "the trainer"
-    digest: bytes = b"tensors"
-
-    @property
-    def kinds(self) -> Kinds:
-        return distinct_values(list(zip(self.shapes, self.dtypes, strict=True)))
+def manifest_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtype: torch.dtype) -> Manifest:
+    return Manifest(names, shapes, (dtype,) * len(names), "the trainer")
 
 
 def holdings_of(
-    layouts: list[Layout], coordinate: Shape, tensors: Tensors, dtype: torch.dtype, flipped: Collection[int] = ()
+    layouts: list[Layout], coordinate: Shape, tensors: Manifest, dtype: torch.dtype, flipped: Collection[int] = ()
 ) -> Holdings:
     """``flipped``: tensors whose local ones have their dims in reverse, as the layouts say."""
     shares = []
@@ -117,7 +108,7 @@ def check_case(seed: int) -> None:
     )
     dtypes = torch.float32, torch.bfloat16
     sent, kept = chance.choice(dtypes), chance.choice(dtypes)
-    tensors = Tensors(tuple(f"t{i}" for i in range(count)), shapes, (sent,) * count)
+    tensors = manifest_of(tuple(f"t{i}" for i in range(count)), shapes, sent)
     meshes = [chance.choice(((1,), (2,), (3,), (2, 2), (4,), (3, 2))) for _ in range(2)]
     flipped = [{i for i in range(count) if chance.random() < 0.3} for _ in meshes]
     theirs, ours = (
@@ -200,7 +191,7 @@ def test_every_rank_gets_its_elements(seeds: range) -> None:
 
 def test_replicas_share_the_sending() -> None:
     """Tensors that several ranks have are sent once, in equal parts."""
-    tensors = Tensors(("large", "small"), ((64, 4096), (3,)), (torch.float32,) * 2)
+    tensors = manifest_of(("large", "small"), ((64, 4096), (3,)), torch.float32)
     holdings = full_holdings(tensors.shapes, tensors.dtypes)
     members = Members(((0, 1), (2, 3)), ((4,),))
     of_ranks = dict.fromkeys(range(5), holdings)
@@ -210,7 +201,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_what_nobody_has_is_named() -> None:
-    tensors = Tensors(("w",), ((8, 2),), (torch.float32,))
+    tensors = manifest_of(("w",), ((8, 2),), torch.float32)
     sender = holdings_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
     receiver = full_holdings(tensors.shapes, tensors.dtypes)
     of_ranks = {0: sender, 1: receiver}
@@ -219,7 +210,7 @@ def test_what_nobody_has_is_named() -> None:
 
 
 def test_dtypes_that_do_not_convert_are_named() -> None:
-    tensors = Tensors(("w",), ((8, 2),), (torch.float8_e4m3fn,))
+    tensors = manifest_of(("w",), ((8, 2),), torch.float8_e4m3fn)
     sender, receiver = (full_holdings(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
     of_ranks = {0: sender, 1: receiver}
     with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):

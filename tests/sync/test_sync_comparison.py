@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from epload.core.pieces import distinct_values
+from epload import Manifest
 from epload.core.views import View
 from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings, Share, full_holdings
-from epload.planning.streams import Members
-from epload.sync.comparison import compare
+from epload.planning.streams import ExchangePlan, Members
+from epload.sync.comparison import Comparison, compare
 from epload.transfer.shards import Shards
 from support import fakedev
 from support.ranks import run
@@ -26,16 +24,6 @@ HALF = torch.bfloat16
 SHAPES = {"gate": (150, 40), "up": (150, 40), "embed": (500, 64), "head": (500, 64), "scale": ()}
 LOCAL = [(300, 40), (500, 64), ()]
 """Gate and up are one tensor, embed and head are tied."""
-
-
-def manifest(dtype: torch.dtype = HALF) -> Any:
-    shapes, dtypes = tuple(SHAPES.values()), (dtype,) * len(SHAPES)
-    kinds = distinct_values(list(zip(shapes, dtypes, strict=True)))
-    return SimpleNamespace(names=tuple(SHAPES), shapes=shapes, dtypes=dtypes, source="a test", digest=b"", kinds=kinds)
-
-
-def receiving() -> Holdings:
-    return full_holdings(tuple(SHAPES.values()), (HALF,) * len(SHAPES))
 
 
 def holdings(dtype: torch.dtype = HALF) -> Holdings:
@@ -48,6 +36,26 @@ def holdings(dtype: torch.dtype = HALF) -> Holdings:
     return Holdings(torch.tensor([0, 1, 2, 2, 3]), tuple(shares), [(0,), (0,), (1,), (1,), (2,)])
 
 
+def plan_of(own: Holdings, rank: int = 0, senders: int = 1, dtype: torch.dtype = HALF) -> ExchangePlan:
+    """Returns a sender's plan, where a receiver has full tensors in bfloat16."""
+    shapes = tuple(SHAPES.values())
+    manifest = Manifest(tuple(SHAPES), shapes, (dtype,) * len(SHAPES), "a test")
+    members = Members(tuple((sender,) for sender in range(senders)), ((senders,),))
+    of_ranks = {**dict.fromkeys(range(senders), own), senders: full_holdings(shapes, (HALF,) * len(SHAPES))}
+    with many_waves():
+        return plan_exchange(manifest, members, of_ranks, rank, own, 20_000)
+
+
+def compared(plan: ExchangePlan, new: list[Tensor], base: list[Tensor], verify: bool = False) -> Comparison:
+    comparison = compare(plan, Shards(plan, new, verify, "", 1), Shards(plan, base, False, "", 1), verify, math.inf)
+    assert comparison is not None
+    return comparison
+
+
+def first_version() -> list[Tensor]:
+    return [torch.arange(math.prod(shape)).reshape(shape).to(HALF) for shape in LOCAL]
+
+
 def changed(tensors: list[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, tensor + 1, tensor) for tensor in tensors]
@@ -57,16 +65,11 @@ def changed(tensors: list[Tensor], seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("senders", [1, 2, 3])
 def test_the_base_becomes_what_was_compared(senders: int, verify: bool) -> None:
     own = holdings()
-    members = Members(tuple((rank,) for rank in range(senders)), ((senders,),))
-    of_ranks = {**dict.fromkeys(range(senders), own), senders: receiving()}
     sent: list[int] = []
     for rank in range(senders):
-        with many_waves():
-            plan = plan_exchange(manifest(), members, of_ranks, rank, own, 20_000)
-        old = [torch.arange(math.prod(shape)).reshape(shape).to(HALF) for shape in LOCAL]
-        new, base = changed(old, rank), [tensor.clone() for tensor in old]
-        comparison = compare(plan, Shards(plan, new, verify, "", 1), Shards(plan, base, False, "", 1), verify, math.inf)
-        assert comparison is not None
+        plan, old = plan_of(own, rank, senders), first_version()
+        new, base = changed(old, rank), first_version()
+        comparison = compared(plan, new, base, verify)
         assert len(comparison.changed) == len(plan.buckets) > 1
         left_out = comparison.left_out(own)
         comparison.apply()
@@ -85,14 +88,9 @@ def test_the_base_becomes_what_was_compared(senders: int, verify: bool) -> None:
 
 def test_what_is_sent_in_another_dtype_is_left_out() -> None:
     own = holdings(torch.float32)
-    members = Members(((0,),), ((1,),))
-    plan = plan_exchange(manifest(torch.float32), members, {0: own, 1: receiving()}, 0, own, 20_000)
-    old = [torch.zeros(shape) for shape in LOCAL]
-    base = [tensor.clone() for tensor in old]
-    comparison = compare(
-        plan, Shards(plan, changed(old, 0), False, "", 1), Shards(plan, base, False, "", 1), False, math.inf
-    )
-    assert comparison is not None
+    plan = plan_of(own, dtype=torch.float32)
+    old, base = ([torch.zeros(shape) for shape in LOCAL] for _ in range(2))
+    comparison = compared(plan, changed(old, 0), base)
     assert comparison.left_out(own) == [0, 1, 2]
     comparison.apply()
     assert not any(tensor.any() for tensor in base)
@@ -101,22 +99,17 @@ def test_what_is_sent_in_another_dtype_is_left_out() -> None:
 def compare_with_threads(rank: int, verify: bool) -> None:
     """Several threads compare what is on a device with a copy on the host: as they do on the host, one bucket like the other."""
     torch.set_num_threads(4)
-    own = holdings()
-    with many_waves():
-        plan = plan_exchange(manifest(), Members(((0,),), ((1,),)), {0: own, 1: receiving()}, 0, own, 20_000)
+    plan, old = plan_of(holdings()), first_version()
     assert len(plan.buckets) > 4
-    old = [torch.arange(math.prod(shape)).reshape(shape).to(HALF) for shape in LOCAL]
     for seed in range(20):
         new = changed(old, seed)
         outcomes = []
         for where in ("cpu", fakedev.NAME):
-            shards = Shards(plan, [tensor.to(where) for tensor in new], verify, "", 1)
-            base = Shards(plan, [tensor.clone() for tensor in old], False, "", 1)
-            comparison = compare(plan, shards, base, verify, math.inf)
-            assert comparison is not None
+            base = [tensor.clone() for tensor in old]
+            comparison = compared(plan, [tensor.to(where) for tensor in new], base, verify)
             outcomes.append((comparison.changed, [encoded.tolist() for encoded in comparison.encoded]))
             comparison.apply()
-            assert all(map(torch.equal, base.tensors, new))
+            assert all(map(torch.equal, base, new))
         assert outcomes[0] == outcomes[1]
         old = new
 
