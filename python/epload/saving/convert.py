@@ -98,9 +98,7 @@ def convert(
             same = old.identity, old.provenance[1], rewrite.new.digest, options
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
 
-        copied = tuple(map(Path, files))
-        if progress is not None and not callable(progress):
-            raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
+        copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned, activity = Attempt(plan), "convert different checkpoints, or pass different options"
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
         control = topology.control
@@ -112,8 +110,7 @@ def convert(
                 for number, begin, data, nbytes in rewrite.read(checkpoint, tensor):
                     folder.write(int(layout.file[number]), int(layout.offset[number]) + begin, data)
                     report.written += len(data)
-                    if progress is not None:
-                        progress(nbytes)
+                    progress(nbytes)
                     wrote(nbytes)
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
@@ -123,6 +120,13 @@ def convert(
         )
     report.seconds = perf_counter() - began
     return report
+
+
+def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[int], object]:
+    """Returns the caller's function, or one that does nothing."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"expected progress to be a function of a number of bytes, got {progress!r}")
+    return progress if progress is not None else lambda nbytes: None
 
 
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
