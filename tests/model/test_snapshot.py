@@ -1,4 +1,4 @@
-"""Reading a model again from a snapshot: the same as collecting anew, and no change goes unnoticed."""
+"""Loads with one loader of a model that changes in between: each is as one of a new loader, which has read the model anew."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
-from epload.model.devices import devices_of
-from epload.model.materialize import materialize
-from epload.model.modules import Modules
-from epload.model.snapshot import Snapshot
-from epload.model.targets import Targets, collect
 from epload.native import ops
 from support import ranks
-from support.checks import all_fine
+from support.checks import all_fine, full_values
+from support.failures import error_of
+from support.findings import differing
 from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
 
 
@@ -45,35 +42,16 @@ class Small(nn.Module):
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
 
 
-def same(read: tuple[Targets, tuple[torch.device, torch.device]] | None, collected: Targets) -> bool:
-    return (
-        read is not None
-        and read[0].matches(collected)
-        and read[0].unsaved_meta == collected.unsaved_meta
-        and [id(t) for t in read[0].tensors] == [id(t) for t in collected.tensors]
-        and read[1] == devices_of(collected, set(), [])
-    )
+def loaded_twice(model: nn.Module) -> HierarchicalLoader:
+    loader = HierarchicalLoader(progress=False, readers="one", bucket_bytes=BUCKET)
+    for salt in (1, 2):
+        loader.load(model, full_values(model, salt))
+    return loader
 
 
-def snapshot_of(model: nn.Module, load: Callable[[Targets], object] = lambda _: None) -> Snapshot:
-    """The snapshot that a load takes, which changes the model in between."""
-    modules = Modules(model)
-    targets = collect(model, modules=modules)
-    devices = devices_of(targets, set(), [])
-    load(targets)
-    return Snapshot(model, modules, targets, devices, None)
-
-
-def test_an_unchanged_model_is_read_as_collected() -> None:
-    model = Small()
-    snapshot = snapshot_of(model)
-    assert same(snapshot.read(model, None), collect(model))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.add_(1)
-    model.eval().requires_grad_(False)
-    model.inner[0].weight.data = torch.zeros(3, 3)  # other memory of the same kind
-    assert same(snapshot.read(model, None), collect(model)), "values, modes and gradients are no concern"
+def remembers(loader: HierarchicalLoader, model: nn.Module) -> bool:
+    snapshot = loader._agreement.inputs.snapshot
+    return snapshot is not None and snapshot.read(model, (None, (), None)) is not None
 
 
 def retie(model: Any) -> None:
@@ -97,6 +75,9 @@ def replace_dicts(module: nn.Module) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
+    "none": lambda m: None,
+    "modes and gradients": lambda m: m.eval().requires_grad_(False),
+    "other memory of the same kind": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(3, 3)),
     "parameter replaced": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.zeros(3, 3))),
     "parameter removed": lambda m: setattr(m.head, "bias", None),
     "parameter renamed": rename,
@@ -141,22 +122,20 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_noticed(change: str) -> None:
-    model = Small()
-    snapshot = snapshot_of(model)
-    assert snapshot.read(model, None) is not None
-    CHANGES[change](model)
-    assert snapshot.read(model, None) is None
-    assert snapshot.read(model, None) is None, "nor is the change accepted the second time"
-
-
-def test_other_models_and_other_dtypes_are_not_taken_for_it() -> None:
-    model = Small()
-    snapshot = snapshot_of(model)
-    assert snapshot.read(Small(), None) is None
-    assert snapshot.read(model.inner, None) is None
-    assert snapshot.read(model, torch.bfloat16) is None
-    assert same(snapshot.read(model, None), collect(model))
+def test_a_change_between_loads_is_seen(change: str) -> None:
+    errors = []
+    for again in (True, False):
+        model = Small()
+        loader = loaded_twice(model)
+        assert remembers(loader, model)
+        CHANGES[change](model)
+        if not again:
+            loader = HierarchicalLoader(progress=False)
+        for salt in (3, 4):
+            values = full_values(model, salt)
+            errors.append(error_of(lambda: loader.load(model, values)))  # noqa: B023
+            assert errors[-1] or differing(model, values) == []
+    assert errors == [errors[-1]] * 4
 
 
 class OwnState(nn.Linear):
@@ -169,53 +148,35 @@ class Extra(nn.Linear):
         return torch.zeros(1)
 
 
-@pytest.mark.parametrize("kind", [OwnState, Extra])
-def test_modules_with_a_say_in_their_state_are_always_asked(kind: type[nn.Linear]) -> None:
-    model = nn.Sequential(kind(2, 2))
-    assert snapshot_of(model).read(model, None) is None
+@pytest.mark.parametrize("make", [OwnState, Extra, lambda *sizes: torch.jit.script(nn.Linear(*sizes))])
+def test_modules_with_a_say_in_their_state_are_always_asked(make: Callable[..., nn.Module]) -> None:
+    model: Any = nn.Sequential(make(2, 2))
+    loader = loaded_twice(model)
+    assert not remembers(loader, model)
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    values = {name: value for name, value in full_values(model, 3).items() if "extra" not in name}
+    loader.load(model, values)
+    assert torch.equal(model[0].weight, values["0.mine" if make is OwnState else "0.weight"])
 
 
-def test_buffers_that_nothing_fills_are_always_looked_for() -> None:
-    with torch.device("meta"):
-        model = Small()
-    assert collect(model).unsaved_meta.keys() == {"unsaved"}
-    assert snapshot_of(model).read(model, None) is None
-
-
-def test_what_a_load_puts_in_place_is_remembered() -> None:
-    with torch.device("meta"):
-        model = Small()
-    snapshot = snapshot_of(model, lambda targets: materialize(model, targets, torch.device("cpu")))
-    assert same(snapshot.read(model, None), collect(model))
-    assert collect(model).unsaved_buffers == {"unsaved"}
-
-
-def test_a_model_is_not_kept_alive() -> None:
-    model = Small()
-    weights = weakref.ref(model.head.bias.untyped_storage())
-    alive = weakref.ref(model)
-    snapshot = snapshot_of(model)
-    assert snapshot.read(model, None) is not None
-    del model
-    gc.collect()
-    assert alive() is None
-    assert weights() is None
-
-
-def test_scripted_modules_are_read_anew() -> None:
-    """Their containers are no dicts."""
-    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)))
-    assert snapshot_of(model).read(model, None) is None
+def test_other_models_and_other_dtypes_are_not_taken_for_it() -> None:
+    model, other = Small(), Small()
+    loader = loaded_twice(model)
+    with pytest.raises(ValueError, match="already has storage"):
+        loader.load(model, full_values(model), dtype=torch.bfloat16)
+    for each in (other, model.inner):
+        loader.load(each, full_values(each, 3))
+        assert differing(each, full_values(each, 3)) == []
 
 
 def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
     model = Small()
-    snapshot = snapshot_of(model)
-    places = model._modules
-    for _ in range(50):  # sooner or later at the address of the one before
-        places["relu"] = None
-        places["relu"] = nn.ReLU()
-        assert snapshot.read(model, None) is None
+    loader = loaded_twice(model)
+    for salt in range(50):  # sooner or later at the address of the one before
+        model.inner._modules["0"] = None
+        model.inner._modules["0"] = nn.Linear(3, 3, bias=False)
+        loader.load(model, full_values(model, salt))
+        assert differing(model, full_values(model, salt)) == []
 
 
 # ---- on ranks ----
@@ -225,21 +186,16 @@ def reparallelized(rank: int) -> list[str]:
     problems = []
     mesh = init_device_mesh("cpu", (2,))
 
-    def check(what: str, model: nn.Module, change: Callable[[], object], noticed: bool = True) -> None:
-        snapshot = snapshot_of(model)
-        if not same(snapshot.read(model, None), collect(model)):
-            problems.append(f"{what}: not read as collected")
+    def check(what: str, model: nn.Module, change: Callable[[], object]) -> None:
+        loader = loaded_twice(model)
         change()
-        read = snapshot.read(model, None)
-        if noticed and read is not None:
-            problems.append(f"{what}: unnoticed")
-        if not noticed and not same(read, collect(model)):
-            problems.append(f"{what}: {read}")
+        values = full_values(model, 3)
+        loader.load(model, values)
+        problems.extend(f"{what}: {name}" for name in differing(model, values))
 
     net = Net()
     check("fully_shard", net, lambda: sharded(net))
-    check("forward", net, lambda: net(torch.arange(13)), noticed=False)
-    check("forward and backward", net, lambda: net(torch.arange(13)).sum().backward(), noticed=False)
+    check("forward and backward", net, lambda: net(torch.arange(13)).sum().backward())
     check("to dtype", net, lambda: net.to(torch.bfloat16))
     mlp = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     check("parallelize_module", mlp, lambda: parallelize_module(mlp, mesh, {"0": ColwiseParallel()}))
@@ -257,7 +213,7 @@ def reparallelized(rank: int) -> list[str]:
     check("another placement, swapped in", mlp, lambda: swap_in(replicated))
     check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    check("offloaded", offloaded, lambda: None, noticed=False)
+    check("offloaded", offloaded, lambda: None)
     return problems
 
 
@@ -281,10 +237,7 @@ def after_loads(rank: int) -> list[str]:
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if (
-        loader._agreement.inputs.snapshot is None
-        or loader._agreement.inputs.snapshot.read(model, (None, (), None)) is None
-    ):
+    if not remembers(loader, model):
         problems.append("no snapshot is in use")
     model(torch.arange(13)).sum().backward()
     load("a step")

@@ -1,0 +1,34 @@
+"""What tests find wrong: tensors that are not the same, and errors that do not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.checks import as_bytes, full_tensor
+from support.failures import error_of
+
+
+def differing(found: nn.Module | Mapping[str, Any], expected: nn.Module | Mapping[str, Any]) -> list[str]:
+    """Returns the names of tensors that differ in dtype, shape or bits, shards gathered, and of those that one side lacks."""
+    ours, theirs = _tensors(found), _tensors(expected)
+    both = [name for name in theirs if name in ours]
+    return [*sorted(ours.keys() ^ theirs.keys()), *(name for name in both if not _same_bits(ours[name], theirs[name]))]
+
+
+def _tensors(side: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    state = side.state_dict() if isinstance(side, nn.Module) else side
+    return {name: full_tensor(value.detach()) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+
+
+def not_refused(action: Callable[[], Any], *parts: str) -> list[str]:
+    """Returns nothing if an action raises an error whose class and text have all the parts; else what came instead."""
+    error = error_of(action)
+    return [] if error and all(part in error for part in parts) else [error or f"no error with {parts}"]
