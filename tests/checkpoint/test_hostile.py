@@ -50,5 +50,5 @@ def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int)
         _, dtype, shape, offset, *_ = found[name]
         raw = content[offset : offset + prod(shape) * dtype.itemsize]
         value = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
-        expected = value.view(getattr(torch, dtype.name)).reshape(shape).to(parameter.dtype)
+        expected = value.view(dtype).reshape(shape).to(parameter.dtype)
         assert torch.equal(parameter.detach().view(torch.int32), expected.view(torch.int32))
