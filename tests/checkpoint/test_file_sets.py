@@ -125,8 +125,9 @@ def test_loads_what_transformers_loads(what: str, tmp_path: Path) -> None:
 def test_an_index_without_its_shards_is_no_reason_to_load_something_else(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", ["sharded", "pytorch_model.bin"])
     next(folder.glob("model-00001-of-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00001-of.*, which .*model\.safetensors\.index\.json names"):
-        Checkpoint.open(folder)
+    for source in (folder, folder / "model.safetensors.index.json"):
+        with pytest.raises(CheckpointError, match=r"model-00001-of.*, which .*model\.safetensors\.index\.json names"):
+            Checkpoint.open(source)
 
 
 @pytest.mark.parametrize("weights", ["other.safetensors", "absent.safetensors"])
