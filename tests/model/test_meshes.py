@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import epload
-from epload import HierarchicalLoader, ManifestMismatch, OuterShard, Topology
+from epload import HierarchicalLoader, OuterShard, Topology
 from support import ranks
+from support.failures import error_of
 
 NODES = [[0, 1], [2, 3]]
 ROWS, COLUMNS = 7, 5
@@ -59,11 +60,8 @@ def made(readers: str = "one") -> HierarchicalLoader:
 
 
 def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:
-    try:
-        loader.load(model, values() if loader.options.readers == "every" or rank == 0 else None)
-    except ManifestMismatch as error:
-        return str(error)
-    return "loaded"
+    source = values() if loader.options.readers == "every" or rank == 0 else None
+    return error_of(lambda: loader.load(model, source))
 
 
 ODD = ((2, "one"), (0, "one"), (3, "every"))
@@ -71,61 +69,43 @@ ODD = ((2, "one"), (0, "one"), (3, "every"))
 
 
 def another_order(rank: int) -> list[str]:
+    """Also of the mesh of outer shards, and of two meshes that rank 3 uses the other way round."""
     results = []
     for odd, readers in ODD:
         model = zeros()
         place(model, in_order([0, 1, 3, 2] if rank == odd else [0, 1, 2, 3]), [Shard(0)])
         results.append(load(rank, model, made(readers)))
-        if any(bool(parameter.to_local().any()) for parameter in model.parameters()):
-            results[-1] = f"something was written: {results[-1]}"
-    return results
+        assert not any(bool(parameter.to_local().any()) for parameter in model.parameters()), "something was written"
+
+    outer = nn.Module()
+    outer.weight = nn.Parameter(torch.zeros(2, COLUMNS))
+    shards = [OuterShard("weight", in_order([0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3]))]
+    source = {"weight": torch.arange(8.0 * COLUMNS).view(8, COLUMNS)} if rank == 0 else None
+    results.append(error_of(lambda: made().load(outer, source, outer_shards=shards)))
+    assert not outer.weight.any(), "something was written"
+
+    meshes = [in_order(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    swapped = zeros()
+    first, second = reversed(meshes) if rank == 3 else meshes
+    place(swapped.up, first, [Shard(0)])
+    place(swapped.down, second, [Shard(0)])
+    return [*results, load(rank, swapped, made())]
 
 
 def test_a_mesh_in_another_order_on_one_rank() -> None:
     """Two ranks would hold the same shard, and nobody the fourth."""
     results = ranks.run(4, another_order)
     assert all(other == results[0] for other in results), results
-    for (odd, _), text in zip(ODD, results[0], strict=True):
+    assert all(text.startswith("ManifestMismatch") for text in results[0])
+    *of_parameters, outer, swapped = results[0]
+    for (odd, _), text in zip(ODD, of_parameters, strict=True):
         others = [rank for rank in range(4) if rank != odd]
         assert f"ranks {others} have mesh [0, 1, 2, 3] of shape [4], e.g. for up.weight" in text
         assert f"ranks [{odd}] have mesh [0, 1, 3, 2] of shape [4], e.g. for up.weight" in text
         assert "the same order on all ranks" in text
-
-
-def another_outer_mesh(rank: int) -> str:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(2, COLUMNS))
-    mesh = in_order([0, 1, 3, 2] if rank == 1 else [0, 1, 2, 3])
-    state = {"weight": torch.arange(8.0 * COLUMNS).view(8, COLUMNS)}
-    try:
-        made().load(model, state if rank == 0 else None, outer_shards=[OuterShard("weight", mesh)])
-    except ManifestMismatch as error:
-        assert not model.weight.any(), "nothing moved"
-        return str(error)
-    return "loaded"
-
-
-def test_outer_shards_of_another_mesh_on_one_rank() -> None:
-    results = ranks.run(4, another_outer_mesh)
-    assert len(set(results)) == 1, results
-    assert "ranks [1] have mesh [0, 1, 3, 2]" in results[0]
-    assert "for weight" in results[0]
-
-
-def of_other_tensors(rank: int) -> str:
-    """The same two meshes on all ranks, which rank 3 uses the other way round. They differ in their order alone."""
-    meshes = [in_order(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0])]
-    model = zeros()
-    first, second = reversed(meshes) if rank == 3 else meshes
-    place(model.up, first, [Shard(0)])
-    place(model.down, second, [Shard(0)])
-    return load(rank, model, made())
-
-
-def test_meshes_that_are_swapped_on_one_rank() -> None:
-    results = ranks.run(4, of_other_tensors)
-    assert len(set(results)) == 1, results
-    assert "disagree about the device mesh" in results[0]
+    assert "ranks [1] have mesh [0, 1, 3, 2]" in outer
+    assert "for weight" in outer
+    assert "disagree about the device mesh" in swapped
 
 
 def rightly_different(rank: int) -> list[str]:
@@ -149,8 +129,8 @@ def rightly_different(rank: int) -> list[str]:
         for turn in range(4):  # the last of which takes the way of reloads
             for parameter in model.parameters():
                 torch.nn.init.zeros_(parameter.to_local())
-            if (result := load(rank, model, loader)) != "loaded":
-                wrong.append(f"{name}, load {turn}: {result}")
+            if error := load(rank, model, loader):
+                wrong.append(f"{name}, load {turn}: {error}")
             for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
                 if not torch.equal(ours.to_local(), theirs.to_local()):
                     wrong.append(f"{name}, load {turn}: {key}")
@@ -179,21 +159,18 @@ def with_other_memory(rank: int, path: str) -> list[str]:
             sender.send_weights(1)
 
     uneven, large = from_local(whole[:5] if rank == 0 else whole[5:]), from_local(torch.zeros(6))
-    outcomes = []
-    for call in (
-        lambda: epload.save(of(uneven), path),
-        lambda: send(of(uneven)),
-        lambda: epload.load(of(uneven), {"a": whole}),
-        lambda: epload.load(of(large), {"a": whole}, verify=True),
-        lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole}),
-        lambda: epload.load(of(sharded, sharded.detach()), {"a": whole, "b": -whole}),
-        lambda: epload.load(of(sharded, sharded.to_local()[1:]), {"a": whole, "b": whole[:3]}),
-    ):
-        try:
-            call()
-            outcomes.append("loaded")
-        except epload.LoadError as error:
-            outcomes.append(str(error))
+    outcomes = [
+        error_of(call)
+        for call in (
+            lambda: epload.save(of(uneven), path),
+            lambda: send(of(uneven)),
+            lambda: epload.load(of(uneven), {"a": whole}),
+            lambda: epload.load(of(large), {"a": whole}, verify=True),
+            lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole}),
+            lambda: epload.load(of(sharded, sharded.detach()), {"a": whole, "b": -whole}),
+            lambda: epload.load(of(sharded, sharded.to_local()[1:]), {"a": whole, "b": whole[:3]}),
+        )
+    ]
     tied = of(sharded, sharded.detach())
     epload.load(tied, {"a": whole})
     assert tied.b.full_tensor().equal(whole)
