@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import epload
 from epload.model.memory import is_poisoned, poison
 from support import ranks
 from support.checks import all_fine
+from support.findings import not_refused
 from support.initialized_models import loader
 from support.models import on_meta
 
@@ -28,29 +30,18 @@ class Stray(nn.Module):
 
 def _unfilled(rank: int) -> list[str]:
     problems = []
-    for drop, texts in (
-        ((), ("fills 1 tensor on meta: table.",)),
-        (("v",), ("fills 2 tensors on meta: table, v.",)),
-    ):
+    for drop, text in ((), "fills 1 tensor on meta: table."), (("v",), "fills 2 tensors on meta: table, v."):
         model = on_meta(Stray)
         fully_shard(model)
         full = {"w": torch.ones(3, 2), "v": torch.ones(5)}
-        state = {name: tensor for name, tensor in full.items() if name not in drop}
-        try:
-            loader().load(model, state if rank == 0 else None, strict=False)
-            problems.append("loaded")
-        except epload.ModelMismatch as error:
-            if any(text not in str(error) for text in (*texts, "init_missing")):
-                problems.append(str(error))
+        state = {name: tensor for name, tensor in full.items() if name not in drop} if rank == 0 else None
+        load = partial(loader().load, model, state, strict=False)
+        problems += not_refused(load, "ModelMismatch", text, "init_missing")
         problems += [
             f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
         ]
-        try:
-            loader().load(model, state if rank == 0 else None, strict=False, init_missing=lambda *_: None)
-            problems.append("loaded with a hook that does nothing")
-        except epload.LoadError as error:
-            if "init_missing left table" not in str(error):
-                problems.append(str(error))
+        load = partial(loader().load, model, state, strict=False, init_missing=lambda *_: None)
+        problems += not_refused(load, "init_missing left table")
     return problems
 
 
