@@ -17,7 +17,8 @@ from epload.integrations import accelerate as our_accelerate
 from epload.integrations import skyrl, verl
 from support import ranks
 from support.checks import all_fine, differences, full_values, local_of
-from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.drop_ins import on_rank_0, sharded, wrong
+from support.findings import not_refused_by_all
 from support.models import Mlp, Rotary, Stack, mesh, on_meta
 
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
@@ -46,10 +47,10 @@ def accelerate(rank: int) -> list[str]:
     values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     last = list(values)[-1]
     short = on_rank_0({name: value for name, value in values.items() if name != last})
-    errors = everywhere(raised(lambda: our_accelerate.fsdp2_load_full_state_dict(accelerator, sharded(), short)))
-    if len(set(errors)) > 1 or f"1 parameter missing from the checkpoint: {last}" not in errors[0]:
-        problems.append(str(errors))
-    return problems
+    return problems + not_refused_by_all(
+        lambda: our_accelerate.fsdp2_load_full_state_dict(accelerator, sharded(), short),
+        f"1 parameter missing from the checkpoint: {last}",
+    )
 
 
 def test_accelerate_fsdp2_load_full_state_dict() -> None:
@@ -108,13 +109,11 @@ def reinforcement_learning(rank: int) -> list[str]:
             ({}, "missing from the checkpoint: w"),
         ):
             model = fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4)))
-            errors = everywhere(raised(lambda model=model, odd=odd, load=load: load(model, on_rank_0(odd))))
-            if len(set(errors)) > 1 or text not in errors[0] or model.w.is_meta != (rank > 0):
-                problems.append(f"{text}: {errors}")
-        hollow = fully_shard(on_meta(Rotary), mesh=mesh(("all", 4)))
-        error = raised(lambda hollow=hollow, load=load: load(hollow, on_rank_0(values)))
-        if "fills 1 tensor on meta: inv_freq" not in error:
-            problems.append(f"nobody has the buffer: {error}")
+            problems += not_refused_by_all(partial(load, model, on_rank_0(odd)), text)
+            if model.w.is_meta != (rank > 0):
+                problems.append(f"{text}: something has moved")
+        hollow = fully_shard(on_meta(Rotary), mesh=mesh(("all", 4)))  # nobody has the buffer
+        problems += not_refused_by_all(partial(load, hollow, on_rank_0(values)), "fills 1 tensor on meta: inv_freq")
     return problems
 
 

@@ -24,7 +24,9 @@ from epload.integrations.full_state import find_custom_loading
 from support import ranks
 from support.checks import all_fine, full_values, local_of
 from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
+from support.findings import differing, not_refused_by_all
 from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
+from support.recordings import tensors_of
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LENIENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -67,16 +69,6 @@ def sharded_net(make: Callable[[], nn.Module] = Net) -> Any:
     return fully_shard(on_meta(make), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def full_tensors(model: nn.Module) -> dict[str, Tensor]:
-    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
-
-
-def differ(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
-    state = full_tensors(model)
-    return [name for name, value in expected.items() if name not in state or not torch.equal(state[name], value)]
-
-
 # ---- keys that do not fit ----
 
 
@@ -99,18 +91,16 @@ def texts(rank: int) -> list[str]:
         problems.append(f"something was moved, or ranks differ: {everywhere(text)}")
     for stray in ({"stray": 5}, {nn.ReLU(): {"weight": torch.ones(1)}}):
         state = on_rank_0({**short, **stray})
-        text = raised(lambda state=state: ours.set_model_state_dict(sharded_net(), state, options=BROADCAST))
         name = "stray" if "stray" in stray else "<ReLU, which is a module and not a name>"
-        if '"second.bias"' not in text or f'Unexpected key(s) in state_dict: "{name}"' not in text:
-            problems.append(f"what is no tensor: {text}")
-        problems += [] if len(set(everywhere(text))) == 1 else ["ranks differ"]
+        load = partial(ours.set_model_state_dict, sharded_net(), state, options=BROADCAST)
+        problems += not_refused_by_all(load, '"second.bias"', f'Unexpected key(s) in state_dict: "{name}"')
     keys = ours.set_model_state_dict(sharded_net(), on_rank_0(short | {"stray": torch.ones(1)}), options=LENIENT)
     if (keys.missing_keys, keys.unexpected_keys) != (["second.bias"], ["stray"]):
         problems.append(str(keys))
-    text = raised(lambda: ours.set_model_state_dict(sharded_net(), on_rank_0(odd), options=LENIENT))
-    if "size mismatch for first.weight" not in text:  # torch, too, takes strict=False for keys only
-        problems.append(f"another shape, not strict: {text}")
-    return problems
+    load = partial(ours.set_model_state_dict, sharded_net(), on_rank_0(odd), options=LENIENT)
+    return problems + not_refused_by_all(
+        load, "size mismatch for first.weight"
+    )  # torch's strict=False is for keys, too
 
 
 def test_keys_that_do_not_fit_are_reported_as_torch_does() -> None:
@@ -131,17 +121,16 @@ def extra_state(rank: int) -> list[str]:
             model.second.seen = "old"
             function(model, on_rank_0(full), options=BROADCAST)
             models.append(model)
-            problems += [f"{function.__module__}: {name}" for name in differ(model, values(Net(Counting)))]
+            problems += [f"{function.__module__}: {name}" for name in differing(model, values(Net(Counting)))]
         if [model.second.seen for model in models] != [state, state]:
             problems.append(f"{[model.second.seen for model in models]}, not {state}")
     full = values(Net(Counting))
     model = sharded_net(lambda: Net(Counting))
-    text = raised(lambda: ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST))
-    if 'Missing key(s) in state_dict: "second._extra_state"' not in text or len(set(everywhere(text))) > 1:
-        problems.append(text)
+    load = partial(ours.set_model_state_dict, model, on_rank_0(full), options=BROADCAST)
+    problems += not_refused_by_all(load, 'Missing key(s) in state_dict: "second._extra_state"')
     model.second.seen = "old"
     ours.set_model_state_dict(model, on_rank_0(full), options=LENIENT)
-    return problems + differ(model, full) + ([] if model.second.seen == "old" else ["extra state was changed"])
+    return problems + differing(model, full) + ([] if model.second.seen == "old" else ["extra state was changed"])
 
 
 def test_extra_state() -> None:
@@ -160,11 +149,11 @@ def wrapped(rank: int) -> list[str]:
         for function in BOTH:
             plain = Net()
             function(wrap(plain), on_rank_0(full), options=BROADCAST)
-            problems += [f"{name}, {function.__module__}: {text}" for text in differ(plain, full)]
+            problems += [f"{name}, {function.__module__}: {text}" for text in differing(plain, full)]
     inside = Net(lambda: DistributedDataParallel(nn.Linear(5, 2)))  # a module of the model
     ours.set_model_state_dict(inside, on_rank_0(full), options=BROADCAST)
     expected = {name.replace("second.", "second.module."): value for name, value in full.items()}
-    problems += [f"inside: {text}" for text in differ(inside, expected)]
+    problems += [f"inside: {text}" for text in differing(inside, expected)]
 
     make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
     stack: Any = on_meta(make)
@@ -174,8 +163,8 @@ def wrapped(rank: int) -> list[str]:
     compiled: Any = torch.compile(fully_shard(stack, mesh=mesh(("all", 2))))
     full = full_values(on_meta(make))
     ours.set_model_state_dict(compiled, on_rank_0(full), options=BROADCAST)
-    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in full_tensors(compiled).items()}
-    return problems + [f"compiled: {name}" for name in full if not torch.equal(state[name], full[name])]
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in compiled.state_dict().items()}
+    return problems + [f"compiled: {name}" for name in differing(state, full)]
 
 
 def test_wrapped_models() -> None:
@@ -230,14 +219,13 @@ def left_to_torch(rank: int) -> list[str]:
     models: list[Any] = [Net(Turned), Net(Turned)]
     for function, model in zip(BOTH, models, strict=True):
         function(model, on_rank_0(full), options=BROADCAST)
-    problems += [f"hooks: {name}" for name in differ(models[1], full_tensors(models[0]))]
+    problems += [f"hooks: {name}" for name in differing(models[1], models[0])]
     if models[1].second.sum != float(full["second.weight"].sum()):
         problems.append("the hook has not run")
     for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):  # which have no original to call
         model = sharded_net(lambda: Net(Turned))
-        text = raised(lambda load=load, model=model: load(model, on_rank_0(full)))
-        if not text.startswith("ModelMismatch: second (Turned) has a load_state_dict hook"):
-            problems.append(text)
+        text = "ModelMismatch: second (Turned) has a load_state_dict hook"
+        problems += not_refused_by_all(partial(load, model, on_rank_0(full)), text)
 
     full = {"outer.weight": torch.arange(15.0).reshape(5, 3), "outer.bias": torch.arange(5.0)}
     model = nn.Module()
@@ -299,8 +287,8 @@ def right(rank: int) -> list[str]:
 
     model = nn.Module()  # it multiplies a Partial by the number of ranks
     model.w = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh(("all", 4)), [Partial()], run_check=False))
-    error = raised(lambda: load(model, {"w": torch.ones(3)}))
-    return problems + ([] if "w has placement P(sum), which cannot be loaded into" in error else [error])
+    text = "w has placement P(sum), which cannot be loaded into"
+    return problems + not_refused_by_all(lambda: load(model, {"w": torch.ones(3)}), text)
 
 
 def test_where_torchs_function_is_wrong() -> None:
@@ -322,11 +310,11 @@ def stays_on_meta(rank: int) -> list[str]:
     state = model.state_dict()
     problems += [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)]
     ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)  # and can be filled later
-    problems += [f"later: {name}" for name in differ(model, full)]
+    problems += [f"later: {name}" for name in differing(model, full)]
     again = values(Net(), start=50)
     del again["first.weight"]
     ours.set_model_state_dict(model, on_rank_0(again), options=LENIENT)
-    return problems + [f"again: {name}" for name in differ(model, {**again, "first.weight": full["first.weight"]})]
+    return problems + [f"again: {name}" for name in differing(model, {**again, "first.weight": full["first.weight"]})]
 
 
 def test_what_nobody_has_stays_on_meta() -> None:
@@ -335,12 +323,11 @@ def test_what_nobody_has_stays_on_meta() -> None:
 
 def as_torch(rank: int) -> list[str]:
     """A transformers model of bfloat16, whose routers ``from_pretrained`` would keep in float32, and a changed buffer."""
-    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+    from transformers import Ernie4_5_MoeForCausalLM
 
-    config = Ernie4_5_MoeConfig(
-        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=32, moe_num_experts=2, moe_k=1, moe_layer_start_index=0,
-    )  # fmt: skip
+    from support.families import FAMILIES
+
+    config = FAMILIES["ernie4_5_moe"].config()
     torch.manual_seed(3)
     state = Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).state_dict()
     states = []
@@ -351,10 +338,8 @@ def as_torch(rank: int) -> list[str]:
             fully_shard(layer)
         fully_shard(model)
         function(model, on_rank_0(dict(state)), options=BROADCAST)
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        states.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()})
-    expected, loaded = states
-    return [n for n, t in expected.items() if t.dtype != loaded[n].dtype or not torch.equal(t, loaded[n])]
+        states.append(tensors_of(model))
+    return differing(*states)
 
 
 def test_what_from_pretrained_would_do_is_not_done() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.checks import as_bytes, full_tensor
@@ -32,3 +33,10 @@ def not_refused(action: Callable[[], Any], *parts: str) -> list[str]:
     """Returns nothing if an action raises an error whose class and text have all the parts; else what came instead."""
     error = error_of(action)
     return [] if error and all(part in error for part in parts) else [error or f"no error with {parts}"]
+
+
+def not_refused_by_all(action: Callable[[], Any], *parts: str) -> list[str]:
+    """Returns what ranks raise, unless that is one error on all of them, whose class and text have all the parts."""
+    errors: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error_of(action))
+    return [] if len({*errors}) == 1 and errors[0] and all(part in errors[0] for part in parts) else [str(errors)]
