@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 import epload
 from support import ranks
 from support.checks import all_fine
-from support.failures import error_of
+from support.findings import differing, not_refused, not_refused_by_all
 from support.gather import full_state
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
@@ -75,17 +76,6 @@ def zeros(model: nn.Module, paths: str, names: tuple[str, ...]) -> None:
     """For what no base checkpoint holds."""
     for name in names:
         nn.init.zeros_(getattr(model, name))
-
-
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def differ(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    assert set(state) == set(wanted), set(state) ^ set(wanted)
-    return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
 
 
 # ---- a base checkpoint ----
@@ -161,7 +151,7 @@ def _two_adapters(rank: int, folder: Path) -> list[str]:
     epload.load(model, whole, progress=False)  # a whole PEFT model's state, which has a value for each copy
     return [
         *(str(i) for i, tensor in enumerate(copies) if not torch.equal(tensor, wanted) and not report.missing_keys),
-        *differ(model.state_dict(), whole),
+        *differing(model, whole),
     ]
 
 
@@ -196,7 +186,7 @@ def _adapter(folder: Path, kind: str, wrap: Callable[[Any], Any]) -> list[str]:
     report = epload.load(wrapped, folder / "adapter", progress=False)
     problems = [str(report)] if report.missing_keys or report.unexpected_keys or not report.tensors else []
     state = full_state(model) if wrap is sharded else model.state_dict()
-    return problems + differ(dict(state), dict(reference.state_dict()))
+    return problems + differing(state, reference)
 
 
 def save_both(folder: Path, kind: str) -> None:
@@ -237,13 +227,12 @@ def test_adapters_whose_layers_share_tensors(kind: str, options: dict[str, Any],
     report = epload.load(model, tmp_path, progress=False)
     assert report.tensors
     assert report.missing_keys == report.unexpected_keys == []
-    assert differ(model.state_dict(), reference.state_dict()) == []
-    assert differ(model.state_dict(), make().state_dict())
+    assert differing(model, reference) == []
+    assert differing(model, make())
 
 
 def _active(rank: int, folder: Path) -> list[str]:
     """The active adapter's tensors, and no others."""
-    problems = []
     model = adapted("lora")
     model.add_adapter("other", CONFIGS["lora"]())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -255,12 +244,10 @@ def _active(rank: int, folder: Path) -> list[str]:
     peft.set_peft_model_state_dict(
         reference, load_file(folder / "adapter" / "adapter_model.safetensors"), adapter_name="other"
     )
-    problems += differ(model.state_dict(), reference.state_dict())
+    problems = differing(model, reference)
     model.base_model.set_adapter(["default", "other"])
-    error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
-    if "2 adapters of the model are active (default, other); select one with model.set_adapter(name)" not in error:
-        problems.append(error)
-    return problems
+    text = "2 adapters of the model are active (default, other); select one with model.set_adapter(name)"
+    return problems + not_refused(lambda: epload.load(model, folder / "adapter", progress=False), text)
 
 
 def test_the_active_adapter_is_filled(tmp_path: Path) -> None:
@@ -269,13 +256,10 @@ def test_the_active_adapter_is_filled(tmp_path: Path) -> None:
 
 
 def _misfits(rank: int, folder: Path) -> list[str]:
-    problems = []
     model = sharded(lambda: adapted("lora"))
-    error = error_of(lambda: epload.load(model, folder / "adapter", progress=False))
-    if "an adapter file without base weights" not in error or "load the base checkpoint first" not in error:
-        problems.append(f"base weights on meta: {error}")
-    if len(set(everywhere(error))) > 1 or any(not p.is_meta for p in model.parameters()):
-        problems.append("ranks differ, or something was moved")
+    texts = "an adapter file without base weights", "load the base checkpoint first"
+    problems = not_refused_by_all(lambda: epload.load(model, folder / "adapter", progress=False), *texts)
+    problems += [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     epload.load(model, torch.load(folder / "before.pt"), progress=False)
     for file, texts in {
         "short": (
@@ -284,8 +268,8 @@ def _misfits(rank: int, folder: Path) -> list[str]:
         "stray": ("1 unexpected checkpoint key: base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight",),
         "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8], but "),
     }.items():
-        error = error_of(lambda file=file: epload.load(model, folder / f"{file}.safetensors", progress=False))
-        problems += [f"{file}: {error}" for text in texts if text not in error or len(set(everywhere(error))) > 1]
+        load = partial(epload.load, model, folder / f"{file}.safetensors", progress=False)
+        problems += not_refused_by_all(load, *texts)
     report = epload.load(model, folder / "short.safetensors", strict=False, progress=False)
     if len(report.missing_keys) != 1:
         problems.append(str(report.missing_keys))
@@ -309,7 +293,7 @@ def test_a_prompt_tuning_model_takes_a_base_checkpoint(tmp_path: Path) -> None:
     model = peft.get_peft_model(base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     report = epload.load(model, tmp_path, strict=False, progress=False)
     assert all("prompt" in name for name in report.missing_keys)
-    assert differ(model.get_base_model().state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()) == []
+    assert differing(model.get_base_model(), LlamaForCausalLM.from_pretrained(tmp_path)) == []
 
 
 def test_an_adapter_that_transformers_has_put_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +337,7 @@ def test_base_rows_of_trained_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
+        lambda: peft.LoraConfig(r=2, target_modules=["q_proj"]),
         lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9),
         lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens"]),
     ],
@@ -363,6 +348,7 @@ def test_adapters_on_meta_that_initialize_themselves(config: Callable[[], Any], 
         model = peft.get_peft_model(base(), config())
     report = epload.load(model, tmp_path, strict=False, progress=False)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert all(bool(tensor.any()) for name, tensor in model.state_dict().items() if "q_proj.lora_A" in name)
     wanted, inputs = LlamaForCausalLM.from_pretrained(tmp_path).eval(), torch.arange(7)[None]
     with torch.no_grad():
         assert torch.equal(model.eval()(inputs).logits, wanted(inputs).logits), "an adapter begins with no effect"
@@ -382,4 +368,4 @@ def test_biases_that_peft_saves_twice(tmp_path: Path) -> None:
     model = peft.get_peft_model(copy.deepcopy(whole), config)
     report = epload.load(model, tmp_path, progress=False)
     assert report.missing_keys == report.unexpected_keys == []
-    assert differ(model.state_dict(), peft.PeftModel.from_pretrained(copy.deepcopy(whole), tmp_path).state_dict()) == []
+    assert differing(model, peft.PeftModel.from_pretrained(copy.deepcopy(whole), tmp_path)) == []

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,9 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import epload
 from epload import LocalModules, OuterShard
 from support import ranks
-from support.checks import all_fine
+from support.checks import all_fine, full_tensor
+from support.findings import differing
 from support.initialized_models import HEAD, llama, loader
 from support.models import on_meta
+from support.recordings import tensors_of
 
 
 def llava() -> Any:
@@ -38,72 +40,39 @@ def llava() -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gathered by the test itself, over a group of its own: DTensor's own gathering is what is under test."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    return tensor.detach().full_tensor()
-
-
-def differences(model: Any, expected: Any, without: tuple[str, ...] = ()) -> list[str]:
-    problems = []
-    for kind in ("named_parameters", "named_buffers"):
-        for name, tensor in getattr(expected, kind)():
-            found = whole(dict(getattr(model, kind)())[name])
-            if name not in without and not torch.equal(found, tensor):
-                problems.append(f"{name} is {found.flatten()[:4]} where {tensor.flatten()[:4]} was expected")
-    return problems
-
-
 # ---- non-persistent buffers ----
 
 
 def _composite(rank: int, folder: Path) -> list[str]:
+    """Alone, and with a hook for one layer's weights, which is not asked for buffers that the model computes."""
     from transformers import LlavaForConditionalGeneration
 
+    expected = tensors_of(LlavaForConditionalGeneration.from_pretrained(folder))
     model = on_meta(llava)
     fully_shard(model.model.language_model.layers[0])
     fully_shard(model)
     report = loader().load(model, folder)
-    expected = LlavaForConditionalGeneration.from_pretrained(folder)
     lost = ["inv_freq", "original_inv_freq", "position_ids"]
     problems = [] if sorted(n.rpartition(".")[2] for n in report.initialized) == lost else [str(report)]
-    return problems + differences(model, expected)
+    problems += differing(tensors_of(model), expected)
+
+    model, calls = on_meta(llava), []
+    model.lm_head.extra = nn.Parameter(torch.empty(7, 3, device="meta"))
+    fully_shard(model)
+
+    def hook(module: Any, path: str, names: tuple[str, ...]) -> None:
+        calls.append((path, names))
+        module.extra.to_local().detach().fill_(5.0)
+
+    loader().load(model, folder, strict=False, init_missing=hook)
+    problems += [] if calls == [("lm_head", ("extra",))] else [str(calls)]
+    return problems + differing(tensors_of(model), expected | {"lm_head.extra": torch.full((7, 3), 5.0)})
 
 
 def test_buffers_of_composite_models_are_what_from_pretrained_computes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     llava().save_pretrained(tmp_path)
     all_fine(ranks.run(4, _composite, tmp_path))
-
-
-def _hooked(rank: int, folder: Path) -> list[str]:
-    """A hook for one layer's weights is not asked for buffers that the model computes."""
-    model = on_meta(llava)
-    head = model.lm_head
-    head.extra = nn.Parameter(torch.empty(7, 3, device="meta"))
-    fully_shard(model)
-    calls = []
-
-    def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        calls.append((path, names))
-        for name in names:
-            if name == "extra":
-                getattr(module, name).to_local().detach().fill_(5.0)
-
-    loader().load(model, folder, strict=False, init_missing=hook)
-    problems = [] if calls == [("lm_head", ("extra",))] else [str(calls)]
-    if not bool((whole(head.extra) == 5).all()):
-        problems.append(f"extra is {head.extra}")
-    from transformers import LlavaForConditionalGeneration
-
-    return problems + differences(model, LlavaForConditionalGeneration.from_pretrained(folder))
-
-
-def test_a_hook_gets_only_what_the_model_does_not_compute(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    llava().save_pretrained(tmp_path)
-    all_fine(ranks.run(4, _hooked, tmp_path))
 
 
 # ---- parameters ----
@@ -152,7 +121,7 @@ def _missing(rank: int, state: dict[str, Tensor]) -> list[Any]:
             problems.append(f"{parallelize.__name__}: {collectives.get_comm_counts()} or the generator has moved")
         if sorted(report.missing_keys) != sorted(DROPPED) or not set(DROPPED) <= set(report.initialized):
             problems.append(str(report))
-        found = {name: whole(tensor) for name, tensor in model.named_parameters()}
+        found = {name: full_tensor(tensor.detach()) for name, tensor in model.named_parameters()}
         problems += [f"{name} differs" for name, t in state.items() if not torch.equal(found[name], t)]
         values.append([found[name] for name in DROPPED])
         for name, tensor in zip(DROPPED, values[-1], strict=True):
@@ -250,7 +219,7 @@ def _experts(rank: int) -> list[Any]:
     fully_shard(model.experts, mesh=mesh["fsdp"])
     state = {"gate.weight": torch.arange(20.0).reshape(4, 5), "gate.bias": torch.arange(4.0)}
     loader().load(model, state if rank == 0 else None, strict=False, outer_shards=[OuterShard("experts", mesh["ep"])])
-    return list(whole(model.experts.up).tolist())
+    return list(full_tensor(model.experts.up).tolist())
 
 
 def test_experts_of_one_rank_are_no_repeat_of_anothers() -> None:
@@ -287,33 +256,11 @@ def test_local_modules_are_known_by_their_number() -> None:
     assert first != second
 
 
-# ---- adapters ----
-
-
-def test_adapters_are_initialized_by_their_own_layers(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
-    llama().save_pretrained(tmp_path)
-    model = on_meta(lambda: peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])))
-    report = epload.load(model, tmp_path, strict=False, progress=False)
-    assert len(report.missing_keys) == 4
-    for name, tensor in model.named_parameters():
-        assert bool(tensor.isfinite().all()), name
-        if "lora_B" in name:
-            assert not bool(tensor.any()), name
-        if "lora_A" in name:
-            assert 0 < float(tensor.detach().abs().max()) < 1, name
-    for name, buffer in model.named_buffers():
-        assert bool(buffer.isfinite().all()), name
-
-
 def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = llama(tie_word_embeddings=True)
     source.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
-    assert HEAD not in state
-    save_file(state, file)
+    assert HEAD not in load_file(tmp_path / "model.safetensors")
     model = on_meta(lambda: llama(tie_word_embeddings=True))
     report = epload.load(model, tmp_path, progress=False)
     assert HEAD not in report.initialized
@@ -325,26 +272,22 @@ def test_a_tied_head_is_not_drawn(tmp_path: Path) -> None:
 
 
 IDS = torch.arange(9)[None]
-CONFIG = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "vocab_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 def saved(folder: Path, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, **options)).eval()
+    model = llama(**options).eval()
     model.save_pretrained(folder)
     return model
 
 
-def emptied(folder: str, garbage: float = 123.0) -> Any:
+def emptied(folder: str) -> Any:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(garbage)
+            tensor.fill_(123.0)
     return model
 
 
@@ -387,7 +330,7 @@ def test_ranks_with_and_without_storage(tmp_path: Path) -> None:
 def test_frequencies_that_had_grown_start_anew(tmp_path: Path) -> None:
     """Dynamic scaling replaces the buffer as sequences grow, and remembers for which length."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    expected = saved(tmp_path, rope_parameters=rope)
+    expected = saved(tmp_path, rope_parameters=rope, max_position_embeddings=64)
     model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     model(torch.zeros(1, 200, dtype=torch.int64))
     epload.load(model, tmp_path, progress=False)
