@@ -6,14 +6,10 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from epload import Mapping, ModelMismatch, load
 from epload.core.views import View
@@ -21,6 +17,8 @@ from epload.mapping import Concatenate, Convert, Quantize, Rename, Reshape, Spli
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
 from support.mappings import Shapes, assemble, place, shapes_of
+from support.models import on_meta
+from support.pretrained import build
 
 EXPERTS = Mapping(
     converts=(
@@ -169,7 +167,8 @@ CASES: dict[str, tuple[Mapping, Shapes, Shapes, list[str]]] = {
         Mapping(converts=(Convert(("^a$",), ("t",)), Convert(("^b$",), ("t",)))), {"a": (2,), "b": (2,)}, {"t": (2,)}, ["a and b"]
     ),
     "a mapping that matches nothing": (
-        EXPERTS, {"x.y": (2,)}, {"l.experts.down": (2, 2)}, ["no rule of the mapping matches", "x.y", "experts"]
+        EXPERTS, {"x.y": (2,), "z": (2,)}, {"l.experts.down": (2, 2), "z": (2,)},
+        ["no rule of the mapping matches", "the model lacks 1 of the 2 keys (x.y)", "experts"],
     ),
 }  # fmt: skip
 
@@ -201,9 +200,7 @@ def test_fused_experts_to_one_module_each() -> None:
 
 
 def test_from_model_gives_what_auto_uses() -> None:
-    config = LlamaConfig(**SMALL, tie_word_embeddings=True)
-    with torch.device("meta"):
-        llama = AutoModelForCausalLM.from_config(config)
+    llama = on_meta(lambda: build("llama"))
     for model in (nn.Linear(2, 2), llama, torch.compile(llama), nn.DataParallel(llama)):
         mapping = from_model(model)
         assert mapping == resolve_mapping("auto", model, collect(model).index)
@@ -211,50 +208,6 @@ def test_from_model_gives_what_auto_uses() -> None:
         assert (copy, hash(copy)) == (mapping, hash(mapping))
         assert repr(copy) == repr(mapping)  # which the plan's fingerprint covers
     assert from_model(llama).ties == (("lm_head.weight", "model.embed_tokens.weight"),)
-
-
-def test_resolve() -> None:
-    model = nn.Linear(2, 2)
-    assert resolve_mapping("auto", model, []) == Mapping()
-    assert resolve_mapping(EXPERTS, model, []) is EXPERTS
-    for wrong in ("nonsense", None, 3):
-        with pytest.raises(ValueError, match=r"expected mapping to be 'auto' or an epload\.Mapping"):
-            resolve_mapping(wrong, model, [])  # type: ignore[arg-type]
-
-
-# ---- what transformers declares ----
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "intermediate_size": 24, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
-}  # fmt: skip
-CONFIGS: dict[str, PretrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**SMALL, moe_intermediate_size=12, num_experts=12, num_experts_per_tok=2),
-    "qwen3_moe, some layers dense": Qwen3MoeConfig(
-        **SMALL, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0]
-    ),
-    "mixtral": MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2),
-    "llama": LlamaConfig(**SMALL),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_what_transformers_declares(name: str, tmp_path: Path) -> None:
-    """The regions give what the library's own loading gives, from a checkpoint in the published form, and back."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    sources = load_file(tmp_path / "model.safetensors")
-    if name != "llama":
-        assert set(sources) != set(model.state_dict())  # the file has per-expert tensors: a mapping is called for
-    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
-    got = assemble(resolve_mapping("auto", meta, shapes_of(expected)), sources, shapes_of(expected))
-    assert sorted(set(expected) - set(got)) == []
-    assert [key for key, value in expected.items() if not torch.equal(got[key], value)] == []
-    placed = place(resolve_mapping("auto", meta, shapes_of(expected)), shapes_of(sources), shapes_of(expected))
-    assert [key for key, at in zip(sources, placed, strict=True) if not at] == []
 
 
 def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
