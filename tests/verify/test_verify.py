@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology, WeightSender
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology, WeightSender
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run
@@ -30,6 +30,7 @@ from epload.transfer.local import Local
 from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
+from support.failures import error_of
 from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, state_for, wrong
 
 WAYS = (
@@ -96,38 +97,12 @@ def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
     return bucket[pieces[0].bucket_offset :]
 
 
-def outcome(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except LoadError as error:
-        return str(error)
-    return "fine"
-
-
-def good_loads(rank: int, path: Path, state: State) -> list[str]:
-    problems = []
-    for way in WAYS:
-        for verify in (False, True):
-            model = meta_net()
-            report = loader_for(way, verify).load(model, path)
-            what = f"{way} {verify}"
-            problems += [f"{what}: {text}" for text in wrong(model, state)]
-            if report.verify != verify or (report.phases["verify"].seconds > 0) != verify:
-                problems.append(f"{what}: {report.verify} {report.phases['verify']}, readers {report.readers}")
-    return problems
-
-
-def test_what_is_right_is_not_doubted(tmp_path: Path) -> None:
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, good_loads, tmp_path / "model.safetensors", state_for(1), limit=200))
-
-
 def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
     problems = []
     for way in WAYS:
         model, loader = meta_net(), loader_for(way)
         with flips_in_shard(rank == 3, lambda target: target.ndim == 2 and target.shape[1] == 6 and len(target) <= 4):
-            text = outcome(lambda model=model, loader=loader: loader.load(model, path, dtype=dtype))
+            text = error_of(lambda model=model, loader=loader: loader.load(model, path, dtype=dtype))
         if "embed.weight on rank 3;" not in text:
             problems.append(f"{way}: {text}")
         loader.load(model, path, dtype=dtype)
@@ -155,7 +130,7 @@ def flipped(rank: int, path: Path, case: str) -> list[str]:
     for way in ways:
         loader = loader_for(way, bucket_bytes=bucket_bytes)
         with flips(rank == where, victim, *functions):
-            texts.append(outcome(lambda loader=loader: loader.load(meta_net(), path)))
+            texts.append(error_of(lambda loader=loader: loader.load(meta_net(), path)))
         loader.load(meta_net(), path)
     return texts
 
@@ -199,10 +174,10 @@ def nan_places(rank: int, folder: Path, state: State) -> list[str]:
         model = torch.nn.ParameterDict({"w": torch.nn.Parameter(place)})
         loader = loader_for(("one", "two_level"))
         for _ in range(2):
-            text = outcome(lambda loader=loader, model=model, source=source: loader.load(model, only_readers(source)))
-            problems += [f"{wanted} {turned}: {text}"] if text != "fine" else []
+            text = error_of(lambda loader=loader, model=model, source=source: loader.load(model, only_readers(source)))
+            problems += [f"{wanted} {turned}: {text}"] if text else []
         with flips_in_shard(rank == 1 and not turned, lambda _: True):
-            text = outcome(lambda loader=loader, model=model: loader.load(model, folder))
+            text = error_of(lambda loader=loader, model=model: loader.load(model, folder))
         if (" w on rank 1;" in text) == turned:
             problems.append(f"{wanted} {turned}: {text}")
     return problems
@@ -234,9 +209,9 @@ def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path)
         list(verify_digests(plan, 0, messages, checkpoint, checkpoint.manifest))
 
     prove({0: right, 7: right})
-    failure = outcome(lambda: prove({0: right, 3: wrong_too, 7: right}))
+    failure = error_of(lambda: prove({0: right, 3: wrong_too, 7: right}))
     listed = re.fullmatch(
-        r"after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
+        r"\w+: after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
     )
     assert listed is not None, failure
     names = listed[1].split(", ")
