@@ -19,7 +19,8 @@ from epload.mapping import Convert, Reshape, Split
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
 from support import ranks
-from support.checks import all_fine, as_bytes, local_of
+from support.checks import all_fine
+from support.findings import differing
 from support.fp8 import BF16, COLUMNS, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
 from support.models import mesh
 
@@ -41,17 +42,10 @@ def _load(rank: int, folder: Path) -> list[str]:
             report = loader.load(model, folder, mapping=MAPPING)
             if report.missing_keys or report.unexpected_keys:
                 problems.append(str(report))
-            wanted = whole.state_dict()
-            for name, got in model.state_dict().items():
-                if not torch.equal(as_bytes(local_of(got)), as_bytes(local_of(wanted[name]))):
-                    off = (local_of(got).float() - local_of(wanted[name]).float()).abs().max()
-                    problems.append(f"{name} {dtype} dim {dim}: off by {off}")
+            problems += [f"{name} {dtype} dim {dim}" for name in differing(model, whole)]
     kept = Tree(file)
     loader.load(kept, folder)
-    for name, got in kept.state_dict().items():
-        if got.dtype != file[name].dtype or not torch.equal(as_bytes(got), as_bytes(file[name])):
-            problems.append(f"{name} was not kept")
-    return problems
+    return problems + [f"{name} was not kept" for name in differing(kept, file)]
 
 
 def _sharded(dim: int) -> Any:

@@ -18,6 +18,7 @@ from epload.mapping import Rename
 from epload.mapping.place import place
 from support import ranks
 from support.checks import all_fine
+from support.findings import differing
 
 
 class Net(nn.Module):
@@ -37,12 +38,6 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return made
 
 
-def differ(model: nn.Module, wanted: dict[str, Tensor]) -> list[str]:
-    state = model.state_dict()
-    assert set(state) == set(wanted)
-    return [name for name, value in wanted.items() if not torch.equal(state[name], value)]
-
-
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "ddp": DistributedDataParallel,
     "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
@@ -59,14 +54,14 @@ def _around(rank: int) -> list[str]:
         plain = Net()
         wrapper = wrap(plain)
         report = epload.load(wrapper, whole, progress=False)
-        problems += [f"{name}: {text}" for text in differ(plain, whole)]
+        problems += [f"{name}: {text}" for text in differing(plain, whole)]
         if report.tensors != len(whole) or report.missing_keys or report.unexpected_keys:
             problems.append(f"{name}: {report}")
         plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
         epload.load(
             wrapper, {f"module.{key}": value for key, value in whole.items()}, progress=False
         )  # as DDP saves it
-        problems += [f"{name}, saved from DDP: {text}" for text in differ(plain, whole)]
+        problems += [f"{name}, saved from DDP: {text}" for text in differing(plain, whole)]
     return problems
 
 
@@ -83,7 +78,7 @@ def _inside(rank: int) -> list[str]:
     }
     epload.load(torch.compile(model), whole, progress=False)
     wanted = {name.removeprefix("0."): value for name, value in whole.items() if name.startswith("0.")}
-    return differ(plain, wanted) + ([] if torch.equal(model[1].weight, torch.eye(2)) else ["1.weight"])
+    return differing(plain, wanted) + ([] if torch.equal(model[1].weight, torch.eye(2)) else ["1.weight"])
 
 
 def test_a_module_of_the_model_is_wrapped() -> None:
@@ -124,7 +119,7 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
     message, _, way = str(caught.value).removesuffix(" [rank 0]").partition("pass mapping=")
     assert "4 of 4 unexpected keys match the model" in message
     epload.load(model, tmp_path, mapping=eval(way, {"epload": epload}), progress=False)
-    assert differ(plain, whole) == []
+    assert differing(plain, whole) == []
 
 
 def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
@@ -141,7 +136,7 @@ def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
     names: dict[str, Any] = {"epload": epload, "dataclasses": dataclasses, "model": model}
     names["rules"] = eval(rules, names)
     epload.load(model, tmp_path, mapping=eval(mapping, names), progress=False)
-    assert differ(model, other.state_dict()) == []
+    assert differing(model, other) == []
 
 
 def test_a_rename_of_ours_reaches_a_wrapped_model() -> None:
