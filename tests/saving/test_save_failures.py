@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import epload
 from epload.saving import folder as folders
 from support import ranks
+from support.failures import error_of
 from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
@@ -28,24 +29,20 @@ PLACES = {
 }
 
 
-def save_with(rank: int, folder: str, place: str, act: Callable[[], None] | None) -> str:
-    """``act``: of this rank, instead of what is at the place."""
+def one_acts(rank: int, folder: str, place: str, culprit: int, act: Callable[[], None], base: str | None = None) -> str:
+    """``act``: of the culprit, instead of what is at the place."""
     model = build("fsdp", dist.get_world_size())
     write(model, 2)
     owner, name = PLACES[place]
 
     def instead(*args: object, **kwargs: object) -> None:
-        assert act is not None
         act()
 
     began = time.monotonic()
-    try:
-        with mock.patch.object(owner, name, instead) if act is not None else nullcontext():
-            epload.save(model, folder, overwrite=True, timeout=30)
-    except epload.LoadError as error:
-        assert time.monotonic() - began < 20
-        return str(error)
-    return ""
+    with mock.patch.object(owner, name, instead) if rank == culprit else nullcontext():
+        error = error_of(lambda: epload.save(model, folder, overwrite=True, base=base, timeout=30))
+    assert time.monotonic() - began < 20
+    return error
 
 
 def kill() -> None:
@@ -54,10 +51,6 @@ def kill() -> None:
 
 def full() -> None:
     raise OSError(28, "No space left on device")
-
-
-def one_acts(rank: int, folder: str, place: str, culprit: int, act: Callable[[], None]) -> str:
-    return save_with(rank, folder, place, act if rank == culprit else None)
 
 
 def old_checkpoint(path: Path) -> Path:
@@ -89,12 +82,14 @@ def test_a_rank_is_killed(place: str, culprit: int, version: int, tmp_path: Path
         assert os.listdir(tmp_path) == ["c"], "those that live delete what was written"
 
 
+@pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize(("place", "culprit"), [("writing", 1), ("before the rename", 0)])
-def test_a_rank_fails(place: str, culprit: int, tmp_path: Path) -> None:
-    path = old_checkpoint(tmp_path / "c")
-    texts = ranks.run(3, one_acts, str(path), place, culprit, full)
+def test_a_rank_fails(place: str, culprit: int, changes: bool, tmp_path: Path) -> None:
+    """``changes``: what is saved is what has changed since another checkpoint."""
+    path, base = old_checkpoint(tmp_path / "c"), old_checkpoint(tmp_path / "base")
+    texts = ranks.run(3, one_acts, str(path), place, culprit, full, str(base) if changes else None)
     assert version_at(path) == 1
     assert len(set(texts)) == 1
     assert f"rank {culprit}" in texts[0]
     assert "No space left on device" in texts[0]
-    assert os.listdir(tmp_path) == ["c"]
+    assert sorted(os.listdir(tmp_path)) == ["base", "c"]
