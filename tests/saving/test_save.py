@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import epload
 from epload.mapping import Convert, Rename, Reshape, Split
 from support import ranks
 from support.checkpoints import read_folder
+from support.failures import error_of
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -69,8 +71,7 @@ def save_states(rank: int, folder: str) -> list[str]:
     model = build("fsdp", dist.get_world_size())
     write(model, 1)
     epload.save({"model": model.state_dict(), "step": torch.tensor(7)}, folder)
-    errors = []
-    for state, options in (
+    calls: list[tuple[Any, dict[str, Any]]] = [
         ({"w": torch.ones(2), "epoch": 3}, {}),
         ({"w": torch.ones(2)}, {}),
         ({"w": torch.ones(2, dtype=torch.complex128)}, {"overwrite": True}),
@@ -79,12 +80,8 @@ def save_states(rank: int, folder: str) -> list[str]:
         ([torch.ones(2)], {}),
         (3, {}),
         ({}, {}),
-    ):
-        try:
-            epload.save(state, folder, **options)
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
+    ]
+    return [error_of(partial(epload.save, state, folder, **options)) for state, options in calls]
 
 
 def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
@@ -140,18 +137,13 @@ def save_in_background(rank: int, folder: str) -> tuple[float, str]:
     assert pending.done(), "the second waits for the first"
     write(model, 3)
     assert second.wait().written == pending.wait().written > 0
-    failing = epload.save_async(model, f"{folder}/1")
-    try:
-        failing.wait()
-    except ValueError as error:
-        return second.wait().seconds, str(error)
-    return 0.0, ""
+    return second.wait().seconds, error_of(epload.save_async(model, f"{folder}/1").wait)
 
 
 def test_saves_in_the_background(tmp_path: Path) -> None:
     for seconds, error in ranks.run(2, save_in_background, str(tmp_path)):
         assert seconds > 0
-        assert error.startswith(f"{tmp_path}/1 exists")
+        assert error.startswith(f"ValueError: {tmp_path}/1 exists")
     for version in (1, 2):
         assert all(
             torch.equal(found, values(name, version)) for name, found in read_folder(tmp_path / str(version)).items()

@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import epload
 from support import ranks
 from support.checks import all_fine
+from support.findings import not_refused
 from support.jobs import Job, Meeting, run
-from support.small_syncs import outcome
 
 IDS = torch.arange(7)[None]
 
@@ -216,7 +216,7 @@ def test_a_sharded_model(tmp_path: Path) -> None:
 
 
 def merge_sharded(rank: int, folder: str) -> list[str]:
-    texts, problems = {}, []
+    problems = []
     for kind, options in {"dora": {"use_dora": True}, "lora": {}}.items():
         torch.manual_seed(3)
         model = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], **options))
@@ -227,18 +227,15 @@ def merge_sharded(rank: int, folder: str) -> list[str]:
             fully_shard(layer)
         fully_shard(model)
         model.merge_adapter()
-        try:
+        if kind == "dora":
+            text = "merge_and_unload() before"
+            problems += not_refused(lambda: epload.save(model, folder), "ModelMismatch", text)  # noqa: B023
+            with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
+                problems += not_refused(lambda: sender.send_weights(1), text)
+        else:
             epload.save(model, folder)
-            texts[kind] = "saved"
             state = load_file(f"{folder}/model.safetensors")
             problems += [name for name, value in expected.items() if not torch.allclose(state[name], value, atol=1e-6)]
-        except epload.ModelMismatch as error:
-            texts[kind] = str(error)
-        if kind == "dora":
-            with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
-                problems += [] if "merge_and_unload() before" in outcome(lambda: sender.send_weights(1)) else ["sent"]
-    if "merge_and_unload() before" not in texts["dora"] or texts["lora"] != "saved":
-        problems += texts.values()
     return problems
 
 
@@ -284,19 +281,12 @@ def send(rank: int, meeting: Meeting, folder: str | None) -> list[str]:
         for version, adapter in enumerate(("default", "second")):
             model.set_adapter(adapter)
             if version and names is None:
-                try:
-                    sender.send_weights(2)
-                    problems.append("sent unmerged weights")
-                except epload.ModelMismatch as error:
-                    problems += [] if "merge_adapter()" in str(error) else [str(error)]
+                problems += not_refused(lambda: sender.send_weights(2), "ModelMismatch", "merge_adapter()")
             model.merge_adapter()
             if version and names is not None:
                 names.rename(f"{names}-away")
-                try:
-                    sender.send_weights(2)
-                    problems.append("sent without names")
-                except epload.LoadError:
-                    Path(f"{names}-away").rename(names)
+                problems += not_refused(lambda: sender.send_weights(2), "no checkpoint")
+                Path(f"{names}-away").rename(names)
             sender.send_weights(2 * version + 1)
             model.unmerge_adapter()
         meeting.hear("done")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import epload
 from support import ranks
+from support.failures import error_of
 from support.synced_models import SHAPES, build, values, write
 
 PATH = "/proc/self/cwd/step/1"
@@ -22,14 +23,9 @@ def save(rank: int, nodes: list[list[int]], disks: list[str], in_background: boo
     model = build("fsdp", dist.get_world_size())
     write(model, 3)
     options = {"topology": epload.Topology.from_nodes(nodes), "timeout": 30}
-    try:
-        if in_background:
-            epload.save_async(model, PATH, **options).wait()
-        else:
-            epload.save(model, PATH, **options)
-    except epload.LoadError as error:
-        return str(error)
-    return ""
+    if in_background:
+        return error_of(lambda: epload.save_async(model, PATH, **options).wait())
+    return error_of(lambda: epload.save(model, PATH, **options))
 
 
 def make_disks(folder: Path, names: str) -> list[str]:
@@ -50,6 +46,7 @@ def test_another_file_system_is_refused(
 ) -> None:
     texts = ranks.run(len(disks), save, nodes, make_disks(tmp_path, disks), in_background)
     assert len(set(texts)) == 1
+    assert texts[0].startswith("LoadError")
     assert f"{others} not see the folder that rank 0 has made there, and nothing was saved" in texts[0]
     assert "save to a folder that all nodes share" in texts[0]
     assert not [name for disk in tmp_path.iterdir() for name in os.listdir(disk) if os.listdir(disk / name)]
