@@ -4,6 +4,7 @@ group is not its coordinate in the mesh. torch's own ``full_tensor()`` and logit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import epload
 from support import ranks
-from support.checks import all_fine, local_of
+from support.checks import all_fine, full_tensor, local_of
 from support.failures import error_of
+from support.findings import differing
 from support.jobs import Job, Meeting, run
+from support.sync_jobs import send_model
 
 WIDTH, HIDDEN = 7, 12  # FSDP's shards of the first dim are uneven, those of tensor parallelism even
 X = torch.arange(2.0 * WIDTH).view(2, WIDTH) / 13
@@ -91,19 +94,14 @@ def fsdp_over_tp(model: Perceptron, order: Any = ((2, 3), (0, 1))) -> None:
 Parallelize = Callable[[Perceptron], None]
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
 def wrong(model: Perceptron, version: int = 0) -> list[str]:
     """Differences from what torch itself says that the model holds and computes."""
     expected = reference(version)
-    problems = [] if torch.allclose(full(model(X)), expected(X), atol=1e-5) else ["logits"]
+    problems = [] if torch.allclose(full_tensor(model(X)), expected(X), atol=1e-5) else ["logits"]
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
-    state = model.state_dict()
-    return problems + [n for n, value in expected.state_dict().items() if not torch.equal(full(state[n]), value)]
+    return problems + differing(model, expected)
 
 
 def load_and_save(rank: int, cases: list[Parallelize], folder: str) -> list[str]:
@@ -115,22 +113,19 @@ def load_and_save(rank: int, cases: list[Parallelize], folder: str) -> list[str]
         parallelize(model)
         readers = ("every", "one")[number % 2]
         epload.load(model, f"{folder}/model.safetensors", readers=readers, progress=False, verify=True)
-        differing = wrong(model)
+        problems += [f"{number}: {text}" for text in wrong(model)]
         # ... what is saved of a model that torch has sharded itself ...
-        sharded = reference(1)
-        parallelize(sharded)
-        epload.save(sharded, f"{folder}/{number}")
+        own = reference(1)
+        parallelize(own)
+        epload.save(own, f"{folder}/{number}")
         saved = load_file(f"{folder}/{number}/model.safetensors")
-        differing += [
-            f"saved {n}" for n, value in reference(1).state_dict().items() if not torch.equal(saved[n], value)
-        ]
+        problems += [f"{number}: saved {name}" for name in differing(saved, reference(1))]
         # ... and what a state dict is filled with.
         state = reference(2)
         parallelize(state)
         source = {"model": dict(reference(0).state_dict())}
         epload.load_state({"model": dict(state.state_dict())}, source, progress=False)
-        differing += [f"state: {text}" for text in wrong(state)]
-        problems += [f"{number}: {text}" for text in differing]
+        problems += [f"{number}: state: {text}" for text in wrong(state)]
     return problems
 
 
@@ -152,11 +147,8 @@ def resume(rank: int, folder: str) -> list[str]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
     flat = {n: t for n, t in dcp._nested_dict.flatten_state_dict(state)[0].items() if isinstance(t, Tensor)}
-    expected = {name: full(tensor) for name, tensor in flat.items()}
     epload.save(state, f"{folder}/state")
-    saved = load_file(f"{folder}/state/model.safetensors")
-    assert saved.keys() == expected.keys()
-    problems = [f"saved {name}" for name, value in expected.items() if not torch.equal(saved[name], value)]
+    problems = [f"saved {name}" for name in differing(load_file(f"{folder}/state/model.safetensors"), flat)]
     before = {name: local_of(tensor).clone() for name, tensor in flat.items()}
     for tensor in flat.values():
         local_of(tensor).detach().zero_()
@@ -172,30 +164,22 @@ def test_optimizer_states(tmp_path: Path) -> None:
 # ---- syncs ----
 
 
-def send(rank: int, meeting: Meeting) -> list[str]:
-    model = reference(5)
+def sharded(version: int) -> Perceptron:
+    model = reference(version)
     reversed_fsdp(model)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        if rank == 0:
-            meeting.say("address", sender.address)
-        sender.send_weights(1)
-        meeting.hear("done")
-    return []
+    return model
 
 
 def receive(rank: int, meeting: Meeting) -> list[str]:
-    model = reference(9)
-    reversed_fsdp(model)
+    model = sharded(9)
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
         receiver.receive_weights()
         receiver.commit()
-        if rank == 0:
-            meeting.say("done")
     return wrong(model, 5)
 
 
 def test_syncs() -> None:
-    assert run([Job(2, send), Job(2, receive)]) == [[[], []], [[], []]]
+    assert run([Job(2, send_model, (partial(sharded, 5),)), Job(2, receive)]) == [[[""], [""]], [[], []]]
 
 
 # ---- where torch itself has two orders ----
