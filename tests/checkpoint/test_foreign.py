@@ -184,7 +184,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "patterns": (
         _linear,
         {"dtype": {0: "bf16"}},
-        "expected the keys of dtype to be regular expressions of names, got 0",
+        "expected the keys of dtype as regular expressions, got 0",
     ),
     "verify": (_linear, {"verify": "full"}, "expected verify to be a bool, got 'full'; pass verify=True to prove"),
     "progress": (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epload import Mapping, ModelMismatch, load
+from epload import LocalModules, Mapping, ModelMismatch, OuterShard, load
 from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Quantize, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.resolve import resolve_mapping
@@ -273,6 +273,26 @@ def test_a_rule_is_checked_when_made(make: Callable[[], object]) -> None:
         match=r"expected valid regular expressions, and targets that refer to groups they define, got (Rename|Convert)",
     ):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mapping(ignore_missing=("head",), ignore_unexpected=["a", "("]),
+        lambda: Quantize(weights=("(",)),
+        lambda: LocalModules("("),
+        lambda: OuterShard("(", None),  # type: ignore[arg-type]
+        lambda: load(nn.Linear(2, 2), {}, dtype={"(": torch.float32}),
+    ],
+)
+def test_an_expression_is_checked_where_it_is_passed(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"as regular expressions, got '\(': missing \)"):
+        make()
+
+
+def test_a_split_knows_two_words() -> None:
+    with pytest.raises(ValueError, match="expected sizes to be 'targets', 'equal' or a tuple of sizes, got 'tagrets'"):
+        Split(0, "tagrets")
 
 
 def test_a_conversion_has_sources_and_targets() -> None:

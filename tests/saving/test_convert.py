@@ -75,6 +75,18 @@ def test_what_headers_say_is_kept_if_files_agree(tmp_path: Path) -> None:
                 assert opened.metadata() == {"format": "pt", "lora": "32", "a._data": "int8", "b._data": "int8"}
 
 
+def test_arguments_are_those_of_a_save(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    for options, text in (
+        ({"max_shard_bytes": 0}, "expected max_shard_bytes to be a number of bytes, at least 1, got 0"),
+        ({"max_shard_bytes": "5GB"}, "got '5GB'"),
+        ({"files": [tmp_path / "tokenizer.json"]}, "expected files= to name files to be copied, but .*tokenizer.json"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            epload.convert(tmp_path / "m.safetensors", tmp_path / "new", **options)
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
 def test_renames_as_a_dict(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "m.safetensors")
     epload.convert(tmp_path / "m.safetensors", tmp_path / "new", renames={r"^model\.": "", "^a$": "first"})

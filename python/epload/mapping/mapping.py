@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epload.core.patterns import check_expressions
 from epload.core.pieces import is_extra_state
 from epload.core.views import View
 from epload.mapping.operations import Operation
@@ -144,11 +145,7 @@ class Mapping:
         check_tuples(self, ignore_unexpected=str, ignore_missing=str)
         if not isinstance(self.quantize, Quantize | None):
             raise TypeError(f"expected quantize to be a Quantize, got {self.quantize!r}")
-        for pattern in (*self.ignore_unexpected, *self.ignore_missing):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"expected regular expressions of keys to ignore, got {pattern!r}: {error}") from error
+        check_expressions("keys to ignore", (*self.ignore_unexpected, *self.ignore_missing))
 
 
 def ignored_keys(

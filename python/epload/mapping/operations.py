@@ -52,8 +52,11 @@ def Concatenate(dim: int = 0) -> Operation:
 def Split(dim: int = 0, sizes: str | Sequence[int] = "equal") -> Operation:
     """Splits one tensor along ``dim``, one piece for each target.
 
-    ``sizes``: ``"targets"`` for the sizes of the targets in the model, ``"equal"`` for those of torch.chunk, or a tuple.
+    ``sizes``: ``"targets"`` for the sizes of the targets in the model, ``"equal"`` for those of torch.chunk, or a tuple. Raises
+    ValueError for another str.
     """
+    if isinstance(sizes, str) and sizes not in ("targets", "equal"):
+        raise ValueError(f"expected sizes to be 'targets', 'equal' or a tuple of sizes, got {sizes!r}")
     return Operation("Split", (dim, tuple(sizes) if isinstance(sizes, list) else sizes))
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes
+from epload.core.patterns import check_expressions
 from epload.core.pieces import Metadata
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import apply_renames
@@ -46,8 +47,7 @@ def requested_dtypes(passed: AnyDTypes) -> DTypes:
     """Returns the dtypes that a caller has passed as ``dtype``. Raises ValueError or TypeError if one is none."""
     if not isinstance(passed, Mapping):
         return None if passed is None else dtypes.requested("dtype", passed)
-    if odd := [pattern for pattern in passed if not isinstance(pattern, str)]:
-        raise TypeError(f"expected the keys of dtype to be regular expressions of names, got {odd[0]!r}")
+    check_expressions("the keys of dtype", passed)
     return {pattern: dtypes.requested(f"dtype[{pattern!r}]", dtype) for pattern, dtype in passed.items()}
 
 

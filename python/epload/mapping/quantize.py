@@ -15,6 +15,7 @@ import torch
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.quantization import quantization_section
 from epload.core import dtypes
+from epload.core.patterns import check_expressions
 from epload.mapping.fp8 import DEFAULT, Fp8Format, read_format
 
 
@@ -47,13 +48,10 @@ class Quantize:
 
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError for a configuration or a pattern that is none, CheckpointError if it cannot be read."""
-        if isinstance(self.weights, str) or not all(isinstance(pattern, str) for pattern in self.weights):
+        if isinstance(self.weights, str):
             raise TypeError(f"expected weights to be a tuple of regular expressions, got {self.weights!r}")
         object.__setattr__(self, "weights", tuple(self.weights))
-        try:
-            re.compile("|".join(self.weights))
-        except re.error as error:
-            raise ValueError(f"expected weights to be regular expressions, got {self.weights!r}: {error}") from error
+        check_expressions("weights", self.weights)
         if self.config is not None and not (isinstance(self.config, str) and self.config.startswith("{")):
             # As text, which is equal on all ranks.
             object.__setattr__(self, "config", json.dumps(_section(self.config), sort_keys=True, default=str))

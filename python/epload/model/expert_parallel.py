@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from epload.core.patterns import check_expressions
 from epload.core.placement import Layout, Sharded
 from epload.model import dtensor
 
@@ -25,6 +26,10 @@ class OuterShard:
     mesh: DeviceMesh
     """A 1-d mesh: the ranks that the larger tensor is sharded over."""
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError if the pattern is no regular expression."""
+        check_expressions("the pattern of an OuterShard", [self.pattern])
 
     def enclosing_layout(
         self, name: str, layout: Layout, coordinate: tuple[int, ...]
@@ -69,6 +74,10 @@ class LocalModules:
     first: int = 0
     """Added to the local number to give the number in the checkpoint: 0 if modules are numbered globally, otherwise the global
     number of this rank's first module."""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError if the pattern is no regular expression."""
+        check_expressions("the pattern of LocalModules", [self.pattern])
 
     def global_name(self, name: str) -> str | None:
         """Returns the name of a tensor in the checkpoint's numbering. None if the pattern does not match."""

@@ -17,8 +17,8 @@ from epload.native.extension import _C
 from epload.planning.algorithms import STRIPE_ALIGNMENT, Algorithm
 
 Readers = Literal["auto", "one", "per_node", "partitioned", "every"]
-Algorithms = Algorithm | Literal["auto"]
 """Choices of the ranks that read."""
+Algorithms = Algorithm | Literal["auto"]
 READERS = tuple(choice for choice in get_args(Readers) if choice != "auto")
 MIN_WAVES = 3
 MIN_WAVE_BYTES = 8 << 20

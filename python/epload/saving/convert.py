@@ -31,7 +31,7 @@ from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
 from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
 from epload.saving.source import with_dtype
-from epload.saving.writer import Wrote, check_equal, check_files, write_checkpoint
+from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint
 
 
 @on_cpu
@@ -88,7 +88,7 @@ def convert(
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
         def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
-            check_files(copied, checksums, quantize is not None)
+            check_arguments(max_shard_bytes, copied, checksums, quantize is not None)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)

@@ -30,7 +30,7 @@ from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
-from epload.saving.writer import Wrote, check_equal, check_files, write_checkpoint, write_regions
+from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint, write_regions
 
 
 class PendingSave:
@@ -71,12 +71,8 @@ class PendingSave:
     def _read(
         self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None
     ) -> SavedModel:
-        limit = self._max_shard_bytes
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {limit!r}")
-        if missing := [file for file in self._files if not file.is_file()]:
-            raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
-        check_files(self._files, self._checksums, quantize_rule(mapping) is not None)
+        quantizes = quantize_rule(mapping) is not None
+        check_arguments(self._max_shard_bytes, self._files, self._checksums, quantizes)
         dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
             if not isinstance(model, Mapping):
