@@ -24,6 +24,8 @@ from epload.loading import checked_files
 from epload.model.flat_state import FlatState
 from support import ranks, s3_server
 from support.checks import all_fine
+from support.failures import error_of
+from support.findings import not_refused
 from support.hub_server import HubServer, pointing, serving
 from support.small_model import meta_net, state_for, wrong
 
@@ -71,20 +73,22 @@ def load(source: Any, given: Any, state: dict[str, Tensor] | None = None) -> epl
     return report
 
 
-@pytest.mark.parametrize("files", [1, 3])
-def test_what_save_writes_is_what_hashlib_says(files: int, tmp_path: Path) -> None:
-    report = saved(tmp_path / "a", files)
-    raw = (tmp_path / "a" / file_sets.CHECKSUMS).read_bytes()
-    assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+def check_list(folder: Path, digest: str) -> None:
+    """Compares the list of a folder, of which ``digest`` is the digest, with what hashlib says of the files."""
+    raw = (folder / file_sets.CHECKSUMS).read_bytes()
+    assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
     listed = json.loads(raw)
     assert (listed["algorithm"], listed["chunk_bytes"]) == ("sha256", CHUNK)
-    for path in (tmp_path / "a").iterdir():
-        if path.name == file_sets.CHECKSUMS:
-            continue
+    for path in {*folder.iterdir()} - {folder / file_sets.CHECKSUMS}:
         content = path.read_bytes()
         chunks = [hashlib.sha256(content[i : i + CHUNK]).hexdigest() for i in range(0, len(content), CHUNK)]
         assert listed["files"].pop(path.name) == {"bytes": len(content), "chunks": chunks}
     assert not listed["files"], "nothing else is listed"
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_what_save_writes_is_what_hashlib_says(files: int, tmp_path: Path) -> None:
+    check_list(tmp_path / "a", saved(tmp_path / "a", files).checksums)
     assert saved(tmp_path / "b", files, checksums=False).checksums == ""
     assert not (tmp_path / "b" / file_sets.CHECKSUMS).exists()
 
@@ -218,14 +222,12 @@ def load_on(
     own = path.replace("RANK", str(rank))
     model, topology = meta_net(), Topology.from_nodes(nodes or [[*range(world)]])
     with HierarchicalLoader(topology, readers=readers, progress=False, timeout=30) as loader:
-        try:
-            report = loader.load(
-                model, own, checksums=given.replace("RANK", str(rank)) if isinstance(given, str) else given
-            )
-        except Exception as error:
-            return f"{type(error).__name__}: {error}", 0
+        given = given.replace("RANK", str(rank)) if isinstance(given, str) else given
+        reports: list[epload.LoadReport] = []
+        if error := error_of(lambda: reports.append(loader.load(model, own, checksums=given))):
+            return error, 0
     assert not wrong(model, state_for())
-    return "", report.hashed
+    return "", reports[0].hashed
 
 
 @pytest.mark.parametrize("readers", ["every", "one", "partitioned"])
@@ -293,11 +295,7 @@ def test_ranks_that_pass_different_lists(tmp_path: Path) -> None:
 
 def some_ask(rank: int, path: str) -> list[str]:
     with HierarchicalLoader(progress=False, timeout=30) as loader:
-        try:
-            loader.load(meta_net(), path, checksums=rank == 0)
-        except epload.LoadError as error:
-            return [] if "checksums" in str(error) else [str(error)]
-    return ["the load has succeeded"]
+        return not_refused(lambda: loader.load(meta_net(), path, checksums=rank == 0), "ManifestMismatch", "checksums")
 
 
 def test_one_rank_alone_that_asks_for_it(tmp_path: Path) -> None:
@@ -305,30 +303,33 @@ def test_one_rank_alone_that_asks_for_it(tmp_path: Path) -> None:
     all_fine(ranks.run(2, some_ask, str(tmp_path / "a")))
 
 
-def save_on(rank: int, path: str) -> str:
+def save_on(rank: int, source: str, path: str) -> str:
+    """Into one file, of more chunks than ranks."""
     checksums.CHUNK_BYTES = CHUNK
     model = meta_net()
-    epload.load(model, state_for(), readers="one", progress=False)
+    epload.load(model, source, readers="one", progress=False)
     return epload.save(model, path, checksums=True).checksums
 
 
-def test_ranks_share_what_is_hashed_in_a_save(tmp_path: Path) -> None:
-    (digest,) = {*ranks.run(3, save_on, str(tmp_path / "a"))}
-    raw = (tmp_path / "a" / file_sets.CHECKSUMS).read_bytes()
-    assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
-    entry = json.loads(raw)["files"]["model.safetensors"]
-    content = (tmp_path / "a" / "model.safetensors").read_bytes()
-    chunks = [content[i : i + CHUNK] for i in range(0, len(content), CHUNK)]
-    assert len(chunks) > 3, "every rank has one, and one of them two"
-    assert entry["chunks"] == [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
+def convert_on(rank: int, source: str, path: str) -> str:
+    """Into files enough for all ranks, and an index."""
+    checksums.CHUNK_BYTES = CHUNK
+    return epload.convert(source, path, max_shard_bytes=400, checksums=True, topology=Topology.discover()).checksums
+
+
+@pytest.mark.parametrize(("work", "files"), [(save_on, 1), (convert_on, 5)])
+def test_ranks_share_what_is_hashed(work: Callable[..., str], files: int, tmp_path: Path) -> None:
+    assert saved(tmp_path / "a").nbytes > 3 * CHUNK
+    (digest,) = {*ranks.run(3, work, str(tmp_path / "a"), str(tmp_path / "b"))}
+    check_list(tmp_path / "b", digest)
+    assert len([*(tmp_path / "b").iterdir()]) > files
+    for given in (sha256sum(tmp_path / "b"), digest):
+        load(tmp_path / "b", given)
 
 
 def test_convert_writes_the_list(tmp_path: Path) -> None:
     saved(tmp_path / "a")
-    report = epload.convert(tmp_path / "a", tmp_path / "b", checksums=True)
-    raw = (tmp_path / "b" / file_sets.CHECKSUMS).read_bytes()
-    assert report.checksums == f"sha256:{hashlib.sha256(raw).hexdigest()}"
-    assert {*json.loads(raw)["files"]} == {path.name for path in (tmp_path / "b").iterdir()} - {file_sets.CHECKSUMS}
+    check_list(tmp_path / "b", epload.convert(tmp_path / "a", tmp_path / "b", checksums=True).checksums)
     with pytest.raises(ValueError, match=r"expected files= without checksums\.json"):
         epload.convert(tmp_path / "a", tmp_path / "c", checksums=True, files=[tmp_path / "b" / file_sets.CHECKSUMS])
 
@@ -357,21 +358,6 @@ def test_a_save_that_the_end_of_the_process_waits_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     subprocess.run([sys.executable, tmp_path / "program.py", tmp_path / "a"], check=True, timeout=120)
     assert (tmp_path / "a" / file_sets.CHECKSUMS).exists()
-
-
-def convert_on(rank: int, source: str, path: str) -> str:
-    checksums.CHUNK_BYTES = CHUNK
-    return epload.convert(source, path, max_shard_bytes=400, checksums=True, topology=Topology.discover()).checksums
-
-
-def test_ranks_share_what_is_hashed_in_a_conversion(tmp_path: Path) -> None:
-    saved(tmp_path / "a")
-    (digest,) = {*ranks.run(3, convert_on, str(tmp_path / "a"), str(tmp_path / "b"))}
-    raw = (tmp_path / "b" / file_sets.CHECKSUMS).read_bytes()
-    assert digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
-    assert len(json.loads(raw)["files"]) > 4, "files enough for all ranks, and an index"
-    load(tmp_path / "b", sha256sum(tmp_path / "b"))
-    load(tmp_path / "b", digest)
 
 
 # ---- files that change ----

@@ -26,6 +26,7 @@ from support.checkpoint_kinds import folder_with_index, small_state, torch_folde
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
 from support.checks import all_fine
 from support.dcp_checkpoints import FORMATS, folder_of, save_all
+from support.findings import not_refused
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
 from support.tls_server import untrusted
@@ -344,11 +345,7 @@ def _replaced_meanwhile(rank: int, address: str, url: str, port: int, folder: st
 
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", bucket_bytes=500, progress=False)
     with mock.patch.object(object_store.ObjectFile, "fetch", slow):
-        try:
-            loader.load(meta_net(), url)
-        except LoadError as error:
-            return [] if "was replaced by another object" in str(error) else [str(error)]
-    return ["did not fail"]
+        return not_refused(lambda: loader.load(meta_net(), url), "was replaced by another object")
 
 
 def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
