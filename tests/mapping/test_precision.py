@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     DebertaConfig,
     DebertaForMaskedLM,
-    DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     PreTrainedModel,
     ResNetConfig,
     ResNetModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import epload
 from support import ranks
+from support.families import FAMILIES, shard
+from support.findings import differing
 from support.jobs import Job, Meeting, run
+from support.sync_jobs import send_model
 
 
 def mamba() -> PreTrainedModel:
@@ -52,39 +51,27 @@ def deberta() -> PreTrainedModel:
     )
 
 
+def family(name: str) -> PreTrainedModel:
+    return FAMILIES[name].auto_class.from_config(FAMILIES[name].config(), dtype=torch.float32)
+
+
 def deepseek() -> PreTrainedModel:
     """Keeps a persistent buffer, and from transformers 5.24 on a trainable router."""
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, vocab_size=64, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
-            q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-        )
-    )  # fmt: skip
+    return family("deepseek_v3")
 
 
 def ernie() -> PreTrainedModel:
     """Keeps trainable routers, and frozen biases."""
-    return Ernie4_5_MoeForCausalLM(
-        Ernie4_5_MoeConfig(
-            hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=64, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
-        )
-    )  # fmt: skip
+    return family("ernie4_5_moe")
 
 
 def t5() -> PreTrainedModel:
     """Keeps trainable projections, under float16 only."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0, dropout_rate=0.0
-        )
-    )  # fmt: skip
+    return family("t5")
 
 
 Make = Callable[[], PreTrainedModel]
-KEPT = {deepseek: r"e_score_correction_bias", ernie: r"mlp\.gate\.weight|moe_statics", t5: r"\.wo\."}
-LAYERS = ("DeepseekV3DecoderLayer", "Ernie4_5_MoeDecoderLayer", "T5Block")
+KEPT = (deepseek, ernie, t5)
 
 
 def saved(folder: Path, make: Make, dtype: str) -> str:
@@ -102,24 +89,10 @@ def saved(folder: Path, make: Make, dtype: str) -> str:
 
 
 def on_meta(folder: str, dtype: torch.dtype | None = None) -> Any:
-    kind = {make().config.model_type: type(make()) for make in KEPT}[
-        json.loads(Path(folder, "config.json").read_text())["model_type"]
-    ]
-    config = kind.config_class.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
+        kind: Any = getattr(transformers, config.architectures[0])
         return kind._from_config(config, **({} if dtype is None else {"dtype": dtype}))
-
-
-def differences(model: nn.Module, expected: nn.Module) -> list[str]:
-    problems = []
-    state = model.state_dict()
-    assert state.keys() == expected.state_dict().keys()
-    for name, value in expected.state_dict().items():
-        tensor = state[name]
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if full.dtype != value.dtype or not torch.equal(full, value):
-            problems.append(f"{name}: {full.dtype}, expected {value.dtype}")
-    return problems
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -137,7 +110,7 @@ def test_buffers_with_storage_beside_parameters_on_meta(dtype: torch.dtype | Non
     assert report.missing_keys == ["embedder.embedder.normalization.own"]
     expected = ResNetModel.from_pretrained(folder, dtype=dtype or torch.float32)
     also, own = norm._buffers.pop("also"), norm._buffers.pop("own")
-    assert differences(model, expected) == []
+    assert differing(model, expected) == []
     assert also is norm.running_mean
     assert also.dtype == (dtype or torch.float32)
     assert own.tolist() == [1 + 2**-10] * 2
@@ -155,14 +128,14 @@ def test_one_process(make: Make, dtype: str, built_as: torch.dtype | None, tmp_p
     requested = None if built_as is None else getattr(torch, dtype)
     expected = type(model).from_pretrained(folder, dtype=getattr(torch, dtype))
     report = epload.load(model, folder, dtype=requested, progress=False)
-    assert differences(model, expected) == []
+    assert differing(model, expected) == []
     narrow = {t.dtype for t in expected.state_dict().values() if t.is_floating_point()} != {torch.float32}
     kept = {n for n, t in expected.state_dict().items() if narrow and t.dtype == torch.float32}
     assert kept <= {*report.kept_in_fp32}
     assert bool(kept) == (dtype == "float16" or (dtype == "bfloat16" and make is not t5))
     # Again, into what has storage now.
     again = epload.load(model, folder, dtype=requested, progress=False)
-    assert differences(model, expected) == []
+    assert differing(model, expected) == []
     assert again.kept_in_fp32 == report.kept_in_fp32
     assert not again.warnings
 
@@ -231,22 +204,9 @@ def test_copies_of_kept_modules_are_kept_too(active: str, tmp_path: Path) -> Non
 # ---- FSDP2 ----
 
 
-def shard(model: Any, own_groups: bool) -> None:
-    for layer in [module for module in model.modules() if type(module).__name__.endswith(LAYERS)]:
-        for name, module in layer.named_modules():
-            if (
-                own_groups
-                and name.endswith(("mlp.gate", ".wo"))
-                and isinstance(getattr(module, "weight", None), nn.Parameter)
-            ):
-                fully_shard(module)
-        fully_shard(layer)
-    fully_shard(model)
-
-
 def trained(rank: int, folder: str, own_groups: bool, outcome: str) -> list[str]:
     model = on_meta(folder)
-    shard(model, own_groups)
+    shard(model, ("mlp.gate", ".wo") if own_groups else ())
     try:
         epload.load(model, folder, progress=False, timeout=60)
     except epload.ModelMismatch as error:
@@ -255,7 +215,7 @@ def trained(rank: int, folder: str, own_groups: bool, outcome: str) -> list[str]
     if outcome == "refused":
         return ["loaded"]
     expected = type(model).from_pretrained(folder)
-    problems = differences(model, expected)
+    problems = differing(model, expected)
     ids = torch.arange(6)[None]
     inputs = {"input_ids": ids} | ({"labels": ids} if "T5" in type(model).__name__ else {})
     logits = model(**inputs).logits
@@ -291,7 +251,7 @@ def test_saves(make: Make, tmp_path: Path) -> None:
     model = type(make()).from_pretrained(folder)
     epload.save(model, tmp_path / "saved", dtype=torch.bfloat16)
     expected = type(model).from_pretrained(folder, dtype=torch.bfloat16)
-    assert differences(type(model).from_pretrained(tmp_path / "saved"), expected) == []
+    assert differing(type(model).from_pretrained(tmp_path / "saved"), expected) == []
     dtypes = {t.dtype for n, t in load_file(tmp_path / "saved/model.safetensors").items() if "correction_bias" in n}
     assert dtypes == {torch.float32}
 
@@ -302,14 +262,14 @@ def test_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", make, "float32")
     epload.convert(folder, tmp_path / "narrow", dtype=dtype, files=[f"{folder}/config.json"])
     expected = type(make()).from_pretrained(folder, dtype=dtype)
-    assert differences(type(make()).from_pretrained(tmp_path / "narrow", dtype=dtype), expected) == []
+    assert differing(type(make()).from_pretrained(tmp_path / "narrow", dtype=dtype), expected) == []
 
 
 def test_a_save_of_what_a_class_makes_in_float32(tmp_path: Path) -> None:
     folder = saved(tmp_path / "float32", deberta, "float32")
     epload.save(DebertaForMaskedLM.from_pretrained(folder), tmp_path / "saved", dtype="bfloat16")
     expected = DebertaForMaskedLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert differences(DebertaForMaskedLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16), expected) == []
+    assert differing(DebertaForMaskedLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16), expected) == []
     assert expected.deberta.encoder.layer[0].attention.self.q_bias.dtype == torch.float32
 
 
@@ -340,14 +300,10 @@ def test_a_conversion_of_what_does_not_fit_its_configuration_is_refused(tmp_path
         epload.convert(folder, tmp_path / "narrow", dtype=torch.bfloat16)
 
 
-def send(rank: int, meeting: Meeting, folder: str) -> list[str]:
+def loaded(folder: str) -> nn.Module:
     model = on_meta(folder)
     epload.load(model, folder, progress=False)
-    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=60) as sender:
-        meeting.say("address", sender.address)
-        sender.send_weights(1)
-        meeting.hear("done")
-    return []
+    return model
 
 
 def receive(rank: int, meeting: Meeting, folder: str) -> list[str]:
@@ -355,12 +311,10 @@ def receive(rank: int, meeting: Meeting, folder: str) -> list[str]:
     with epload.WeightReceiver(model, meeting.hear("address"), timeout=60) as receiver:
         report = receiver.receive_weights()
         receiver.commit()
-        meeting.say("done")
-    expected = DeepseekV3ForCausalLM.from_pretrained(folder)
-    return [*differences(model, expected.to(torch.bfloat16)), *report.warnings]
+    return [*differing(model, DeepseekV3ForCausalLM.from_pretrained(folder).to(torch.bfloat16)), *report.warnings]
 
 
 def test_syncs(tmp_path: Path) -> None:
     folder = saved(tmp_path, deepseek, "bfloat16")
-    _, [[warning]] = run([Job(1, send, (folder,)), Job(1, receive, (folder,))])
+    _, [[warning]] = run([Job(1, send_model, (partial(loaded, folder),)), Job(1, receive, (folder,))])
     assert "e_score_correction_bias" in warning
