@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssForCausalLM, MixtralForCausalLM
 from transformers.integrations.bitnet import BitLinear
 
 import epload
@@ -22,6 +22,7 @@ from support.checks import as_bytes
 from support.failures import error_of
 from support.fp8 import Tree
 from support.models import mesh
+from support.pretrained import config
 
 LAX = {"strict": False, "ignore_mismatched_shapes": True}
 F16, F32, BF16, FP8 = torch.float16, torch.float32, torch.bfloat16, torch.float8_e4m3fn
@@ -161,12 +162,8 @@ def test_what_only_resembles_packed_weights_is_loaded() -> None:
 
 def _experts(rank: int) -> str:
     """Experts that are fused in the model, and not in the checkpoint."""
-    config = MixtralConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_local_experts=2, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=20,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = MixtralForCausalLM(config)
+        model = MixtralForCausalLM(config("mixtral", num_hidden_layers=1, num_local_experts=2))
     state = {n: torch.zeros(t.shape) for n, t in model.state_dict().items() if ".experts." not in n}
     for expert, name in product(range(2), ("w1", "w2", "w3")):
         state |= values(LAYOUTS["GPTQ"][0], f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.")
@@ -186,11 +183,7 @@ def test_packed_experts_are_refused_on_every_rank() -> None:
 
 
 def test_mxfp4_experts_of_gpt_oss_are_refused() -> None:
-    config = GptOssConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, vocab_size=20,
-    )  # fmt: skip
-    model = GptOssForCausalLM(config)
+    model = GptOssForCausalLM(config("gpt_oss", num_hidden_layers=1, num_local_experts=2))
     state = dict(model.state_dict())
     for name in ("gate_up_proj", "down_proj"):
         key = f"model.layers.0.mlp.experts.{name}"
