@@ -26,7 +26,7 @@ from epload.native import ops
 from support import fakedev, ranks
 from support.accelerator import ExternalStream, run_on
 from support.checks import all_fine, as_bytes, local_of
-from support.failures import Failing, Failure, Outcome, check, outcome, unpack_breaks_once
+from support.failures import Failing, Failure, Outcome, check, error_of, outcome, unpack_breaks_once
 from support.readers import small_waves
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
 
@@ -421,16 +421,13 @@ def test_failures_without_a_process_group() -> None:
 
 def topologies_that_differ(rank: int) -> str:
     nodes = [[0, 2], [1, 3]] if rank == 3 else [[0, 1], [2, 3]]
-    try:
-        epload.coalesced_bcast([torch.ones(3)], 0, epload.Topology.from_nodes(nodes))
-    except epload.ManifestMismatch as error:
-        return str(error)
-    return "done"
+    return error_of(lambda: epload.coalesced_bcast([torch.ones(3)], 0, epload.Topology.from_nodes(nodes)))
 
 
 def test_topologies_that_differ_between_ranks() -> None:
     texts = ranks.run(4, topologies_that_differ)
     assert len(set(texts)) == 1
+    assert texts[0].startswith("ManifestMismatch")
     assert "topologies differ" in texts[0]
     assert "rank 3" in texts[0]
 
