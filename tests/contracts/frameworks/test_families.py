@@ -9,25 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 import epload
 from support import families, ranks
+from support.checks import full_tensor
+from support.findings import differing
+from support.recordings import tensors_of
 
 ALL = os.environ.get("EPLOAD_ALL_FAMILIES") == "1"
 CASES = [
     (name, world) for name in (families.FAMILIES if ALL else families.EVERY_TIME) for world in ((2, 4) if ALL else (2,))
 ]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def expected_of(name: str, folder: Path) -> dict[str, Any]:
@@ -47,22 +40,16 @@ def run(rank: int, name: str, folder: str) -> list[str]:
     families.shard(model, family.own_groups)
     report = epload.load(model, folder, progress=False, timeout=60)
     problems = list(report.warnings)
-    tensors = tensors_of(model)
-    if tensors.keys() != expected["tensors"].keys() or list(model.state_dict()) != expected["keys"]:
-        problems.append(f"names: {sorted(tensors.keys() ^ expected['tensors'].keys())}")
-    for key, value in expected["tensors"].items():
-        tensor = full(tensors[key]).detach()
-        if tensor.dtype != value.dtype:
-            problems.append(f"{key} is {tensor.dtype}, expected {value.dtype}")
-        elif not torch.equal(tensor, value):
-            problems.append(f"{key} differs by up to {(tensor.double() - value.double()).abs().max():.3g}")
+    if list(model.state_dict()) != expected["keys"]:
+        problems.append(f"names: {list(model.state_dict())}")
+    problems += differing(tensors_of(model), expected["tensors"])
     logits = model(**family.inputs).logits
     try:  # equal weights: what is left is the order of additions, which depends on how memory is aligned
         torch.testing.assert_close(logits, expected["logits"], rtol=0.016, atol=1e-4)
     except AssertionError as error:
         problems.append(f"logits: {error}")
     logits.float().square().sum().backward()
-    if not any(parameter.grad is not None and full(parameter.grad).any() for parameter in model.parameters()):
+    if not any(parameter.grad is not None and full_tensor(parameter.grad).any() for parameter in model.parameters()):
         problems.append("no gradient")
     return problems
 
