@@ -15,11 +15,12 @@ from diffusers import SD3Transformer2DModel, UNet2DModel, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import epload
 from epload.cli.main import main
 from support import ranks
+from support.checks import full_tensor
+from support.findings import differing
 
 WAN: dict[str, Any] = {
     "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
@@ -65,11 +66,6 @@ def empty(folder: Path) -> Any:
 def pretrained(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = kind_of(folder).from_pretrained(folder, torch_dtype=dtype).state_dict()
     return state
-
-
-def differing(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    assert state.keys() == expected.keys()
-    return [n for n, t in expected.items() if state[n].dtype != t.dtype or not torch.equal(state[n], t)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -158,10 +154,7 @@ def _sharded(rank: int, folder: str) -> list[str]:
     fully_shard(model)
     exact = {"scale_shift_table": torch.bfloat16}  # which no group of its own can hold
     epload.load(model, folder, dtype={**exact, "time_emb|norm": torch.float32, ".": torch.bfloat16}, progress=False)
-    state = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     epload.save(model, f"{folder}-sharded")
     again = kind_of(Path(folder)).from_pretrained(f"{folder}-sharded").state_dict()
     rounded = [name for name in expected if "scale_shift_table" in name]

@@ -16,6 +16,7 @@ import epload
 from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
+from support.findings import differing
 from support.pretrained import by_the_library, fsdp, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
@@ -70,13 +71,10 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
         if parallelized_apart := found.keys() - expected.keys():  # the library's TP makes two tensors of tied ones
             assert (kind, number, parallelized_apart) == ("llama", 1, {"lm_head.weight"})
             assert torch.equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-        assert [name for name in found if found[name].dtype != expected[name].dtype] == []
+        assert differing(found, expected) == []
         assert CliRunner().invoke(main, ["verify", str(folder)]).exit_code == 0
         again = type(model).from_pretrained(folder).eval()
-        state = model.state_dict()
-        assert [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, state[name])] == []
+        assert differing(again, model) == []
         with torch.no_grad():
             assert torch.equal(again(ids).logits, model(ids).logits)
         configs = [json.loads((where / "config.json").read_text()) for where in (folder, tmp_path)]
