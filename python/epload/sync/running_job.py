@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,40 +53,47 @@ class RunningJob(ReceivedCheckpoint):
         self._receiver: WeightReceiver | None = None
         self._address = format_address(*parse_address(address))
         self._timeout = as_timedelta(timeout)
-
-    @cached_property
-    def _opened(self) -> tuple[Manifest, bool]:
-        """The manifest, and whether the job verifies. Waits until engines have a version. Raises LoadError."""
-        store = connect(self._address, self._timeout)
-        offers = Announcements(PrefixStore(OFFERS, store), self._timeout)
-        pause, until = _PAUSE_SECONDS, time.monotonic() + self._timeout.total_seconds()
-        while not (last := offers.last())[1]:
-            if time.monotonic() >= until:
-                raise WaitTimeout(
-                    f'no engine of the job at {self._address} has a version in host memory (stage="host") within '
-                    f"{self._timeout.total_seconds():.0f} s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
-        offer = Offer(*offers.read(last[0], self._timeout))
-        scope, manifest = Scope.decode(fetch(store, offer.original, self._timeout))
-        if scope.adapter is not None:
-            raise CheckpointError(f"the job at {self._address} sends an adapter alone; pass that of the base weights")
-        return replace(manifest, source=f"{_SCHEME}{self._address}"), offer.verify
+        self._opened: tuple[Manifest, bool] | None = None
+        """The manifest, and whether the job verifies."""
 
     def prepare(self) -> None:
-        _ = self._opened  # waits
+        """Waits until engines have a version. Raises LoadError."""
+        if self._opened is None:
+            store = connect(self._address, self._timeout)
+            offers, until = Announcements(PrefixStore(OFFERS, store), self._timeout), time.monotonic()
+            until += self._timeout.total_seconds()
+            pause = _PAUSE_SECONDS
+            while not (last := offers.last())[1]:
+                if time.monotonic() >= until:
+                    raise WaitTimeout(
+                        f'no engine of the job at {self._address} has a version in host memory (stage="host") within '
+                        f"{self._timeout.total_seconds():.0f} s"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+            offer = Offer(*offers.read(last[0], self._timeout))
+            scope, manifest = Scope.decode(fetch(store, offer.original, self._timeout))
+            if scope.adapter is not None:
+                raise CheckpointError(
+                    f"the job at {self._address} sends an adapter alone; pass that of the base weights"
+                )
+            self._opened = replace(manifest, source=f"{_SCHEME}{self._address}"), offer.verify
 
     @property
     def cannot_verify(self) -> str:
+        self.prepare()
+        assert self._opened is not None
         job = f"is up to the job at {self._address}, whose versions are not verified: pass it to its WeightSender and receivers"
         return "" if self._opened[1] else job
 
     @property
     def manifest(self) -> Manifest:
+        self.prepare()
+        assert self._opened is not None
         return self._opened[0]
 
     def receive(self, holdings: Holdings, tensors: list[Tensor], name: str, topology: Topology) -> tuple[int, str]:
+        assert self._opened is not None
         manifest, verify = self._opened
         self._target = target = _LoadTarget(self._model, manifest, holdings, tensors)
         engine = EngineRank(name, topology.ranks.index(topology.rank), len(topology.ranks))
