@@ -6,7 +6,6 @@ VeOmni uses converters to fuse experts and to dequantize.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ class ConvertedCheckpoint(Checkpoint):
         self._source = source
         self._make = make
         self._rename = rename
+        self._manifest: Manifest | None = None
         self._direct: list[int] = []
         """Numbers of the source's tensors that are read directly. They are the first of this checkpoint."""
         self._inputs: list[int] = []
@@ -56,17 +56,21 @@ class ConvertedCheckpoint(Checkpoint):
         self._number = -1
         self._tensor = torch.empty(0)
 
-    def prepare(self) -> None:
-        self.manifest  # noqa: B018 raises if there is none
-
-    @cached_property
+    @property
     def manifest(self) -> Manifest:
+        self.prepare()
+        assert self._manifest is not None
+        return self._manifest
+
+    def prepare(self) -> None:
         """Opens the source and runs the first pass.
 
         Raises:
             CheckpointError: the source cannot be opened, or the converter failed.
             TypeError: the converter lacks a method.
         """
+        if self._manifest is not None:
+            return
         self._inner = Checkpoint.open(self._source)
         inner, converter = self._inner.manifest, self._new_converter()
         self._direct, self._inputs = [], []
@@ -87,7 +91,7 @@ class ConvertedCheckpoint(Checkpoint):
                 raise CheckpointError(f"{inner.source}: both {origins[name]} and {origin} are converted to {name}")
             origins[name] = origin
         _, names, shapes, dtypes = zip(*entries, strict=True) if entries else ((), (), (), ())
-        return Manifest(names, shapes, dtypes, inner.source, quantization=inner.quantization)
+        self._manifest = Manifest(names, shapes, dtypes, inner.source, quantization=inner.quantization)
 
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:
         direct = []
