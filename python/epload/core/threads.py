@@ -39,9 +39,9 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
     """Runs steps on up to ``count`` threads, this one among them. Once one has failed, no other is begun.
 
     Raises:
-        Exception: what the first of the steps that failed has raised.
+        Exception: what the first of the steps that failed has raised; also an interrupt, once no thread runs a step any more.
     """
-    failures: dict[int, Exception] = {}
+    failures: dict[int, BaseException] = {}
     lock, numbered = threading.Lock(), iter(enumerate(steps))
 
     def work() -> None:
@@ -56,12 +56,18 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
                 failures[number] = error
 
     helpers = []
-    with suppress(LoadError):  # those that could be started do the work
-        for _ in range(min(count, len(steps)) - 1):
-            helpers.append(start(name, work))
-    work()
-    for helper in helpers:
-        helper.join()
+    try:
+        with suppress(LoadError):  # those that could be started do the work
+            for _ in range(min(count, len(steps)) - 1):
+                helpers.append(start(name, work))
+        work()
+        for helper in helpers:
+            helper.join()
+    except BaseException as interrupt:
+        failures[-1] = interrupt
+        for helper in helpers:
+            helper.join()
+        raise
     if failures:
         raise failures[min(failures)]
 

@@ -87,17 +87,17 @@ def compare(plan: ExchangePlan, tensors: Shards, base: Shards, verify: bool, lim
         outcome = _compare_bucket(comparison, number, tensors, verify, scratch)
         with lock:
             outcomes[number] = outcome
-            total += outcome[1].nbytes
-            compared += plan.buckets[number].nbytes
-            is_hopeless = compared * _HOPELESS < total < limit < plan.nbytes and compared > plan.nbytes / 8
-            too_many = too_many or total > limit or is_hopeless
+            while (following := len(comparison.changed)) in outcomes:  # so that the data alone decides
+                changed, encoded = outcomes.pop(following)
+                comparison.changed.append(changed)
+                comparison.encoded.append(encoded)
+                total += encoded.nbytes
+                compared += plan.buckets[following].nbytes
+                is_hopeless = compared * _HOPELESS < total < limit < plan.nbytes and compared > plan.nbytes / 8
+                too_many = too_many or total > limit or is_hopeless
 
     _in_threads([partial(compare_bucket, number) for number in range(len(plan.buckets))])
-    if too_many:
-        return None
-    comparison.changed += [outcomes[number][0] for number in sorted(outcomes)]
-    comparison.encoded += [outcomes[number][1] for number in sorted(outcomes)]
-    return comparison
+    return None if too_many else comparison
 
 
 class _Scratch(threading.local):

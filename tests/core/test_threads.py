@@ -1,0 +1,41 @@
+"""Steps that run on several threads: what fails or is interrupted ends them all."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from epload.core import threads
+
+
+def test_the_first_failure_is_raised_once_no_step_runs() -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def fail(number: int) -> None:
+        both.wait()
+        if number == 0:
+            time.sleep(0.05)
+        raise ValueError(f"step {number}")
+
+    with pytest.raises(ValueError, match="step 0"):
+        threads.run_all("steps", [lambda number=number: fail(number) for number in range(2)], 2)  # type: ignore[misc]
+
+
+def test_no_step_runs_after_an_interrupt() -> None:
+    begun, ended, caller = list[int](), list[int](), threading.current_thread()
+
+    def step(number: int) -> None:
+        begun.append(number)
+        if threading.current_thread() is caller:
+            raise KeyboardInterrupt
+        time.sleep(0.01)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run_all("steps", [lambda number=number: step(number) for number in range(100)], 4)  # type: ignore[misc]
+    count = len(begun)
+    assert len(ended) == count - 1 < 20
+    time.sleep(0.1)
+    assert len(begun) == count
