@@ -39,6 +39,7 @@ from campaigns import seeds
 from epload import Checkpoint, HierarchicalLoader, Topology
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
+from epload.loading import inputs
 from support import ranks
 from support.readers import small_waves
 from support.small_model import local_of
@@ -171,7 +172,9 @@ def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
         timer.join()
         return
     reads = [(kind, name) for kind in (FileCheckpoint, StateDictCheckpoint) for name in ("fill", "read_regions")]
-    opening: list[tuple[Any, str]] = [(Checkpoint, "join" if run.moment == "before joining" else "open")]
+    opening: list[tuple[Any, str]] = [
+        (inputs, "join_source") if run.moment == "before joining" else (Checkpoint, "open")
+    ]
     places = [] if run.moment == "at the end" else reads if run.moment == "read" else opening
     at, after = run.nth if run.moment == "read" else 0, run.moment == "after opening"
     with seeds.Moments(places, at, lambda *_: action(), after):

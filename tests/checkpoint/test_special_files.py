@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, Topology
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint.local_store import LocalFile
 from epload.cli.main import main
 from support import ranks
@@ -141,7 +141,7 @@ def _other_files(folder: Path) -> None:
     os.mkfifo(fifo)
     save_file(STATE, folder / "model.safetensors")
     refusals: list[tuple[Any, type[Exception]]] = [
-        (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), LoadError),
+        (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), ValueError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", names_from=fifo), CheckpointError),
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
     ]

@@ -64,6 +64,15 @@ def test_buffers_that_are_not_saved_are_the_engines(tmp_path: Path) -> None:
     assert model.table.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_model_that_is_partly_on_meta_is_refused(persistent: bool, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, torch.float32)
+    model = Engine(0)
+    model.register_buffer("table", torch.zeros(2, device="meta"), persistent=persistent)
+    with pytest.raises(epload.ModelMismatch, match=r"partly on meta \(1 tensor: table\)"):
+        load_engine(epload.EngineModel(model), path, strict=False)
+
+
 def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32, without="norm")
     for kind in (Engine, Computing):

@@ -56,6 +56,47 @@ def test_equal_values_are_one_parameter(tmp_path: Path) -> None:
         assert torch.equal(model.lm_head.weight, values["lm_head.weight"])
 
 
+def fp8(names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The same in fp8 with scales, under these of both names."""
+    values = state()
+    embedding = values.pop("lm_head.weight")
+    del values["model.embed_tokens.weight"]
+    for name in names:
+        values |= {name: embedding.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1,), 0.25)}
+    return values
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_multiplied_by_its_scale_once(name: str) -> None:
+    model = llama()
+    epload.load(model, (values := fp8((name,))), verify=True, progress=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, values[name].float() * 0.25)
+
+
+def test_a_tied_weight_with_two_scales_is_refused() -> None:
+    both = "model.embed_tokens.weight", "lm_head.weight"
+    wide = fp8(both[:1]) | {both[1]: state()[both[1]]}
+    for values in (fp8(both), wide):
+        with pytest.raises(ModelMismatch, match="leave one of them out of the checkpoint"):
+            epload.load(llama(), values, progress=False)
+
+
+def tied_on_one(rank: int, odd: int) -> str:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("ab" if rank == odd else "a")})
+    if rank == odd:
+        model["b"].weight = model["a"].weight
+    values = {name: torch.ones(2, 2) for name in ("a.weight", "b.weight")}
+    return error_of(lambda: epload.load(model, values, strict=False, timeout=30, progress=False))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_tie_that_one_rank_has(odd: int) -> None:
+    first, second = ranks.run(2, tied_on_one, odd)
+    assert first == second
+    assert "the ranks made different plans of the same checkpoint and model, nothing was moved" in first
+
+
 def test_a_broken_tie_is_warned_of() -> None:
     """The head is a parameter of its own, as after a model on meta was distributed."""
     values, model = state(), llama()

@@ -316,9 +316,13 @@ def test_an_adapters_file_of_another_scale(tmp_path: Path) -> None:
         for alpha in (8, 32)
     )
     other.save_pretrained(tmp_path)
-    with pytest.raises(epload.ModelMismatch, match="the checkpoint's adapter has lora_alpha=32 and the model's 8"):
+    for source in (tmp_path, epload.Checkpoint.open(tmp_path)):
+        with pytest.raises(epload.ModelMismatch, match="the checkpoint's adapter has lora_alpha=32 and the model's 8"):
+            epload.load(model, source, progress=False)
+        epload.load(model, source, strict=False, progress=False)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(epload.CheckpointError, match=r"adapter_config\.json is no JSON"):
         epload.load(model, tmp_path, progress=False)
-    epload.load(model, tmp_path, strict=False, progress=False)
 
 
 def test_base_rows_of_trained_tokens(tmp_path: Path) -> None:

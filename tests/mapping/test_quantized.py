@@ -92,6 +92,15 @@ def test_mistakes_are_named(case: str, strict: bool) -> None:
         one_rank(source, target, strict=strict)
 
 
+def test_the_scale_of_a_weight_that_is_skipped_is_not_unexpected() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 3, bias=False)})
+    values = {f"{name}.weight": torch.ones(2, 2).to(torch.float8_e4m3fn) for name in "ab"}
+    values |= {f"{name}.weight_scale_inv": torch.full((1,), 0.5) for name in "ab"}
+    report = epload.load(model, values, ignore_mismatched_shapes=True, progress=False)
+    assert (report.mismatched_keys, report.unexpected_keys) == (["b.weight"], [])
+    assert torch.equal(model["a"].weight, torch.full((2, 2), 0.5))
+
+
 def test_a_view_across_rows_is_refused() -> None:
     value, scale = weight(0, 256, 384)
     mapping = Mapping(converts=(Convert(("w$",), ("w",), (Reshape((384, 256)),)),))

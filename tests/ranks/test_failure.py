@@ -161,7 +161,7 @@ def slow_load(rank: int) -> list[str]:
     """The whole takes several timeouts, each bucket half of one."""
     problems = []
     for readers, slow in (("one", 0), ("every", 3)):
-        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=2 * BUCKET, timeout=1.6)
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=BUCKET, timeout=1.6)
         model = meta_net()
         state = state_for(1)
         source = Slow(state, 0.8) if rank == slow else only_readers(state, readers)

@@ -176,6 +176,18 @@ def test_rows_that_a_checkpoint_interleaves_and_a_flat_parameter(tmp_path: Path)
         assert torch.equal(tensor, state[name]), name
 
 
+def test_a_tensor_that_is_made_of_several_dtypes(tmp_path: Path) -> None:
+    half, wide = torch.full((2, 2), 0.5, dtype=torch.float16), torch.full((2, 2), 1 + 2.0**-20)
+    save_file({"both": torch.zeros(4, 2)}, tmp_path / "names.safetensors")
+    rules = epload.Mapping(converts=(Convert(("both",), ("a", "b"), (Split(),)),))
+    options = {"mapping": rules, "names_from": tmp_path / "names.safetensors"}
+    epload.save(torch.nn.ParameterDict({"a": half, "b": wide}), tmp_path / "new", **options)
+    assert torch.equal(read_folder(tmp_path / "new")["both"], torch.cat([half, wide]))
+    numbers = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(epload.ModelMismatch, match="both would be made of tensors of float32 and int64"):
+        epload.save(torch.nn.ParameterDict({"a": numbers, "b": wide}), tmp_path / "other", **options)
+
+
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:
     model, names = torch.nn.Linear(2, 3), tmp_path / "names.pt"
     torch.save({"weight": torch.zeros(3, 2)}, names)

@@ -54,7 +54,8 @@ def test_wrong_arguments() -> None:
     calls += [("slot", ops.board_wait, (board, slots, 0, 0.0)) for slots in ([2], [0, -1], [0, 2**40])]
     calls += [("seconds", ops.board_wait, (board, [0], 1, s)) for s in (-1.0, float("nan"), float("inf"), 1e9)]
     for bad in (words(-1), torch.zeros(4), torch.zeros(2, 2, dtype=torch.int32), words(9)[::2]):
-        calls += [("int32", ops.board_post, (bad, 0, 1)), ("int32", ops.board_wait, (bad, [0], 1, 0.0))]
+        text = "words" if bad.dtype is torch.int32 else "int32"
+        calls += [(text, ops.board_post, (bad, 0, 1)), (text, ops.board_wait, (bad, [0], 1, 0.0))]
     for text, op, arguments in calls:
         with pytest.raises(ValueError, match=text):
             op(*arguments)

@@ -88,13 +88,17 @@ def check_no_options(source: str, prefix: str, variant: str = "") -> None:
 
 
 def read_config(source: Any, name: str = file_sets.CONFIG) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint, or of another file; empty if there is none, or it is no
-    JSON object. Raises CheckpointError if it cannot be read."""
+    """Returns the content of the ``config.json`` next to a checkpoint, or of another file; empty if there is none. Raises
+    CheckpointError if it cannot be read, or is no JSON object."""
     if not isinstance(source, str | os.PathLike):
         return {}
     with located(source) as (store, _):
         try:
             config = json.loads(store.peek(name))
-        except (FileNotFoundError, ValueError, RecursionError):
+        except FileNotFoundError:
             return {}
-    return config if isinstance(config, dict) else {}
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{store.path_of(name)} is no JSON ({error}); copy it again") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"expected a JSON object in {store.path_of(name)}, got {str(config)[:100]}")
+    return config

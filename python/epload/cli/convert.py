@@ -97,7 +97,7 @@ def convert(
         with Progress(total, first and not as_json) as bar:
             report = rewrite(
                 opened, folder, dtype=dtype, renames=rules, quantize=rule,
-                max_shard_bytes=int(max_shard_gb * 1e9), files=files, checksums=checksums, overwrite=overwrite,
+                max_shard_bytes=max(1, int(max_shard_gb * 1e9)), files=files, checksums=checksums, overwrite=overwrite,
                 topology=topology, progress=bar.update,
             )  # fmt: skip
     if first and as_json:

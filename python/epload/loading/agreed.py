@@ -42,6 +42,8 @@ class Opening(NamedTuple):
     provenance: Sequence[Any] = ()
     content: str = ""
     """The manifest's compact form in base64; in the decision, empty if all ranks have the manifest from their previous load."""
+    verified: bool = False
+    """See :attr:`Checkpoint.verified`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class AgreedLoad:
     missing: Missing
     meta: bool
     """True if any rank has tensors on meta."""
+    verified: bool
+    """True if the checkpoint verifies what it gives by itself."""
 
     def describe(self, report: LoadReport) -> None:
         """Writes to the report what was loaded, and what was not."""

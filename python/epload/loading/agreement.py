@@ -25,7 +25,7 @@ from epload.loading.differences import (
 )
 from epload.loading.hints import check_match
 from epload.loading.inputs import InputReader, LocalInputs
-from epload.loading.missing import compute_missing, unfilled_anywhere
+from epload.loading.missing import compute_missing, has_unfinished, unfilled_anywhere
 from epload.loading.recorder import record_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
@@ -81,7 +81,7 @@ class Agreement:
             )
         return AgreedLoad(
             inputs, draft.manifest, plan, draft.per_wave, readers, reason, all_read, owned, missing_keys,
-            mismatched_keys, ignored, missing, opening.meta,
+            mismatched_keys, ignored, missing, opening.meta, opening.verified,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Agreement:
             loader=self._loader,
             options=f"{described} timeout={self._control.timeout.total_seconds():g} local_modules={inputs.local_modules}{asks}",
             groups=self._topology.groups.count,
-            meta=lacks_buffers or inputs.targets.has_meta,
+            meta=lacks_buffers or inputs.targets.has_meta or has_unfinished(inputs.targets),
             lacks_buffers=lacks_buffers,
             trace=request.trace,
             seed=torch.initial_seed(),
@@ -123,7 +123,12 @@ class Agreement:
         assert inputs.checkpoint is not None
         manifest = inputs.checkpoint.manifest
         content = b64encode(manifest.compact).decode() if len(self._topology.ranks) > 1 else ""
-        return message._replace(identity=manifest.identity, provenance=manifest.provenance, content=content)
+        return message._replace(
+            identity=manifest.identity,
+            provenance=manifest.provenance,
+            content=content,
+            verified=inputs.checkpoint.verified,
+        )
 
     def _reduce_openings(self, views: dict[int, list[Any]]) -> Opening:
         """Runs on the coordinator."""

@@ -91,8 +91,8 @@ class InputReader:
         opened = Checkpoint.open(source, self.manifest, request.prefix, request.variant, self._progress)
         if options.verify and opened.cannot_verify:
             raise ValueError(f"verify=True {opened.cannot_verify}")
-        if request.strict and path and is_adapter_file(request.model, opened.manifest.names):
-            config = read_config(source, "adapter_config.json")
+        if request.strict and is_adapter_file(request.model, opened.manifest.names):
+            config = read_config(source if path or not opened.files else opened.manifest.source, "adapter_config.json")
             if config:
                 check_same_scale(request.model, config, "the checkpoint's", "the model's")
         return self._use(opened, source)

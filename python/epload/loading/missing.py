@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from epload.core.attempt import Attempt
 from epload.core.default_device import callers_default_device
@@ -28,6 +30,7 @@ from epload.model.initialization import (
 from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
+from epload.model.targets import Targets
 from epload.observe.render import list_keys
 from epload.planning.plan import LoadPlan
 from epload.ranks.control import Control
@@ -35,6 +38,9 @@ from epload.report import LoadReport
 
 _warned = WeakSet[nn.Module]()
 """Models whose buffers a report has warned of."""
+_unfinished: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+"""The versions of tensors that a load which has failed was to fill or to initialize, and that held no values before. They hold
+none until a load succeeds, or something else writes to them."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,35 @@ class Missing:
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it. Equal on all ranks."""
     unsaved: frozenset[str] = frozenset()
     """Non-persistent buffers with storage that the model cannot compute, so that they keep their values."""
+
+
+def has_unfinished(targets: Targets) -> bool:
+    """Returns True if a load has failed that was to give values to some of the targets."""
+    return bool(_unfinished) and any(map(_is_unfinished, targets.tensors))
+
+
+def _is_unfinished(tensor: Tensor) -> bool:
+    return bool(_unfinished) and _unfinished.get(tensor) == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def finishing(targets: Targets, missing: Missing) -> Iterator[None]:
+    """A context in which a load gives targets storage and values. If it fails, the next load knows which of them hold none."""
+    without_values = {i for i, tensor in enumerate(targets.tensors) if tensor.is_meta or _is_unfinished(tensor)}
+    try:
+        yield
+    except BaseException:
+        computed = {targets.index[name] for name in missing.computed if name in targets.index}
+        for tensor in (targets.tensors[i] for i in without_values | computed):
+            if not tensor.is_meta:
+                _unfinished[tensor] = _version(tensor)
+        raise
+    for tensor in targets.tensors if _unfinished else ():
+        _unfinished.pop(tensor, None)
 
 
 def unfilled_anywhere(control: Control, inputs: LocalInputs, plan: LoadPlan) -> list[list[str]]:
@@ -104,7 +139,8 @@ def compute_missing(
     """
     targets, model, unfilled = inputs.targets, request.model, {*plan.unfilled}
     shared = _shared_names(inputs) if unfilled else {}
-    on_meta = {shared[name] for name in unfilled if targets.tensors[targets.index[shared[name]]].is_meta}
+    tensor_of = {shared[name]: targets.tensors[targets.index[shared[name]]] for name in unfilled}
+    on_meta = {name for name, tensor in tensor_of.items() if tensor.is_meta or _is_unfinished(tensor)}
     if targets.has_meta:
         with_values = [name for name in unfilled if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(model, with_values)}
@@ -112,11 +148,11 @@ def compute_missing(
         (names,) = control.agree("comparing what is missing", None, [sorted(on_meta)], _union)
         on_meta = set(names)
     tensors = {name: tensor for name, tensor in targets.unsaved_meta.items() if name not in holders}
-    tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled if shared[name] in on_meta}
+    tensors |= {name: tensor_of[shared[name]] for name in unfilled if shared[name] in on_meta}
     uninitialized = {*tensors}
     hooked, resets = callable(request.init_missing), uninitialized | unfilled if request.resets else set()
     if resets:
-        tensors |= {name: targets.tensors[targets.index[shared[name]]] for name in unfilled}
+        tensors |= {name: tensor_of[shared[name]] for name in unfilled}
     unsaved = _unsaved_buffers(request, inputs)
     tensors |= unsaved
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

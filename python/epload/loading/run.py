@@ -12,7 +12,7 @@ from epload.loading.agreed import AgreedLoad
 from epload.loading.buffers import share
 from epload.loading.checked_files import check_files
 from epload.loading.engines import make_engine
-from epload.loading.missing import fill_missing, warn_of_attributes
+from epload.loading.missing import fill_missing, finishing, warn_of_attributes
 from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
@@ -30,6 +30,11 @@ from epload.verify.digests import digest_shards, verify_digests
 
 def run_load(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     """Carries out a load. Collective. Raises LoadError; tensors may have been materialized and partly written."""
+    with finishing(load.inputs.targets, load.missing):
+        _run(resources, request, load, report, show_progress)
+
+
+def _run(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     topology, router, device = resources.topology, resources.router, load.inputs.device
     control, shared = topology.control, False
     if router.stages_on_host(device, load.readers):
@@ -56,7 +61,7 @@ def run_load(resources: Resources, request: Request, load: AgreedLoad, report: L
         if topology.rank == topology.ranks[0]:
             logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
         run_transfer(make_engine(load, flow, routes, local, resources, report), control, topology.groups, bar)
-        if resources.options.verify and not (load.inputs.checkpoint is not None and load.inputs.checkpoint.verified):
+        if resources.options.verify and not load.verified:
             with report.timed("verify"):
                 _prove(control, load, topology.ranks if load.all_read else flow.turns, local)
             report.verified = True

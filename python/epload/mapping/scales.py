@@ -12,7 +12,7 @@ shapes leave no other choice.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -84,23 +84,44 @@ def with_scales(
     """Returns the targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply. Adds the
     places of the scales to ``placed``.
 
-    Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape."""
+    Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape, and
+    for two tensors under two names of a weight, of which one has a scale."""
     if set(dtypes.FP8).isdisjoint(manifest.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)
     weights, scales = list[tuple[str, Regions, Shape, Shape]](), list[int]()
     for i, dtype in enumerate(manifest.dtypes):
-        regions = [(targets.index[name], view) for name, view in placed[i]] if dtype in dtypes.FP8 else []
-        regions = [region for region in regions if targets.dtypes[region[0]] is not dtype]
+        # A weight may have several names, under each of which it is placed.
+        named = dict.fromkeys((targets.index[name], view) for name, view in placed[i] if dtype in dtypes.FP8)
+        regions = [region for region in named if targets.dtypes[region[0]] is not dtype]
         if regions:
             scales.append(_scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions]))
             weights.append((manifest.names[i], regions, manifest.shapes[i], _block_shape(manifest, i, scales[-1])))
+    _check_ties(manifest, targets, placed, {target for _, regions, *_ in weights for target, _ in regions})
     scalings, views = divide_weights(targets, weights)
     names = [f"scale {manifest.names[scale]}" for scale in scales]
     for scale, name, view in zip(scales, names, views, strict=True):
         placed[scale] = ((name, view),)
     return targets.with_extra(names, [view.size for view in views], [manifest.dtypes[n] for n in scales]), scalings
+
+
+def _check_ties(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], scaled: Set[int]) -> None:
+    """Raises ModelMismatch if two tensors are for two names of a target that is multiplied with scales: only one of them is
+    loaded, and their scales may differ."""
+    first_of: dict[int, dict[str, int]] = {target: {} for target in scaled}
+    for i, places in enumerate(placed):
+        for name, _ in places:
+            if (target := targets.index[name]) in scaled:
+                first_of[target].setdefault(name, i)
+    for by_name in first_of.values():
+        (first, source), *others = by_name.items()
+        if other := next(((name, i) for name, i in others if i != source), None):
+            raise ModelMismatch(
+                f"{manifest.names[other[1]]} is for {other[0]}, which the model ties to {first}, and the checkpoint has another "
+                f"tensor for that, {manifest.names[source]}; tied weights with scales cannot be compared: leave one of them out "
+                "of the checkpoint"
+            )
 
 
 # ---- the table ----

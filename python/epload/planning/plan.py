@@ -16,7 +16,7 @@ from epload.core.pieces import Metadata, Pieces
 from epload.mapping.mapping import Mapping
 from epload.mapping.place import Leftover, Mismatch, place
 from epload.mapping.quantized_targets import QuantizedTarget, with_quantized
-from epload.mapping.scales import Scaling, with_scales
+from epload.mapping.scales import SUFFIXES, Scaling, with_scales
 from epload.model.targets import Targets
 from epload.native.extension import _C
 from epload.planning.buckets import HEADER_BYTES, Bucket
@@ -136,7 +136,9 @@ def make_plan(
     targets, scalings = with_scales(manifest, targets, placed)
     targets, quantized = with_quantized(manifest, targets, placed, mapping.quantize)
     explained = required | {source for _, sources, _ in mismatches for source in sources}
-    unexpected = [manifest.names[i] for i, places in enumerate(placed) if not places and i not in explained]
+    scales = {manifest.names[source] + suffix for source in explained - required for suffix in SUFFIXES}
+    unplaced = [i for i, places in enumerate(placed) if not places and i not in explained]
+    unexpected = [manifest.names[i] for i in unplaced if manifest.names[i] not in scales]
     unexpected += [name for name, sources in leftovers if required.isdisjoint(sources)]
     scaled = {scaling.target for scaling in scalings}
     tensors, placed, filled, tied, tied_pairs, casts = select(manifest, targets, placed, required, scaled)
@@ -159,7 +161,9 @@ def make_plan(
         copies=copies,
         tensor_count=len(torch.unique(pieces[:, 0])),
         payload=int(pieces[:, 3].sum()),
-        fingerprint=_fingerprint(manifest, targets, [pieces, bucket], repr((bucket_bytes, options))),
+        fingerprint=_fingerprint(
+            manifest, targets, [pieces, bucket], repr((bucket_bytes, options, () if required else tied_pairs))
+        ),
         missing=missing,
         unexpected=tuple(unexpected),
         mismatched=mismatched,

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import chain
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
+from epload.core.dtypes import is_wide
+from epload.core.dtypes import name as dtype_name
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
@@ -83,9 +87,18 @@ def catalog(
     unpadded = [_without_padding(sizes[i], placed[i]) if i in truncated else sizes[i] for i in used]
     for i, shape in zip(used, unpadded, strict=True):
         _check_whole(names[i], shape, regions[i], targets)
-    of_first = tuple(dtypes[placed[i][0][0]] for i in used)
-    manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_first, "the model")
+    of_tensors = tuple(_common_dtype(names[i], {dtypes[target] for target, _ in placed[i]}) for i in used)
+    manifest = Manifest(tuple(names[i] for i in used), tuple(unpadded), of_tensors, "the model")
     return manifest, [placed[i] for i in used], [sizes[i] for i in used]
+
+
+def _common_dtype(name: str, of_parts: set[torch.dtype]) -> torch.dtype:
+    """Returns the dtype of a checkpoint tensor that is made of tensors of these, as ``torch.cat`` does. Raises ModelMismatch if
+    none has all their values."""
+    if len(of_parts) > 1 and not all(map(is_wide, of_parts)):
+        kinds = " and ".join(sorted(map(dtype_name, of_parts)))
+        raise ModelMismatch(f"{name} would be made of tensors of {kinds}, which have no dtype in common")
+    return reduce(torch.promote_types, of_parts)
 
 
 def _truncated(rules: Mapping, names: Sequence[str]) -> set[int]:

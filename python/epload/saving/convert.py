@@ -88,7 +88,7 @@ def convert(
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
         def plan() -> tuple[Checkpoint, Rewrite, FilesLayout, str]:
-            check_arguments(max_shard_bytes, copied, checksums, quantize is not None)
+            check_arguments(topology, max_shard_bytes, copied, checksums, quantize is not None)
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)

@@ -72,7 +72,7 @@ class PendingSave:
         self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None
     ) -> SavedModel:
         quantizes = quantize_rule(mapping) is not None
-        check_arguments(self._max_shard_bytes, self._files, self._checksums, quantizes)
+        check_arguments(self._topology, self._max_shard_bytes, self._files, self._checksums, quantizes)
         dtype = None if dtype is None else requested("dtype", dtype)
         if not isinstance(model, nn.Module | list | tuple):
             if not isinstance(model, Mapping):

@@ -44,14 +44,16 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
             raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
 
 
-def check_arguments(max_shard_bytes: int, files: Sequence[Path], checksums: bool, quantizes: bool) -> None:
-    """Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files to be copied is not there, or has the
-    name of another or of one that is written.
+def check_arguments(
+    topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, quantizes: bool
+) -> None:
+    """Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files that the first rank copies is not
+    there, or has the name of another or of one that is written.
 
     ``checksums``: whether that is a list of digests; ``quantizes``: whether it is a ``config.json``."""
     if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         raise ValueError(f"expected max_shard_bytes to be a number of bytes, at least 1, got {max_shard_bytes!r}")
-    if missing := [file for file in files if not file.is_file()]:
+    if topology.rank == topology.ranks[0] and (missing := [file for file in files if not file.is_file()]):
         raise ValueError(f"expected files= to name files to be copied, but {missing[0]} is none")
     names = Counter(file.name for file in files)
     if checksums and CHECKSUMS in names:

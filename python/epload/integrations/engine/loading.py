@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_tensor
-from epload.errors import CheckpointError
+from epload.errors import CheckpointError, ModelMismatch
 from epload.integrations.engine.model import EngineModel, EngineTarget
 from epload.loading.loader import HierarchicalLoader
 from epload.mapping.mapping import Mapping
 from epload.model.flat_state import FlatState
+from epload.observe.render import list_keys
 from epload.ranks.control import Control
 from epload.ranks.membership import membership
 from epload.ranks.topology import Topology
@@ -37,7 +39,8 @@ def load_engine(
         The report of this rank's load; ``ignored_keys`` are the tensors that the model does not use.
 
     Raises:
-        ModelMismatch: ``load_weights`` does not take the checkpoint, or leaves parameters unwritten.
+        ModelMismatch: ``load_weights`` does not take the checkpoint, or leaves parameters unwritten; or the model has tensors on
+            meta.
         LoadError: as for :func:`epload.load`; the model may be partly written.
 
     Example::
@@ -47,7 +50,11 @@ def load_engine(
     opened = Checkpoint.open(checkpoint)
     try:
         manifest, target = opened.manifest, EngineTarget(engine, strict)
-        tensors = target.record(manifest)
+        tensors, named = target.record(manifest), chain(engine.model.named_parameters(), engine.model.named_buffers())
+        if on_meta := [name for name, tensor in named if tensor.is_meta]:
+            raise ModelMismatch(
+                f"the engine's model is partly on meta ({list_keys(on_meta)}); give it storage before the load"
+            )
         recording = target.recording
         report = LoadReport(source=manifest.source, readers="every")
         if any(recording.regions):
