@@ -235,6 +235,18 @@ def consumed(rank: int) -> str:
     return str(refusal.value)
 
 
+def verifies_itself(rank: int) -> list[str]:
+    """Ranks without the checkpoint do as the one that has it."""
+    with mock.patch.object(StateDictCheckpoint, "verified", True):
+        model = Net()
+        report = epload.load(model, only_readers(state_for(1), "one"), readers="one", verify=True, progress=False)
+    return wrong(model, state_for(1)) + ["verified"] * report.verified
+
+
+def test_ranks_without_the_checkpoint_do_not_verify_what_verifies_itself() -> None:
+    all_fine(ranks.run(2, verifies_itself))
+
+
 def test_what_can_be_read_only_once_cannot_be_verified() -> None:
     assert all("leave out consume=True" in text for text in ranks.run(4, consumed))
 
