@@ -77,12 +77,14 @@ def _version(tensor: Tensor) -> int:
 @contextmanager
 def finishing(targets: Targets, missing: Missing) -> Iterator[None]:
     """A context in which a load gives targets storage and values. If it fails, the next load knows which of them hold none."""
-    without_values = {i for i, tensor in enumerate(targets.tensors) if tensor.is_meta or _is_unfinished(tensor)}
+    without_values = set[int]()
+    if targets.has_meta or has_unfinished(targets):
+        without_values = {i for i, tensor in enumerate(targets.tensors) if tensor.is_meta or _is_unfinished(tensor)}
+        without_values |= {targets.index[name] for name in missing.computed if name in targets.index}
     try:
         yield
     except BaseException:
-        computed = {targets.index[name] for name in missing.computed if name in targets.index}
-        for tensor in (targets.tensors[i] for i in without_values | computed):
+        for tensor in (targets.tensors[i] for i in without_values):
             if not tensor.is_meta:
                 _unfinished[tensor] = _version(tensor)
         raise
