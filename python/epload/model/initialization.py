@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves
 
 from epload.core.placement import box_slices, owned_regions
 from epload.errors import ModelMismatch
@@ -95,7 +96,8 @@ def compute_missing(
                 if id(tensor) in full and value is not None and not value.is_meta and not is_poisoned(value):
                     computed.setdefault(id(tensor), value.detach())
         for name, attribute in exchanged.items():
-            if name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not own.get(name, full):
+            is_new = name not in (*_TENSOR_DICTS, "_modules", _INITIALIZED) and attribute is not own.get(name, full)
+            if is_new and not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(attribute)):
                 attributes.append((module, name, attribute))
     fsdp_axes = dtensor.fsdp_shard_axes(modules.fsdp)
     for name, tensor in missing.items():

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from epload.model import dtensor
 from epload.model.memory import may_overlap, wraps_tensors
 from epload.model.modules import Modules
-from epload.model.state_dict import describe_custom_loading
+from epload.model.state_dict import ATTRIBUTES, describe_custom_loading
 from epload.model.targets import Targets
 
 _dicts = attrgetter("_parameters", "_buffers", "_modules")
@@ -61,7 +61,7 @@ class Snapshot:
         self._modules = [weakref.ref(module, self._freed.append) for module in unique]
         self._next_hook_id = RemovableHandle.next_id
         values, self._content = self._read_modules()
-        if any(isinstance(value, Tensor) and value.is_meta for value in values):
+        if self._content[-1] or any(isinstance(value, Tensor) and value.is_meta for value in values):
             return
         position = {id(value): i for i, value in enumerate(values)}
         self._positions = [position[id(tensor)] for tensor in targets.tensors]
@@ -102,9 +102,9 @@ class Snapshot:
         targets.tensors = tensors
         return targets, self._devices
 
-    def _read_modules(self) -> tuple[list[Any], tuple[list[int], list[int], list[object]]]:
-        """Returns the tensors and modules that the model's modules hold; and the ids of these, and the sizes and the keys of all
-        collections that hold them."""
+    def _read_modules(self) -> tuple[list[Any], tuple[object, ...]]:
+        """Returns the tensors and modules that the model's modules hold; and the ids of these, the sizes and the keys of all
+        collections that hold them, the classes of modules, and True if one has an attribute with a say in its state."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         dicts = [*chain.from_iterable(map(_dicts, modules))]
         filled = [*filter(None, dicts)]
@@ -112,7 +112,8 @@ class Snapshot:
         sizes, keys = [*map(len, dicts), *map(len, unsaved)], [*chain(*filled, *unsaved)]
         # The garbage collector lists the values of dicts in a third of the time. It may leave out those that are None.
         values = gc.get_referents(*filled)
-        return values, ([*map(id, values)], sizes, keys)
+        has_say = any(not vars(module).keys().isdisjoint(ATTRIBUTES) for module in modules)
+        return values, ([*map(id, values)], sizes, keys, [*map(type, modules)], has_say)
 
     def _has_new_hooks(self) -> bool:
         """Returns True if a module has got a hook that may rename its tensors or change values when it is loaded.
@@ -122,7 +123,8 @@ class Snapshot:
         next_id = RemovableHandle.next_id
         if next_id != self._next_hook_id:
             modules = [module for reference in self._modules if (module := reference()) is not None]
-            if any(module._state_dict_hooks or describe_custom_loading("", module) for module in modules):
-                return True
+            for module in modules:
+                if module._state_dict_hooks or module._state_dict_pre_hooks or describe_custom_loading("", module):
+                    return True
             self._next_hook_id = next_id
         return False

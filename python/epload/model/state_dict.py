@@ -29,6 +29,9 @@ _ONLY_EXTRA_STATE = ("megatron", "transformer_engine")
 """Packages whose modules add no more than extra state to their state dict."""
 _STATE_METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
+_OFFLOADING = "_hf_hook", "_diffusers_hook"
+ATTRIBUTES = frozenset((*_STATE_METHODS, *_LOAD_METHODS, *_OFFLOADING))
+"""Attributes by which a module may have a say in its state, besides its class and its hooks."""
 _MAX_LISTED = 5
 """Names in an error message."""
 
@@ -53,7 +56,8 @@ def read_state(
     for prefix, module in modules.named:
         _check_not_offloaded(prefix[:-1] or "the model", module)
         shown = prefix.replace(_CHECKPOINT_PREFIX, "")  # activation checkpointing, whose wrappers do not show in names
-        if module._state_dict_hooks or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
+        hooked = module._state_dict_hooks or module._state_dict_pre_hooks
+        if hooked or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):
             customized.append((shown, module))
         if _custom_loading(module):
             custom_loading.append((shown, module))
@@ -152,7 +156,7 @@ def _check_supported(path: str, cls: type) -> None:
 def _check_not_offloaded(path: str, module: nn.Module) -> None:
     """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere, and puts back for each forward
     pass."""
-    hook, registry = vars(module).get("_hf_hook"), vars(module).get("_diffusers_hook")
+    hook, registry = map(vars(module).get, _OFFLOADING)
     if hook is None and registry is None:
         return
     offloaded = [getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,))]

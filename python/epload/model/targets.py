@@ -176,7 +176,8 @@ def collect(
     by_memory: dict[tuple[object, ...], int] = {}
     """Targets with storage, by where they have it, and how they are sharded; filled only if some may share it."""
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
-    overlap = memory.may_overlap(ops.describe_memory([t for t in with_memory.values() if _is_dense(t)]))
+    with torch._C.DisableTorchFunctionSubclass():
+        overlap = memory.may_overlap(ops.describe_memory([t for t in with_memory.values() if _is_dense(t)]))
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -221,8 +222,8 @@ def collect(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns True for a plain tensor with strides that is not on meta."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    """Returns True for a tensor with memory of its own and strides that is not on meta."""
+    return not memory.wraps_tensors(type(tensor)) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
