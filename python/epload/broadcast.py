@@ -67,9 +67,15 @@ def coalesced_bcast(
         epload.coalesced_bcast(model.parameters(), src=0, topology=topology)
     """
     topology = topology if topology is not None else Topology.default()
-    call = Call("coalesced_bcast()", topology)
-    with nullcontext() if inside_load(topology) else exclusive(call):
-        _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
+    call, inside = Call("coalesced_bcast()", topology), inside_load(topology)
+    with nullcontext() if inside else exclusive(call):
+        try:
+            _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
+        except BaseException:  # the others may be in the broadcast: none is to be paired with this rank's next one
+            topology.control.agreed.clear()
+            if not inside:
+                topology.groups.clear()
+            raise
 
 
 def _broadcast(

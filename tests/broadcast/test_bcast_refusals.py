@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from epload import coalesced_bcast
+from epload import Topology, broadcast, coalesced_bcast
 from support import ranks
 from support.broadcasts import Refusals, agree
 
@@ -81,6 +85,34 @@ def unseen_by_the_list(rank: int) -> tuple[list[str], dict[str, str]]:
         two.untyped_storage().resize_(0)
     see.check("freed", "ValueError", ["storage"], [one, two])
     return see.answer()
+
+
+def one_interrupted(rank: int) -> list[str]:
+    """A list that all know is broadcast again and again; one rank is interrupted once, and the others are in the broadcast."""
+    topology, ends = Topology.from_nodes([[0, 1]], timeout=20), []
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(1, 7):
+        tensors = [torch.full((10,), float(step) if rank == 0 else 0.0)]
+        with mock.patch.object(broadcast, "_check_arguments", interrupt) if (rank, step) == (1, 4) else nullcontext():
+            try:
+                coalesced_bcast(tensors, 0, topology)
+            except BaseException as error:
+                ends.append(type(error).__name__)
+            else:
+                ends.append("right" if (tensors[0] == step).all() else f"{tensors[0][0]} at step {step}")
+        dist.barrier()
+    return ends
+
+
+def test_a_rank_that_was_interrupted_does_not_get_the_values_of_another_call() -> None:
+    first, second = ranks.run(2, one_interrupted)
+    right = ["right"] * 2
+    assert (second[:3], second[3:]) == (["right"] * 3, ["KeyboardInterrupt", *right])
+    assert (first[:3], first[4:]) == (["right"] * 3, right)
+    assert first[3] != "right"
 
 
 def test_wrong_use_is_refused_before_anything_moves() -> None:

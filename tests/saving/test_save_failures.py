@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import epload
 from epload.saving import folder as folders
+from epload.saving import run
 from support import ranks
 from support.failures import error_of
 from support.synced_models import SHAPES, build, values, write
@@ -93,3 +94,30 @@ def test_a_rank_fails(place: str, culprit: int, changes: bool, tmp_path: Path) -
     assert f"rank {culprit}" in texts[0]
     assert "No space left on device" in texts[0]
     assert sorted(os.listdir(tmp_path)) == ["base", "c"]
+
+
+def saves_after_an_interrupt(rank: int, folder: str, place: str) -> list[str]:
+    """Rank 1 is interrupted before it takes part in a save, and trains on."""
+    model, texts = build("fsdp", dist.get_world_size()), []
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for version in (1, 2, 2):
+        write(model, version)
+        with mock.patch.object(run, place, interrupt) if (rank, version) == (1, 1) else nullcontext():
+            try:
+                texts.append(error_of(lambda: epload.save_async(model, folder, overwrite=True, timeout=30).wait()))
+            except KeyboardInterrupt:
+                texts.append("interrupted")
+        dist.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("place", ["read_model", "_copy_to_host"])
+def test_an_interrupted_rank_does_not_pair_its_next_save_with_the_last_one(place: str, tmp_path: Path) -> None:
+    first, second = ranks.run(2, saves_after_an_interrupt, str(tmp_path / "c"), place)
+    assert second == ["interrupted", "", ""]
+    assert "interrupted before the call [rank 1]" in first[0]
+    assert first[1:] == ["", ""]
+    assert version_at(tmp_path / "c") == 2

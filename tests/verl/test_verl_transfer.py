@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,3 +112,17 @@ def test_connections_are_kept_for_as_many_ranks_alone(size: int, kept: bool) -> 
     metadata = [{**known, "pending": "here:2"}, *[known] * (1 + size)]
     for arguments in engine.build_topology(2, size, metadata):
         assert set(arguments["address"]) == {"here:1" if kept else "here:2"}
+
+
+def test_other_tensors_are_refused_each_time(tmp_path: Path) -> None:
+    """The sender has the tensors of the first step: it must not send those again as the next step's."""
+    import_external_libs(MODULE)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        engine = CheckpointEngineRegistry.new("epload", bucket_size=1 << 20, is_master=True)
+        engine._address, engine._sender = "127.0.0.1:1", object()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="restart the rollout"):
+                asyncio.run(engine.send_weights(weights(1)))
+    finally:
+        dist.destroy_process_group()

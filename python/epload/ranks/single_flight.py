@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from epload.core.log import logger
-from epload.errors import CallOrderError
+from epload.errors import CallOrderError, LoadError
 from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
@@ -80,7 +80,8 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
 
 @contextmanager
 def checking_arguments(topology: Topology | None) -> Iterator[None]:
-    """A context that checks the arguments of a call, before :func:`exclusive`. A mistake of one rank ends the call on all.
+    """A context for what a rank does before :func:`exclusive`. A mistake in its arguments, or an interrupt, ends the call on all:
+    without it, the others would wait for this rank, or pair their call with its next one.
 
     Args:
         topology: the ranks that call; those of the whole job if None.
@@ -91,10 +92,18 @@ def checking_arguments(topology: Topology | None) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        control = (topology if topology is not None else Topology.default()).control
-        if control.store is not None:
-            control.refuse(control.next_load(), type(error)(f"{error} [rank {control.rank}]"))
+        _refuse_next(topology, error)
         raise
+    except (KeyboardInterrupt, SystemExit):
+        _refuse_next(topology, LoadError("interrupted before the call"))
+        raise
+
+
+def _refuse_next(topology: Topology | None, error: Exception) -> None:
+    """Publishes that this rank takes no part in its next load, and why."""
+    control = (topology if topology is not None else Topology.default()).control
+    if control.store is not None:
+        control.refuse(control.next_load(), type(error)(f"{error} [rank {control.rank}]"))
 
 
 def _refuse(call: Call, number: int, other: Call) -> Exception:

@@ -64,7 +64,7 @@ class PendingSave:
         self._overwrite = overwrite
         self._made_by = threading.current_thread()
         self._report = SaveReport(path=str(self._path))
-        with self._report.timed("plan"), garbage_collection.paused():
+        with self._report.timed("plan"), garbage_collection.paused(), checking_arguments(self._topology):
             self._model = Attempt(lambda: self._read(model, mapping, names_from, dtype))
             self._base = Attempt(lambda: self._open_base(base))
 
@@ -101,7 +101,8 @@ class PendingSave:
     def _start(self) -> None:
         """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
         read = self._model
-        self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
+        with checking_arguments(self._topology):
+            self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
 
         def run() -> None:
             self._outcome = Attempt(self._run)

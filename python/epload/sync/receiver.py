@@ -259,6 +259,7 @@ class WeightReceiver(Endpoint):
     def _read(self, scope: Scope, manifest: Manifest) -> Holdings:
         """Returns this rank's holdings of the sender's tensors. Raises ModelMismatch if they do not fit."""
         if self._manifest is None or (self._target.scope, self._manifest.digest) != (scope, manifest.digest):
+            self._manifest = None  # if it is refused, it is read again
             with garbage_collection.paused():
                 self._target.scope = scope
                 self._holdings, self._manifest = self._target.holdings(manifest), manifest

@@ -102,6 +102,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._parts = _ActorParts(dist.get_rank(), dist.get_world_size())
         changed = self._parts.take(weights)
         if self._sender is not None and changed:
+            self._parts.forget_layout()  # the sender has the tensors of the step before, and is not given others
             raise ValueError(
                 "the actor's tensors have other names or shapes than in the step before; restart the rollout"
             )
@@ -161,6 +162,10 @@ class _ActorParts:
         self._layout, self._parts = layout, parts
         self.model = FlatState({name: self._full(parts[name], shape) for name, shape, _ in layout})
         return True
+
+    def forget_layout(self) -> None:
+        """Makes all tensors that come next other ones than before."""
+        self._layout = []
 
     def _full(self, part: Tensor, shape: torch.Size) -> Tensor:
         if not shape:
