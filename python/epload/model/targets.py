@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -176,8 +176,7 @@ def collect(
     by_memory: dict[tuple[object, ...], int] = {}
     """Targets with storage, by where they have it, and how they are sharded; filled only if some may share it."""
     with_memory = {id(tensor): dtensor.with_memory(tensor) for _, tensor in entries}
-    with torch._C.DisableTorchFunctionSubclass():
-        overlap = memory.may_overlap(ops.describe_memory([t for t in with_memory.values() if _is_dense(t)]))
+    overlap = _may_overlap(with_memory.values())
     layouts: dict[tuple[object, ...], int] = {}
     """Layout numbers, by what layouts depend on."""
     for name, tensor in entries:
@@ -224,6 +223,11 @@ def collect(
 def _is_dense(tensor: Tensor) -> bool:
     """Returns True for a tensor with memory of its own and strides that is not on meta."""
     return not memory.wraps_tensors(type(tensor)) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _may_overlap(tensors: Iterable[Tensor]) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return memory.may_overlap(ops.describe_memory([tensor for tensor in tensors if _is_dense(tensor)]))
 
 
 def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
