@@ -20,7 +20,7 @@ from epload.model.flat_state import assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
-from epload.ranks.single_flight import Call, checking_arguments, exclusive
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 from epload.sync.running_job import RunningJob, address_of
@@ -114,7 +114,7 @@ def load(
         if dist.get_rank() == 0:
             print(report)
     """
-    with checking_arguments(topology):
+    with preparing_call(topology):
         options = LoadOptions() if options is None else options
         if not isinstance(options, LoadOptions):
             raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
@@ -186,7 +186,7 @@ def load_state(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     """
-    with checking_arguments(topology):
+    with preparing_call(topology):
         topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
         topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():

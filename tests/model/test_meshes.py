@@ -69,7 +69,7 @@ ODD = ((2, "one"), (0, "one"), (3, "every"))
 
 
 def another_order(rank: int) -> list[str]:
-    """Also of the mesh of outer shards, and of two meshes that rank 3 uses the other way round."""
+    """Includes the mesh of outer shards, and two meshes that rank 3 uses the other way round."""
     results = []
     for odd, readers in ODD:
         model = zeros()

@@ -215,8 +215,8 @@ def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: 
     ],
 )
 def test_a_rank_killed_at_a_step_is_named(victim: int, step: str, nodes: list[list[int]]) -> None:
-    """Also the coordinator, a rank whose child keeps its connections, and one that is alone in its node, with which nobody shares
-    buffers: others of its machine watch its process."""
+    """The coordinator is named, too, as are a rank whose child keeps its connections, and one that is alone in its node, with
+    which nobody shares buffers: others of its machine watch its process."""
     world = sum(map(len, nodes))
     check(ranks.run(world, killed_at, victim, step, nodes, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
 

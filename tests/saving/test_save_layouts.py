@@ -36,7 +36,7 @@ def changed(tensor: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def test_every_layout(tmp_path: Path) -> None:
-    """In the bases some bytes of each tensor differ; some tensors are missing, and others have another shape."""
+    """Some bytes of each tensor differ in the bases; some tensors are missing, and others have another shape."""
     for number, case in enumerate(cases(4)):
         state = full_values(meta_model(case))
         old = {name: changed(tensor, 7 + number) for name, tensor in list(state.items())[number % 2 :]}

@@ -1,4 +1,4 @@
-"""What tests find wrong: tensors that are not the same, and errors that do not come."""
+"""Lists what tests find wrong: tensors that are not the same, and errors that do not come."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def checking_arguments(topology: Topology | None) -> Iterator[None]:
+def preparing_call(topology: Topology | None) -> Iterator[None]:
     """A context for what a rank does before :func:`exclusive`. A mistake in its arguments, or an interrupt, ends the call on all:
     without it, the others would wait for this rank, or pair their call with its next one.
 

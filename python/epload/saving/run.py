@@ -22,7 +22,7 @@ from epload.model.flat_state import FlatState
 from epload.model.megatron import Model, as_module
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks.contents import fetch_holdings, publish_holdings
-from epload.ranks.single_flight import Call, checking_arguments, exclusive
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import BaseCheckpoint
@@ -54,7 +54,7 @@ class PendingSave:
         """See :func:`epload.save` for the arguments."""
         self._began = perf_counter()
         log.configure()
-        with checking_arguments(topology):
+        with preparing_call(topology):
             self._path = folder_path(path)
             self._files = tuple(map(Path, files))
             self._timeout = as_timedelta(timeout)
@@ -64,7 +64,7 @@ class PendingSave:
         self._overwrite = overwrite
         self._made_by = threading.current_thread()
         self._report = SaveReport(path=str(self._path))
-        with self._report.timed("plan"), garbage_collection.paused(), checking_arguments(self._topology):
+        with self._report.timed("plan"), garbage_collection.paused(), preparing_call(self._topology):
             self._model = Attempt(lambda: self._read(model, mapping, names_from, dtype))
             self._base = Attempt(lambda: self._open_base(base))
 
@@ -101,7 +101,7 @@ class PendingSave:
     def _start(self) -> None:
         """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
         read = self._model
-        with checking_arguments(self._topology):
+        with preparing_call(self._topology):
             self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
 
         def run() -> None:

@@ -24,7 +24,7 @@ from epload.mapping.mapping import AnyMapping
 from epload.model.megatron import Model, as_module
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
-from epload.ranks.single_flight import Call, checking_arguments, exclusive
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology
 from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice
 from epload.sync.generation import Generation
@@ -197,7 +197,7 @@ class WeightSender(Endpoint):
             raise ValueError("expected wait() to be called before the next version is sent")
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
-        with report.timed("plan"), garbage_collection.paused(), checking_arguments(self.topology):
+        with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
             failure = Attempt(self._model.read).failure
         if wait:
             return self._send(report, began, failure)
