@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 from torch.distributed.distributed_c10d import Store
 
 from epload.core import log
+from epload.errors import LoadError
 from epload.ranks.topology import as_timedelta
 from epload.sync.generation import Generation
 from epload.sync.node_version import NodeVersion
@@ -59,6 +60,14 @@ class Endpoint:
             self._node_version = version if version is not None and version.key else None
             self._generation.close()
             self._generation = None
+
+    def _leave_generation(self, error: BaseException) -> None:
+        """Drops the generation after an error. Tells the others if this rank was interrupted before it came to a version."""
+        if self._generation is not None and not isinstance(error, Exception):
+            control = self._generation.control
+            why = f"rank {control.rank} was interrupted before the version ({type(error).__name__})"
+            control.refuse(control.next_load(), LoadError(why))
+        self._drop_generation()
 
     def close(self) -> None:
         """Leaves the sync, and frees memory."""

@@ -224,8 +224,8 @@ class WeightReceiver(Endpoint):
                     self._join_generation(start, participants)
             report.warnings += self._target.warnings
             self._receive(version, start, report)
-        except BaseException:
-            self._drop_generation()
+        except BaseException as error:
+            self._leave_generation(error)
             self._rendezvous.join_again()  # the sender may still count on the generation
             raise
         report.seconds = perf_counter() - began

@@ -207,15 +207,24 @@ class WeightSender(Endpoint):
             for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
                 torch.accelerator.current_stream(device).synchronize()
         outcomes: list[Attempt[SyncReport]] = []
-        may_change = threading.Event()
+        may_change, interrupted = threading.Event(), threading.Event()
+
+        def copied() -> None:
+            if interrupted.is_set():
+                raise LoadError("interrupted before the weights were copied")
+            may_change.set()
 
         def send() -> None:
-            outcomes.append(Attempt(lambda: self._send(report, began, failure, may_change.set)))
+            outcomes.append(Attempt(lambda: self._send(report, began, failure, copied)))
             may_change.set()
 
         self._sending = threads.start("epload-send", send), outcomes
-        if self._model.base_version is not None:
-            may_change.wait()
+        try:
+            if self._model.base_version is not None:
+                may_change.wait()
+        except BaseException:
+            interrupted.set()
+            raise
         return None
 
     def wait(self) -> SyncReport:
@@ -266,9 +275,9 @@ class WeightSender(Endpoint):
                     report.warnings.append(f"the next version is sent in full: the copy of this one has failed: {why}")
                 if self._first:
                     self._offer(report.version, self._generation)
-            except BaseException:  # receivers may have left the generation
+            except BaseException as error:  # receivers may have left the generation
                 model.copies.comparison = None
-                self._drop_generation()
+                self._leave_generation(error)
                 raise
         report.seconds = perf_counter() - began
         return report
