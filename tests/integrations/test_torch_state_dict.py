@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -319,6 +320,48 @@ def stays_on_meta(rank: int) -> list[str]:
 
 def test_what_nobody_has_stays_on_meta() -> None:
     all_fine(ranks.run(2, stays_on_meta))
+
+
+class Shares(nn.Module):
+    """Two modules have one weight and one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+        self.second.weight = self.first.weight
+        for module in (self.first, self.second):
+            module.register_buffer("scale", torch.full((3,), 7.0))
+            module.scale = self.first.scale
+
+
+def lacks(rank: int, missing: set[str]) -> list[str]:
+    """Rank 0 has the model, the others have it on meta; or all have it there."""
+    full = {name: torch.full_like(value, i) for i, (name, value) in enumerate(Shares().state_dict().items())}
+    full |= {f"second.{name}": full[f"first.{name}"] for name in ("weight", "scale")}
+    problems = []
+    for all_on_meta in (False, True):
+        held = []
+        for function in BOTH:
+            torch.manual_seed(0)
+            with torch.device("meta" if rank or all_on_meta else "cpu"):
+                model = Shares()
+            keys = function(
+                model, on_rank_0({name: full[name] for name in full if name not in missing}), options=LENIENT
+            )
+            state = {name: None if value.is_meta else value.tolist() for name, value in model.state_dict().items()}
+            shares = model.first.weight is model.second.weight, model.first.scale is model.second.scale
+            held.append((state, sorted(keys.missing_keys)))
+            if function is ours.set_model_state_dict and shares != (True, True):
+                problems.append(f"{missing}: no longer shared: {shares}")
+        problems += [f"{missing}, {all_on_meta}: {held}"] if held[0] != held[1] else []
+    return problems
+
+
+@pytest.mark.parametrize(
+    "missing", [{"first.weight", "second.weight"}, {"first.scale", "second.scale"}, {"third.bias"}, {"first.weight"}]
+)
+def test_what_a_dict_lacks_stays_as_torch_leaves_it(missing: set[str]) -> None:
+    all_fine(ranks.run(2, lacks, (missing,)))
 
 
 def as_torch(rank: int) -> list[str]:

@@ -54,7 +54,7 @@ class Missing:
     unfilled: frozenset[str]
     """Names for a hook to fill: neither the checkpoint nor the model itself does."""
     uninitialized: frozenset[str]
-    """Names in ``unfilled`` that had no storage before the load, so that a hook must fill them."""
+    """Names in ``unfilled`` that held no values on this rank before the load, so that a hook must fill them."""
     holders: dict[str, int]
     """Buffers that no checkpoint holds and some rank lacks, each with a rank that has it. Equal on all ranks."""
     unsaved: frozenset[str] = frozenset()
@@ -146,6 +146,7 @@ def compute_missing(
     if targets.has_meta:
         with_values = [name for name in unfilled if shared[name] not in on_meta]
         on_meta |= {shared[name] for name in params_ignoring_meta(model, with_values)}
+    without_values = {name for name in unfilled if shared[name] in on_meta}
     if meta and anywhere:
         (names,) = control.agree("comparing what is missing", None, [sorted(on_meta)], _union)
         on_meta = set(names)
@@ -177,7 +178,7 @@ def compute_missing(
         computed,
         attributes,
         frozenset((uninitialized | unfilled) - filled),
-        frozenset(uninitialized - filled),
+        frozenset((without_values | targets.unsaved_meta.keys()) & uninitialized - filled),
         holders,
         frozenset(unsaved.keys() - filled - holders.keys() - uninitialized),
     )
