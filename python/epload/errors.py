@@ -132,7 +132,7 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(Bearer|Authorization: Basic) +[\w.~+/=-]{8,}")
-_TOKENS = re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_)\w{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
+_TOKENS = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|(?:gh[a-z]_|github_pat_)\w{20,})|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")
 
 
 def redact(text: str) -> str:

@@ -80,6 +80,13 @@ def _dcp(folder: Path) -> set[str]:
     return {".metadata", "__0_0.distcp", "config.json"}
 
 
+def _adapter(folder: Path) -> set[str]:
+    """The configuration has the scale, which a load compares with the model's."""
+    save_file(STATE, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return {"adapter_model.safetensors", "adapter_config.json", "config.json"}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "served"
@@ -90,7 +97,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "made", [_one_file, _indexed, _torch_and_others, _named_by_config, _dcp], ids=lambda f: f.__name__
+    "made", [_one_file, _indexed, _torch_and_others, _named_by_config, _dcp, _adapter], ids=lambda f: f.__name__
 )
 def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
@@ -106,6 +113,14 @@ def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tm
         for source in ("org/name", "hf://org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
             assert_same(read_all(Checkpoint.open(source)), STATE)
         assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
+
+
+def test_an_open_checkpoint_of_one_file_has_the_config_next_to_it(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text('{"architectures": ["Unknown"]}')
+    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
+        opened = Checkpoint.open("org/name")
+        with pytest.raises(ValueError, match=r"next to hf://org/name@.* names a model that cannot be built"):
+            epload.convert(opened, tmp_path / "new", dtype="bfloat16")
 
 
 def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ def test_inspect_says_that_an_optimizer_is_not_shown(tmp_path: Path) -> None:
     text = run("inspect", tmp_path)
     assert "not shown   optim, step: no tensors of the model\n" in text
     assert "without data" not in text
+    left_out = "; not read, as no tensors of a model: optim, step\n"
+    assert run("verify", tmp_path).endswith("no tensor with NaN or Inf" + left_out)
+    assert run("diff", tmp_path, tmp_path).endswith("1 tensor with equal values" + left_out)
+    assert run("convert", tmp_path, tmp_path / "new").endswith(left_out)
+    assert run_json("verify", tmp_path)["ignored"] == ["optim", "step"]
+    assert run_json("diff", tmp_path, tmp_path / "new")["ignored"] == [["optim", "step"], []]
 
 
 @pytest.mark.parametrize("name", ["", "torch/model.pt"])

@@ -14,11 +14,16 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from epload.cli.main import main
 
+ROUTED = DeepseekV3Config(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+    qk_nope_head_dim=4, v_head_dim=8, n_group=2, topk_group=1, first_k_dense_replace=0,
+)  # fmt: skip
 PLAIN = f"{__name__}:make_plain"
 
 
@@ -188,6 +193,26 @@ def test_what_modules_initialize_themselves(tmp_path: Path) -> None:
     arguments = [tmp_path / "m.safetensors", "--model", f"{__name__}:Resettable"]
     assert "Pass init_missing='reset_parameters'" in plan(*arguments, status=1)["fit"]["error"]
     assert not plan(*arguments, "--init-missing", "reset_parameters")["fit"]["error"]
+
+
+def make_router(mesh: Any) -> nn.Module:
+    model = DeepseekV3ForCausalLM(ROUTED)
+    return fully_shard(model.to(torch.bfloat16), mesh=mesh)
+
+
+def test_a_router_that_stays_in_float32(tmp_path: Path) -> None:
+    DeepseekV3ForCausalLM(ROUTED).to(torch.bfloat16).save_pretrained(tmp_path)
+    fit = plan(tmp_path, "--model", f"{__name__}:make_router", status=1)["fit"]
+    assert "from_pretrained keeps model.layers.0.mlp.gate.weight in torch.float32, but fully_shard" in fit["error"]
+    assert not plan(tmp_path, "--mesh", "fsdp=2")["fit"]["error"]  # routers are sharded on their own
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "x"}, {"dtype": "float99"}, {"quantization_config": 3}])
+def test_a_config_that_names_no_model(change: dict[str, Any], plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ROUTED.to_dict() | change, default=str))
+    result = CliRunner().invoke(main, ["plan", str(plain), "--model", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"the config.json of {tmp_path} names no model that can be built" in result.stderr
 
 
 RENAMES = epload.Mapping(renames={"^layers": ""})

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import epload
 from epload.cli.main import main
+from epload.mapping import Quantize
 from epload.saving import rewrite as converting
 from support import ranks
 from support.checkpoints import read_folder
@@ -85,6 +86,48 @@ def test_arguments_are_those_of_a_save(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=text):
             epload.convert(tmp_path / "m.safetensors", tmp_path / "new", **options)
     assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+CHANGED = {"d": torch.full((3,), 9.0)}
+
+
+def test_what_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epload.save(STATE, tmp_path / "run" / "base")
+    epload.save(STATE | CHANGED, tmp_path / "run" / "delta", base=tmp_path / "run" / "base")
+    monkeypatch.chdir(tmp_path / "run")
+    for source, path, text in (
+        ("delta", "", "expected the path of a folder to write, got an empty one"),
+        (
+            "delta",
+            "base",
+            "run/base cannot be replaced: .*run/base, from which the checkpoint is read, would be deleted",
+        ),
+        ("delta", "..", "cannot be replaced: .*run/delta, from which the checkpoint is read"),
+        (STATE, "../run", "run is the current directory, or contains it, and overwrite=True replaces"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            epload.convert(source, path, overwrite=True)
+    assert sorted(os.listdir(tmp_path / "run")) == ["base", "delta"]
+    epload.convert("delta", "delta", overwrite=True)
+    assert differing(read_folder(tmp_path / "run" / "delta"), STATE | CHANGED) == []
+
+
+def test_an_adapter_is_one_file_that_peft_finds(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    torch.save(STATE, tmp_path / "old" / "adapter_model.bin")
+    epload.convert(tmp_path / "old", tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == ["adapter_model.safetensors"]
+    with pytest.raises(ValueError, match="PEFT reads an adapter from one file; pass a larger max_shard_bytes"):
+        epload.convert(tmp_path / "old", tmp_path / "other", max_shard_bytes=8)
+
+
+def test_the_declared_modules_have_their_new_names(tmp_path: Path) -> None:
+    state = {f"wrap.{name}.weight": torch.ones(4, 4, dtype=torch.bfloat16) for name in ("up", "down")}
+    rule = Quantize(weights=[r"up\.weight$"])
+    epload.convert(state, tmp_path / "new", renames={r"^wrap\.": ""}, quantize=rule)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == ["down"]
+    assert read_folder(tmp_path / "new")["up.weight"].dtype == torch.float8_e4m3fn
 
 
 def test_renames_as_a_dict(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from epload.checkpoint.byte_store import ByteStore, Source, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.finding import open_named
 from epload.checkpoint.index import Index, is_plain
+from epload.checkpoint.local_store import LocalStore
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.checkpoint.quantization import quantization_of
@@ -281,6 +283,20 @@ class DeltaCheckpoint(FileCheckpoint):
         if rows:
             self._store.read(torch.tensor(rows, dtype=torch.int64), buffer)
         return torch.split(buffer, sizes)
+
+
+def chain_of(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Returns the checkpoint and, if it is a delta, its bases."""
+    chain = [checkpoint]
+    while isinstance(link := chain[-1], DeltaCheckpoint):
+        chain.append(link.base)
+    return chain
+
+
+def folders_of(checkpoint: Checkpoint) -> list[Path | None]:
+    """Returns the local folder of each checkpoint in the chain; None for one that is elsewhere."""
+    stores = [link._store for link in chain_of(checkpoint)]
+    return [store.path.resolve() if isinstance(store, LocalStore) else None for store in stores]
 
 
 def read(store: ByteStore, open_base: Callable[[Source], Checkpoint]) -> DeltaCheckpoint:

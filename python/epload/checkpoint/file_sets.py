@@ -19,6 +19,7 @@ from epload.observe.render import list_first
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "hf_quant_config.json")
 """Files next to the weights that may declare a quantization: the first that does counts."""
+ADAPTER_CONFIG = "adapter_config.json"
 DCP = ".metadata"
 """The description of a DCP folder."""
 DCP_ROOT = "."

@@ -87,18 +87,25 @@ def check_no_options(source: str, prefix: str, variant: str = "") -> None:
         )
 
 
-def read_config(source: Any, name: str = file_sets.CONFIG) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint, or of another file; empty if there is none. Raises
-    CheckpointError if it cannot be read, or is no JSON object."""
+def read_config(source: Any) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` of a path or URL; empty if there is none. Raises as :func:`read_json`."""
     if not isinstance(source, str | os.PathLike):
         return {}
     with located(source) as (store, _):
-        try:
-            config = json.loads(store.peek(name))
-        except FileNotFoundError:
-            return {}
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{store.path_of(name)} is no JSON ({error}); copy it again") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"expected a JSON object in {store.path_of(name)}, got {str(config)[:100]}")
-    return config
+        return read_json(store, file_sets.CONFIG)
+
+
+def read_json(store: ByteStore, name: str) -> dict[str, Any]:
+    """Returns the content of a file in a folder; empty if there is none. Raises CheckpointError if it cannot be read, or is no
+    JSON object."""
+    try:
+        content = json.loads(store.peek(name))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{store.path_of(name)} is no JSON ({error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"expected a JSON object in {store.path_of(name)}, got {str(content)[:100]}")
+    return content

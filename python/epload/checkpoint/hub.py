@@ -157,7 +157,8 @@ def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: s
             index = json.loads(content(chosen[0]))
             in_index = dict(index["files"]) if chosen == [file_sets.DELTA] else index["weight_map"].values()
             chosen = chosen + sorted(set(in_index).intersection(names))
-    return [*(file for file in (*file_sets.CONFIGS, file_sets.CHECKSUMS) if file in names), *chosen]
+    described_by = (*file_sets.CONFIGS, file_sets.ADAPTER_CONFIG, file_sets.CHECKSUMS)
+    return [*(file for file in described_by if file in names), *chosen]
 
 
 def _describe(hub: Any, name: str, revision: str, error: Exception) -> CheckpointError:

@@ -14,7 +14,7 @@ from epload.checkpoint import dcp, delta, file_sets, hub, safetensors, torch_fil
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.file_checkpoint import FileCheckpoint
-from epload.checkpoint.finding import check_no_options, choose, located, open_named
+from epload.checkpoint.finding import check_no_options, choose, located, open_named, read_json
 from epload.checkpoint.index import Index
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.open_files import FileFacts, OpenFiles
@@ -202,6 +202,14 @@ def _read(
         assert isinstance(checkpoint, FileCheckpoint | StateDictCheckpoint)  # what formats read
         checkpoint._manifest = replace(manifest, quantization=quantization)
     return checkpoint
+
+
+def config_next_to(checkpoint: Checkpoint, name: str = file_sets.CONFIG) -> dict[str, Any]:
+    """Returns the content of the ``config.json`` next to a checkpoint, or of another file; empty if there is none."""
+    if isinstance(checkpoint, delta.DeltaCheckpoint):
+        config: dict[str, Any] = json.loads(checkpoint.config.get(name, b"{}"))
+        return config
+    return read_json(checkpoint._store, name) if checkpoint._store is not None else {}
 
 
 def _format_of(file: StoredFile) -> str:

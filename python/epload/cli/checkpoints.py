@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epload.cli.folding import fold
-from epload.cli.output import facts, json_option, print_json, show, table, variant_option
+from epload.cli.output import facts, json_option, not_read, print_json, show, table, variant_option
 from epload.observe.progress import Progress
 from epload.observe.render import count, list_first, show_bytes
 
@@ -171,6 +171,7 @@ def verify(
         bad = list(find_non_finite(opened, bar.update))
     if as_json:
         facts_of = {"source": manifest.source, "tensors": number, "nbytes": manifest.nbytes, "non_finite": bad}
+        facts_of["ignored"] = list(manifest.ignored)
         print_json(facts_of | authenticity)
         return int(bool(bad))
     for text in authenticity.values():
@@ -179,7 +180,7 @@ def verify(
         show(f"{tensor['name']}: {tensor['nans']} NaN and {tensor['infs']} Inf in {tensor['count']} elements")
     show(
         f"{count(number, 'tensor')}, {show_bytes(manifest.nbytes)}: headers without overlaps or holes, "
-        f"every byte read, {count(len(bad), 'tensor') if bad else 'no tensor'} with NaN or Inf"
+        f"every byte read, {count(len(bad), 'tensor') if bad else 'no tensor'} with NaN or Inf{not_read(manifest)}"
     )
     return int(bool(bad))
 
@@ -227,12 +228,14 @@ def diff(
         values.sort(key=lambda value: value["largest"], reverse=True)
     dtypes_may_differ = rtol is not None or atol is not None
     if as_json:
-        print_json({**headers, "common": len(common), "values": values})
+        ignored = [list(manifest.ignored) for manifest in (one.manifest, two.manifest)]
+        print_json({**headers, "common": len(common), "values": values, "ignored": ignored})
     else:
         _print_differences(headers, values, None if show_all else _SHOWN, dtypes_may_differ)
         equal = "in both, values not compared" if headers_only else "with equal values"
         others = f", {count(len(values), 'tensor')} with other values" if values else ""
-        show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}")
+        left_out = not_read(one.manifest, two.manifest)
+        show(f"{count(len(common) - len(values), 'tensor')} {equal}{others}{left_out}")
     counted = {**headers, "dtypes": None} if dtypes_may_differ else headers
     return int(any(counted.values()) or bool(values))
 

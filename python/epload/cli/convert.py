@@ -5,25 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from epload.cli.output import json_option, print_json, show, variant_option
+from epload.cli.output import json_option, not_read, print_json, show, variant_option
 from epload.observe.progress import Progress
 from epload.observe.render import list_first
 
 if TYPE_CHECKING:
     from epload.ranks.topology import Topology
 
-_size = click.FloatRange(min=0, min_open=True)
+_size = click.FloatRange(min=0, max=1e9, min_open=True)
 _file = click.Path(exists=True, dir_okay=False)
 
 
 @click.command()
 @click.argument("source")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path())
 @click.option(
     "--dtype",
     type=click.Choice(["float64", "float32", "float16", "bfloat16", "fp64", "fp32", "fp16", "bf16"]),
@@ -62,7 +61,7 @@ _file = click.Path(exists=True, dir_okay=False)
 @variant_option
 @json_option
 def convert(
-    source: str, folder: Path, dtype: str | None, renames: tuple[str, ...], quantize: str | None, weights: tuple[str, ...],
+    source: str, folder: str, dtype: str | None, renames: tuple[str, ...], quantize: str | None, weights: tuple[str, ...],
     prefix: str, max_shard_gb: float, files: tuple[str, ...], checksums: bool, overwrite: bool, variant: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Rewrite a checkpoint as safetensors files.
@@ -103,7 +102,7 @@ def convert(
     if first and as_json:
         print_json(report.to_dict())
     elif first:
-        show(report.summary + (f"; {report.checksums}" if checksums else ""))
+        show(report.summary + (f"; {report.checksums}" if checksums else "") + not_read(opened.manifest))
     opened.close()
     return 0
 

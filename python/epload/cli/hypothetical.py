@@ -22,11 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.errors import ModelMismatch
+from epload.core.attempt import Attempt
+from epload.errors import CheckpointError, ModelMismatch
 from epload.loading.hints import check_match, unfilled_error
 from epload.mapping.mapping import AnyMapping, Mapping, ignored_keys
+from epload.mapping.precision import left_in_fp32, set_dtypes
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.initialization import compute_missing, diffusers_class
+from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
@@ -65,9 +68,10 @@ def plan_job(
     with first_rank(sizes) as mesh:
         model = factory(mesh)
         targets = collect(model, own_names=isinstance(rules, Mapping))
+        dtypes = Attempt(lambda: set_dtypes(model, Modules(model), targets, None))
         mapping = resolve_mapping(rules, model, targets.index, manifest.names)
         manifest = with_quantization_of(model, manifest)
-        unfilled = _unfilled(model, targets, resets)
+        unfilled, mixed = _unfilled(model, targets, resets), str(dtypes.failure or "")
         targets_of = {rank: as_seen_by(targets, sizes, rank) for rank in ranks}
     wave = wave_limit(manifest.nbytes, WAVE_BYTES)
     per_wave = {readers: buckets_per_wave(nodes, readers, wave) for readers in READERS}
@@ -95,7 +99,7 @@ def plan_job(
     choice, reason = choose_readers(payload, by_node, all_read=all_read, objects=objects, src=0)
     fit = _fit(manifest, plans[0], mapping)
     return {
-        "fit": fit | {"initialized": sorted(targets.unsaved_meta), "error": fit["error"] or unfilled},
+        "fit": fit | {"initialized": sorted(targets.unsaved_meta), "error": fit["error"] or unfilled or mixed},
         "nbytes": payload,
         "tensors": plans[0].tensor_count,
         "owned": {rank: plan.owned for rank, plan in plans.items()},  # bytes of the local shards
@@ -210,11 +214,12 @@ def find_factory(model: str) -> Factory:
     """
     expected = "expected --model to be a folder with a config.json, a Hub id or package.module:function"
     if ":" not in model or "//" in model:
+        model = str(Path(model).expanduser()) if model.startswith("~") else model
         if Path(model).exists() and not (Path(model) / "config.json").is_file():
             raise ValueError(f"{expected}, but {model} has no config.json")
         if not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
             raise ValueError(f"{expected}, but there is no folder {model}")
-        return lambda mesh: _parallelize(_from_config(model), mesh)
+        return lambda mesh: _parallelize(_model_of(model), mesh)
     make = _find(model, "--model")
     if not callable(make):
         raise ValueError(f"{expected}, but {model} is a {type(make).__name__}, which cannot be called")
@@ -236,6 +241,17 @@ def find_factory(model: str) -> Factory:
             return _parallelize(made, mesh)
 
     return factory
+
+
+def _model_of(model: str) -> Any:
+    try:
+        return _from_config(model)
+    except (ImportError, OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the config.json of {model} names no model that can be built: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
 def _from_config(model: str) -> Any:
@@ -266,8 +282,10 @@ def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
     if "tp" in axes and mesh["tp"].size() > 1:
         _apply_tensor_parallelism(model, mesh["tp"])
     if "fsdp" in axes:
-        sharded = mesh[tuple(axis for axis in axes if axis != "tp")]
-        for module in (*_layers(model), model):
+        sharded, names = mesh[tuple(axis for axis in axes if axis != "tp")], [n for n, _ in model.named_parameters()]
+        kept = left_in_fp32(model, names, model.get_parameter(names[0]).dtype)  # a group of FSDP2 has one dtype
+        routers = [model.get_submodule(path) for path in sorted({name.rpartition(".")[0] for name in kept} - {""})]
+        for module in dict.fromkeys((*routers, *_layers(model), model)):
             fully_shard(module, mesh=sharded)
     return model  # type: ignore[no-any-return]
 

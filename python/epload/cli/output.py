@@ -7,11 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from epload.errors import LoadError, redact
+from epload.observe.render import list_first
+
+if TYPE_CHECKING:
+    from epload.checkpoint.manifest import Manifest
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 """Every command has it."""
@@ -67,6 +71,12 @@ def _printable(value: Any) -> Any:
 def show(text: str = "") -> None:
     """Prints a text without credentials."""
     click.echo(redact(text))
+
+
+def not_read(*manifests: Manifest) -> str:
+    """Says which entries of the files are no tensors of a model; empty if there are none."""
+    ignored = list(dict.fromkeys(name for manifest in manifests for name in manifest.ignored))
+    return f"; not read, as no tensors of a model: {list_first(ignored)}" if ignored else ""
 
 
 def facts(*rows: tuple[str, str]) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from epload.checkpoint import file_sets
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.opening import join_source
+from epload.checkpoint.opening import config_next_to, join_source
 from epload.core.log import logger
 from epload.errors import CheckpointError
 from epload.loading.request import Request
@@ -91,10 +91,9 @@ class InputReader:
         opened = Checkpoint.open(source, self.manifest, request.prefix, request.variant, self._progress)
         if options.verify and opened.cannot_verify:
             raise ValueError(f"verify=True {opened.cannot_verify}")
-        if request.strict and is_adapter_file(request.model, opened.manifest.names):
-            config = read_config(source if path or not opened.files else opened.manifest.source, "adapter_config.json")
-            if config:
-                check_same_scale(request.model, config, "the checkpoint's", "the model's")
+        of_adapter = request.strict and is_adapter_file(request.model, opened.manifest.names)
+        if of_adapter and (config := config_next_to(opened, file_sets.ADAPTER_CONFIG)):
+            check_same_scale(request.model, config, "the checkpoint's", "the model's")
         return self._use(opened, source)
 
     def join(self, inputs: LocalInputs, source: Any, manifest: Manifest) -> Manifest:

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.delta import DeltaCheckpoint
+from epload.checkpoint.delta import DeltaCheckpoint, chain_of, folders_of
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.safetensors import metadata_of
 from epload.core.attempt import Attempt
@@ -28,8 +28,8 @@ from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, folder_path
-from epload.saving.layout import DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
-from epload.saving.rewrite import Rewrite, config_next_to, kept_in_converted
+from epload.saving.layout import ADAPTER_MODEL, DIFFUSION_MODEL, MODEL, FilesLayout, lay_out
+from epload.saving.rewrite import Rewrite, kept_in_converted
 from epload.saving.source import with_dtype
 from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint
 
@@ -92,8 +92,9 @@ def convert(
             checkpoint = Checkpoint.open(source, prefix=prefix, variant=variant)
             if checkpoint is not source:
                 stack.callback(checkpoint.close)
-            old, new = checkpoint.manifest, _new_manifest(checkpoint, source, dtype, renames)
-            rewrite = Rewrite(old, new, quantize, config_next_to(checkpoint, source) if quantize else {})
+            _check_kept(checkpoint, Path(report.path), overwrite)
+            old, new = checkpoint.manifest, _new_manifest(checkpoint, dtype, renames)
+            rewrite = Rewrite(checkpoint, new, quantize)
             options = max_shard_bytes, report.path, overwrite, checksums
             same = old.identity, old.provenance[1], rewrite.new.digest, options
             return checkpoint, rewrite, _lay_out(checkpoint, rewrite.new, max_shard_bytes, files), repr(same)
@@ -101,8 +102,9 @@ def convert(
         copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned, activity = Attempt(plan), "convert different checkpoints, or pass different options"
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
-        control = topology.control
-        control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
+        topology.control.agree(
+            "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
+        )
         checkpoint, rewrite, layout, _ = planned.value
 
         def write(folder: NewFolder, wrote: Wrote) -> None:
@@ -132,25 +134,37 @@ def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[in
 def _lay_out(checkpoint: Checkpoint, new: Manifest, max_shard_bytes: int, files: Sequence[str | Path]) -> FilesLayout:
     """Returns the files of the new checkpoint. For a delta, which has the model's small files in its index, these are written
     next to the new index, unless the dtype changes or ``files`` replaces them."""
-    whole = checkpoint
-    while isinstance(whole, DeltaCheckpoint):
-        whole = whole.base
+    whole = chain_of(checkpoint)[-1]
     files_before = whole.manifest.locations.files if whole.manifest.locations is not None else ()
-    is_diffusion = any(file.name.startswith(DIFFUSION_MODEL) for file in files_before)
-    stem = DIFFUSION_MODEL if is_diffusion else MODEL
+    first = files_before[0].name if files_before else ""
+    stem = next(filter(first.startswith, (DIFFUSION_MODEL, ADAPTER_MODEL)), MODEL)
     layout = lay_out(new, max_shard_bytes, metadata_of(checkpoint.files), stem)
+    if stem == ADAPTER_MODEL and len(layout.names) > 1:
+        raise ValueError("PEFT reads an adapter from one file; pass a larger max_shard_bytes")
     if isinstance(checkpoint, DeltaCheckpoint) and new.dtypes == checkpoint.manifest.dtypes:
         copied = {Path(file).name for file in files}
         layout.index.update({name: text for name, text in checkpoint.config.items() if name not in copied})
     return layout
 
 
-def _new_manifest(checkpoint: Checkpoint, source: Any, dtype: DType | None, renames: Renames) -> Manifest:
+def _check_kept(checkpoint: Checkpoint, path: Path, overwrite: bool) -> None:
+    """Raises ValueError if to overwrite the folder at a path would delete what is converted. A checkpoint may be replaced by
+    what it is converted to, but not the base of a delta."""
+    new = path.resolve()
+    for number, folder in enumerate(folders_of(checkpoint) if overwrite else ()):
+        if folder is not None and folder.is_relative_to(new) and (number or folder != new):
+            raise ValueError(
+                f"{path} cannot be replaced: {folder}, from which the checkpoint is read, would be deleted with it; pass another "
+                "path"
+            )
+
+
+def _new_manifest(checkpoint: Checkpoint, dtype: DType | None, renames: Renames) -> Manifest:
     """Returns the tensors that are written."""
     manifest = checkpoint.manifest
     if dtype is not None:
         dtype = requested("dtype", dtype)
-        manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, source, dtype))
+        manifest = with_dtype(manifest, dtype, kept_in_converted(checkpoint, dtype))
     names = apply_renames(renames_of(renames), list(manifest.names))
     if len(set(names)) != len(names):
         name = Counter(names).most_common(1)[0][0]

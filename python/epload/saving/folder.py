@@ -23,7 +23,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def folder_path(path: str | Path) -> Path:
-    """Returns the absolute path of a folder to write. Raises ValueError for a URL."""
+    """Returns the absolute path of a folder to write. Raises ValueError for a URL and for an empty path."""
+    if not str(path):
+        raise ValueError("expected the path of a folder to write, got an empty one")
     if _URL.match(str(path)):
         raise ValueError(f"expected the path of a local folder to write, got {path}; save to one and upload it")
     return Path(path).expanduser().absolute()
@@ -45,7 +47,7 @@ class NewFolder:
         self._fds: dict[int, int] = {}
 
     def create(self) -> None:
-        """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError or OSError."""
+        """Makes the hidden folder, and in it files of full size with their headers. Raises ValueError, LoadError or OSError."""
         path, layout = self.path, self.layout
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
@@ -53,10 +55,15 @@ class NewFolder:
             raise ValueError(
                 f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
             )
+        if path.exists() and any(path.iterdir()) and _holds_current_directory(path):
+            raise ValueError(
+                f"{path} is the current directory, or contains it, and overwrite=True replaces the whole folder; pass another "
+                "path"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         nbytes, free = sum(layout.sizes), shutil.disk_usage(path.parent).free
         if nbytes > free:
-            raise OSError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
+            raise LoadError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         self.temporary.mkdir()
         for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
             self.add(name, header)
@@ -113,6 +120,13 @@ class NewFolder:
         except OSError as error:  # too late to fail
             logger.warning("%s is saved, but may be lost if the machine fails soon: %s", self.path, error)
         shutil.rmtree(self.temporary, ignore_errors=True)  # what was there, if it was exchanged
+
+
+def _holds_current_directory(path: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(path.resolve())
+    except FileNotFoundError:  # it has been deleted
+        return False
 
 
 def discard(temporary: Path) -> None:

@@ -19,7 +19,7 @@ from epload.checkpoint.manifest import Manifest
 from epload.core.dtypes import SAFETENSORS
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
-MODEL, DIFFUSION_MODEL = "model", "diffusion_pytorch_model"
+MODEL, DIFFUSION_MODEL, ADAPTER_MODEL = "model", "diffusion_pytorch_model", "adapter_model"
 """The first part of file names in transformers, and in diffusers."""
 _HEADER_ALIGNMENT = 8
 """Bytes; a header is padded to a multiple of it, so that tensors are aligned."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
-from epload.checkpoint.delta import DeltaCheckpoint
-from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.state_dict import STATE_DICT
+from epload.checkpoint.opening import config_next_to
 from epload.core import dtypes as dtype_names
 from epload.core.buffers import as_memoryview
 from epload.core.pieces import Piece
@@ -43,18 +42,19 @@ class Rewrite:
     config: dict[str, bytes]
     """A ``config.json`` that declares how weights are quantized, by its name; empty if none are."""
 
-    def __init__(self, old: Manifest, new: Manifest, rule: Quantize | None, config: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint, new: Manifest, rule: Quantize | None) -> None:
         """
         Args:
-            new: of the tensors that are written, one for each of ``old``, if none was quantized.
-            config: content of the ``config.json`` next to the checkpoint.
+            new: of the tensors that are written, one for each of the checkpoint's, if none was quantized.
 
         Raises:
+            CheckpointError: the configuration next to the checkpoint cannot be read.
             ValueError: there is nothing to quantize, or it is unknown what is to be.
         """
         self.new, self.config, self._weights = new, {}, list[int]()
         if rule is not None:
-            self._weights, section = _weights(old, rule, config)
+            config = config_next_to(checkpoint)
+            self._weights, section = _weights(checkpoint.manifest, new, rule, config)
             self._format, weights = rule.format, set(self._weights)
             self.new = quantized_manifest(new, weights, rule.format)
             self.config = {CONFIG: json.dumps(config | {"quantization_config": section}, indent=2).encode()}
@@ -90,13 +90,16 @@ class Rewrite:
                 scale_offset += scales.nbytes
 
 
-def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Returns the numbers of the tensors that are quantized, ascending, and the configuration that declares them."""
+def _weights(
+    old: Manifest, new: Manifest, rule: Quantize, config: Mapping[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Returns the numbers of the tensors that are quantized, ascending, and the configuration that declares them by their new
+    names."""
     if rule.weights:
         check_not_quantized(old)
         rows = [*enumerate(zip(old.names, old.shapes, old.dtypes, strict=True))]
         if numbers := [i for i, row in rows if rule.selects(*row)]:
-            modules = {i: {module_of(name)} for i, (name, shape, _) in rows if len(shape) > 1}
+            modules = {i: {module_of(new.names[i])} for i, (_, shape, _) in rows if len(shape) > 1}
             return numbers, declare(rule, modules, set(numbers))
         raise ValueError(
             f"no tensor of {old.source} is a matrix in bfloat16, float16 or float32 with a name as in {rule.weights}"
@@ -108,11 +111,12 @@ def _weights(old: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[
             f"cannot tell which weights of {old.source} to quantize: no config.json next to it names a model that can be built "
             f"({error}); pass weights=, regular expressions of their names, to Quantize"
         ) from error
-    regions, section = select_weights(model, collect(model), old, placed, rule)
+    renamed = replace(old, names=new.names)
+    regions, section = select_weights(model, collect(model), renamed, placed, rule)
     return list(regions), section
 
 
-def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -> set[str]:
+def kept_in_converted(checkpoint: Checkpoint, dtype: torch.dtype) -> set[str]:
     """Returns the names of the tensors that the model, which the configuration next to the checkpoint names, keeps in float32.
 
     Raises:
@@ -121,7 +125,7 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
-    config = config_next_to(checkpoint, source)
+    config = config_next_to(checkpoint)
     if not (config.get("architectures") or config.get("_class_name")):
         return set()
     names = checkpoint.manifest.names
@@ -135,13 +139,3 @@ def kept_in_converted(checkpoint: Checkpoint, source: Any, dtype: torch.dtype) -
             f"to {checkpoint.manifest.source} names a model that cannot be built ({error}); install what it needs, or move the "
             "configuration away to cast all tensors"
         ) from error
-
-
-def config_next_to(checkpoint: Checkpoint, source: Any) -> dict[str, Any]:
-    """Returns the content of the ``config.json`` next to a checkpoint; empty if there is none."""
-    if isinstance(checkpoint, DeltaCheckpoint):
-        config: dict[str, Any] = json.loads(checkpoint.config.get(CONFIG, b"{}"))
-        return config
-    if isinstance(source, Checkpoint):
-        source = source.manifest.source if source.manifest.source != STATE_DICT else None
-    return read_config(source)

@@ -19,6 +19,7 @@ from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
 from epload.core.placement import box_slices, contiguous_runs
+from epload.errors import LoadError
 from epload.files import read_regular
 from epload.native import ops
 from epload.ranks.topology import Topology
@@ -103,8 +104,11 @@ def write_checkpoint(
 
         def create() -> NewFolder:
             new = NewFolder(path, hidden, overwrite, lay_out())
-            if is_first:
-                new.create()
+            try:
+                if is_first:
+                    new.create()
+            except OSError as error:
+                raise LoadError(f"cannot make {path}: {error}") from error
             return new
 
         def write_part() -> None:
