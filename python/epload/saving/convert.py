@@ -77,8 +77,7 @@ def convert(
             to quantize, or the folder must not be overwritten.
         LoadError: the folder cannot be written. With a topology, all errors are the same on every rank.
     """
-    began = perf_counter()
-    report = SaveReport(path=str(folder_path(path)))
+    began, report = perf_counter(), SaveReport(path=str(folder_path(path)))
     with ExitStack() as stack:
         if topology is not None:
             call = Call("convert()", topology, object(), threading.current_thread())
@@ -102,9 +101,8 @@ def convert(
         copied, progress = tuple(map(Path, files)), _function_of_bytes(progress)
         planned, activity = Attempt(plan), "convert different checkpoints, or pass different options"
         digest = digest_of(planned.value[-1].encode()) if planned.failure is None else ""
-        topology.control.agree(
-            "opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity)
-        )
+        control = topology.control
+        control.agree("opening the checkpoint", planned.failure, digest, lambda each: check_equal(each, activity))
         checkpoint, rewrite, layout, _ = planned.value
 
         def write(folder: NewFolder, wrote: Wrote) -> None:
