@@ -53,7 +53,7 @@ def coalesced_bcast(
         stream: the stream for all device work. Default: the current stream. Must be None for CPU tensors.
         check: compare ``src``, ``bucket_bytes``, ``algorithm`` and the tensors' shapes and dtypes on all ranks. Ranks that
             disagree would otherwise hang or exchange wrong data. A list that all ranks have agreed on is not compared
-            again, so if one rank later passes another known list, only the timeout detects it.
+            again, so if one rank later passes another list, only the timeout detects it.
 
     Raises:
         TypeError: an item is not a tensor, or is a DTensor. Nothing has moved.
@@ -71,10 +71,15 @@ def coalesced_bcast(
     with nullcontext() if inside else exclusive(call):
         try:
             _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
-        except BaseException:  # the others may be in the broadcast: none is to be paired with this rank's next one
-            topology.control.agreed.clear()
+        except (
+            BaseException
+        ) as error:  # the others may be in the broadcast: none is to be paired with this rank's next one
+            control = topology.control
+            control.agreed.clear()
             if not inside:
                 topology.groups.clear()
+                if check and control.failure is None:
+                    control.fail(error)
             raise
 
 

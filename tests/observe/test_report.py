@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from contextlib import suppress
 from dataclasses import fields
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -156,3 +158,17 @@ def test_progress_in_a_terminal_is_a_bar(caplog: pytest.LogCaptureFixture, capsy
         bar.update(1_000_000)
     assert "epload" in capsys.readouterr().err
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO(), object()], ids=["none", "closed", "an object"])
+def test_progress_without_a_usual_standard_error_is_logged(stderr: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "epload")
+    if isinstance(stderr, io.StringIO):
+        stderr.close()
+    with (
+        mock.patch.object(progress, "_LOG_SECONDS", 0.0),
+        mock.patch("sys.stderr", stderr),
+        Progress(4_000_000, shown=True) as bar,
+    ):
+        bar.update(1_000_000)
+    assert [text.split(",")[0] for text in caplog.messages] == ["25% of 4.0 MB"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from epload.core import threads
 from epload.errors import LoadError
 from epload.ranks import control
 from support import ranks
+from support.checks import all_fine
 from support.failures import raised
 
 TIMEOUT = 3.0
@@ -90,6 +93,72 @@ def test_a_rank_that_has_missed_calls_takes_part_in_the_next(
         assert (coordinator if absent == (0,) else f"{named} did not arrive within 3 s") in of_call[0]
 
 
+def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> list[str]:
+    """Rank 1 misses a call that is not of this loader, which has memory and groups."""
+    topology = epload.Topology.from_nodes(nodes)
+    model, by_kind = calls(topology, folder)
+    sent = torch.zeros(2)
+    with epload.HierarchicalLoader(topology, readers="one", progress=False, timeout=60) as loader:
+        loader.load(model, {"weight": torch.zeros(4, 5), "bias": torch.zeros(4)})
+        epload.coalesced_bcast([sent], 0, topology)
+        if rank == 0:
+            assert "rank 1 did not arrive within 3 s" in raised(by_kind[missed])[1]
+        dist.barrier()
+        problems = []
+        for number in (1.0, 2.0, 3.0):
+            sent.fill_(number + 10 * rank)
+            if missed == "load_state":
+                epload.coalesced_bcast([sent], 0, topology)
+            loader.load(model, {"weight": torch.full((4, 5), number), "bias": torch.zeros(4)})
+            epload.coalesced_bcast([sent], 0, topology)
+            holds = model.weight.unique().tolist(), sent.tolist()
+            problems += [f"{number}: {holds}"] if holds != ([number], [number] * 2) else []
+    return problems
+
+
+@pytest.mark.parametrize("missed", ["load", "save", "load_state"])
+@pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "two nodes"])
+def test_what_ranks_have_made_before_a_call_that_one_has_missed_is_made_again(
+    missed: str, nodes: list[list[int]], tmp_path: Path
+) -> None:
+    all_fine(ranks.run(2, keeps, missed, nodes, tmp_path))
+
+
+def runs_out(rank: int, folder: Path) -> str:
+    """Rank 1 has no memory left, before its call has begun."""
+    _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
+    fault = mock.patch.object(sys.modules["epload.load"], "SingleLoad", side_effect=MemoryError("none is left"))
+    with fault if rank == 1 else nullcontext():
+        text = raised(by_kind["load"])[1]
+    for call in by_kind.values():
+        call()
+    return text
+
+
+def test_an_error_before_the_call_ends_it_on_all(tmp_path: Path) -> None:
+    assert ranks.run(2, runs_out, tmp_path) == ["MemoryError: none is left before the call [rank 1]", "none is left"]
+
+
+def broken(rank: int) -> list[str]:
+    topology, sent = epload.Topology.from_nodes([[0, 1]]), torch.full((3,), float(rank))
+
+    def tensors() -> Iterator[torch.Tensor]:
+        yield sent
+        if rank == 1:
+            raise KeyError("no such layer")
+
+    texts = [raised(lambda: epload.coalesced_bcast(tensors(), 0, topology))[1]]
+    epload.coalesced_bcast([sent], 0, topology)
+    return texts + [f"{sent}"] * (sent.tolist() != [0.0] * 3)
+
+
+def test_a_list_of_tensors_that_cannot_be_read_ends_the_broadcast_on_all() -> None:
+    here, there = ranks.run(2, broken)
+    assert "no such layer" in there[0]
+    assert "rank 1: KeyError: 'no such layer'" in here[0]
+    assert len(here) == len(there) == 1
+
+
 def is_late(rank: int, folder: Path) -> list[str]:
     _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
     by_kind["load"]()
@@ -111,6 +180,7 @@ def test_a_rank_that_is_late_raises_what_the_others_have(tmp_path: Path) -> None
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "readers": ("load", {"readers": "all"}, "ValueError"),
     "timeout": ("load", {"timeout": "4"}, "TypeError"),
+    "infinite timeout": ("load", {"timeout": float("inf")}, "ValueError"),
     "options": ("load", {"options": {}}, "TypeError"),
     "source": ("load_state", {"src": 7}, "ValueError"),
     "timeout of a save": ("save", {"timeout": "4"}, "TypeError"),

@@ -142,9 +142,6 @@ class HierarchicalLoader:
         """
         self.topology.check_group()
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
-            if self._control.missed:  # in which the others have released theirs
-                self._resources.release()
-                self.topology.groups.clear()
             try:
                 with self._control.guard():
                     module, parts = describe_model(model, (*outer_shards, *local_modules))
@@ -154,10 +151,12 @@ class HierarchicalLoader:
                         variant, trace, device, checksums, self._as_pretrained and module is model,  # not Megatron-Core's
                     )  # fmt: skip
                     return self._load(request)
-            finally:
-                if self._control.failure is not None and not self._control.failure.clean:
+            except BaseException:
+                failure = self._control.failure
+                if not self._control.succeeded and (failure is None or not failure.clean):
                     self._resources.release()
                     self.topology.groups.clear()
+                raise
 
     def _load(self, request: Request) -> LoadReport:
         options, topology = self.options, self.topology
@@ -170,9 +169,7 @@ class HierarchicalLoader:
         began = perf_counter()
         if request.trace:
             record_events(topology, report)
-        if self._resources.memory is not None:
-            # All ranks have come through the last round of the load before, and none moves data before all are in this one.
-            self._resources.memory.restart()
+        self._resources.restart()
         try:
             with report.timed("plan"), garbage_collection.paused():
                 load = self._agreement.run(request, report)

@@ -33,6 +33,8 @@ class Resources:
         """Streams of the models' device that the caller gave."""
         self.memory: NodeMemory | None = None
         """Host staging of this rank's node."""
+        self._rejoined = topology.control.rejoined
+        """Its value when the memory was made."""
         self.staging: DeviceStaging | None = None
         """Staging on the device of the last model that was on one."""
         self._own_streams: dict[torch.device, torch.Stream] = {}
@@ -52,6 +54,15 @@ class Resources:
         """Describes the stream for the report."""
         stream = self.stream(device)
         return f"{stream.device} {stream.stream_id}, {'the caller' if self.streams else 'the loader'}'s"
+
+    def restart(self) -> None:
+        """Begins a load. All ranks have come through the last round of the load before, or none has the memory that was used in
+        it, and none moves data before all are in this load."""
+        if self._rejoined != self.topology.control.rejoined:
+            self.release()
+            self._rejoined = self.topology.control.rejoined
+        if self.memory is not None:
+            self.memory.restart()
 
     def reserve_memory(self, nbytes: int) -> NodeMemory:
         """Returns host staging with buffers of at least ``nbytes``. Collective when there is none yet."""

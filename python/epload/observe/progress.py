@@ -15,6 +15,13 @@ _IN_NOTEBOOK = hasattr(tqdm, "status_printer") and tqdm.__mro__[1].__module__ ==
 _logger = logging.getLogger("epload")
 
 
+def _in_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError, OSError):  # it is None, closed, or an object of the caller's
+        return False
+
+
 class Progress(tqdm):  # type: ignore[type-arg]
     """Counts bytes. A context manager, used by one thread.
 
@@ -27,7 +34,7 @@ class Progress(tqdm):  # type: ignore[type-arg]
 
     def __init__(self, total: int, shown: bool) -> None:
         """``shown``: as a bar where standard error is a terminal or in a notebook, else as log records at INFO."""
-        is_bar = shown and (_IN_NOTEBOOK or sys.stderr.isatty())
+        is_bar = shown and (_IN_NOTEBOOK or _in_terminal())
         super().__init__(
             total=total, unit="B", unit_scale=True, desc="epload", leave=False, disable=not is_bar, miniters=1
         )

@@ -33,6 +33,8 @@ _RESUMED = "resumed"
 """Key of the number of the load that ranks have begun after one for which they had waited for a rank in vain."""
 _RESUMED_SECONDS = 10.0
 """Seconds that such a rank then waits for the others to begin another load."""
+_GIVE_UP_SECONDS = 1.0
+"""Less than ranks wait for another one before they give a call up, whatever their timeout."""
 _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -64,11 +66,12 @@ class Control(Rounds):
         """Digests of what all ranks have already found to be equal."""
         self.failure: Failure | None = None
         """The failure with which the present load has ended on all ranks; None if there is none."""
-        self._succeeded = False
+        self.succeeded = False
         """True if this rank has come through the last round of the load."""
         self._numbers = count(1)
-        self.missed = 0
-        """Number of calls before the present one that the other ranks have given up, as this one did not come to them."""
+        self.rejoined = 0
+        """Number of calls in which ranks came together again after one had missed a call. What they made together before that is
+        no longer the same on all."""
         self._ended = time.monotonic()
         """Value of ``time.monotonic()`` when the last load ended."""
         self._looked = 0.0
@@ -91,13 +94,14 @@ class Control(Rounds):
         """
         number = number if number is not None else self.next_load()
         self.timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
-        self.doing, self.progress, self._activities, self.missed = "", 0, {}, 0
-        resumes = self.failure is not None and self.failure.absent and self.rank not in self.failure.absent
+        self.doing, self.progress, self._activities = "", 0, {}
+        absent = self.failure.absent if self.failure is not None else ()
+        self.rejoined += bool(absent)
         if self.store is not None:
             with suppress(RuntimeError):  # the store is lost, which the first round says
-                if time.monotonic() - self._ended > self.timeout.total_seconds() / 2:
+                if time.monotonic() - self._ended > min(self.timeout.total_seconds() / 2, _GIVE_UP_SECONDS):
                     number = self._catch_up(number)
-                if resumes:
+                if absent and self.rank not in absent:
                     self.store.set(_RESUMED, str(number))
         self._start_attempt(number, 0)
         self.clear_before(number)
@@ -135,9 +139,9 @@ class Control(Rounds):
             time.sleep(_POLL_SECONDS)
         if number > first:
             self._numbers = count(number + 1)
-            self.missed = number - first
+            self.rejoined += 1
             logger.warning(
-                "rank %d has missed %d of the other ranks' calls, and joins them again", self.rank, self.missed
+                "rank %d has missed %d of the other ranks' calls, and joins them again", self.rank, number - first
             )
         return number
 
@@ -145,7 +149,7 @@ class Control(Rounds):
         """Rounds start anew, under other keys, in a new load and after a failure."""
         if self.rank == self.coordinator and self.known_failure() is not None:
             self.delete_later(outcome_keys(self.prefix))
-        self.failure, self._succeeded = None, False
+        self.failure, self.succeeded = None, False
         self.at = load, attempt, 1
 
     # ---- activity ----
@@ -226,7 +230,7 @@ class Control(Rounds):
     def _wait_for_failure(self, seconds: float) -> Failure | None:
         """Returns the failure of the present attempt, if one is known or published within some seconds."""
         until = time.monotonic() + seconds
-        while self.store is not None and not self._succeeded:
+        while self.store is not None and not self.succeeded:
             failure = self.known_failure() or self.look()
             if failure is not None or time.monotonic() >= until:
                 return failure
@@ -239,8 +243,8 @@ class Control(Rounds):
         if failure is not None:
             self._start_attempt(self.at[0], self.at[1] + 1)
             self.failure = failure
-        elif self.store is not None and not self._succeeded:
-            self._succeeded = True
+        elif self.store is not None and not self.succeeded:
+            self.succeeded = True
             with suppress(RuntimeError):  # interrupted in the last round, perhaps before it had passed the decision on
                 if (decision := self._read()) is not None:
                     self._pass_on(decision)
@@ -314,7 +318,7 @@ class Control(Rounds):
             except DistNetworkError as lost:
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
             load, attempt, step = self.at
-            self._succeeded, self.at = last, (load, attempt, step + 1)
+            self.succeeded, self.at = last, (load, attempt, step + 1)
             return json.loads(decision)
 
     def exchange(self, what: str, messages: Mapping[int, bytes]) -> dict[int, bytes]:

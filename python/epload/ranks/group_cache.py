@@ -38,6 +38,8 @@ class GroupCache:
         """Groups that this rank is in, by timeout, which a group is given when it is made, and ranks."""
         self._made: set[tuple[timedelta, tuple[Ranks, ...]]] = set()
         """Timeouts and sets of disjoint groups that all ranks of the topology have made."""
+        self._rejoined = 0
+        """``control.rejoined`` when the groups were made."""
         self.count = 0
         """Number of groups that this rank has begun to make; part of the name of the next."""
         self._agreed: tuple[int, int] | None = None
@@ -68,6 +70,9 @@ class GroupCache:
         ``what``: name of the round, for error messages.
         """
         control, timeout = self._control, self._control.timeout
+        if self._rejoined != control.rejoined:
+            self.clear()
+            self._rejoined = control.rejoined
         sets = [groups for groups in disjoint_groups if (timeout, groups) not in self._made]
         if self._backends is None or not sets:
             return

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from epload.core.log import logger
-from epload.errors import CallOrderError, LoadError
+from epload.errors import CallOrderError, LoadError, message_of
 from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
@@ -80,8 +80,8 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
 
 @contextmanager
 def preparing_call(topology: Topology | None) -> Iterator[None]:
-    """A context for what a rank does before :func:`exclusive`. A mistake in its arguments, or an interrupt, ends the call on all:
-    without it, the others would wait for this rank, or pair their call with its next one.
+    """A context for what a rank does before :func:`exclusive`. An error or an interrupt in it ends the call on all: without it,
+    the others would wait for this rank, or pair their call with its next one.
 
     Args:
         topology: the ranks that call; those of the whole job if None.
@@ -94,8 +94,9 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         _refuse_next(topology, error)
         raise
-    except (KeyboardInterrupt, SystemExit):
-        _refuse_next(topology, LoadError("interrupted before the call"))
+    except BaseException as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
+        _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))
         raise
 
 

@@ -177,11 +177,19 @@ _default_lock = threading.Lock()
 
 
 def as_timedelta(timeout: timedelta | float | None) -> timedelta:
-    """Returns a timeout as callers pass it; 30 minutes for None. Raises TypeError if it is of another type."""
+    """Returns a timeout as callers pass it; 30 minutes for None.
+
+    Raises TypeError if it is of another type, ValueError if no timedelta can be as long.
+    """
     if timeout is None:
         return DEFAULT_TIMEOUT
     if isinstance(timeout, timedelta):
         return timeout
     if not isinstance(timeout, int | float):
         raise TypeError(f"expected timeout to be a number of seconds or a timedelta, got {timeout!r}")
-    return timedelta(seconds=timeout)
+    try:
+        return timedelta(seconds=timeout)
+    except (OverflowError, ValueError) as error:  # ValueError: NaN
+        raise ValueError(
+            f"expected timeout to be a number of seconds that a timedelta can have, got {timeout}"
+        ) from error

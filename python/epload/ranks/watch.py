@@ -78,7 +78,7 @@ class Watch:
         try:
             self._watch()
         except Exception as error:
-            if isinstance(error, OSError):
+            if not isinstance(error, RuntimeError):
                 self._fail(self._explain(error))
             elif self._until is None:  # the store is lost, and with it any news of other ranks
                 logger.warning("rank %d can no longer watch over the load: %s", node.rank, message_of(error))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.observe.progress import Progress
+from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import next_group
 from epload.transfer.context import TransferContext
 from epload.transfer.framing import list_buckets
@@ -102,7 +103,7 @@ class DirectRead:
                     if plan.buckets[number].targets:
                         with context.report.timed("read", f"bucket {number}") as span:
                             fill(number, bucket)
-                            span.nbytes = bucket.nbytes
+                            span.nbytes = bucket.nbytes - HEADER_BYTES
                         step = "unpack"
                         self._local.unpack(number, bucket)
             except Exception as error:
