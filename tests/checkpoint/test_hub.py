@@ -10,14 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
+from click.testing import CliRunner
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from epload.checkpoint import hub
 from epload.checkpoint.opening import join_source
+from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.checks import all_fine
@@ -25,6 +28,10 @@ from support.hub_server import COMMIT, TOKEN, HubServer, pointing, serving
 from support.small_model import NODES, meta_net, state_for, wrong
 
 STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+SMALL = Qwen3Config(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+    vocab_size=8,
+)  # fmt: skip
 VARIANT = {"weight": tensor(3, (4, 3)), "bias": tensor(4, (4,))}
 OTHERS = (
     "README.md",
@@ -113,6 +120,23 @@ def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tm
         for source in ("org/name", "hf://org/name", "hf://org/name@v1", f"hf://org/name@{COMMIT}"):
             assert_same(read_all(Checkpoint.open(source)), STATE)
         assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
+
+
+def test_the_content_of_a_file_in_the_cache(model: Path, tmp_path: Path) -> None:
+    """It has the name of its digest."""
+    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
+        Checkpoint.open("org/name").close()
+    (link,) = (tmp_path / "cache").rglob("model.safetensors")
+    assert "." not in link.resolve().name
+    assert_same(read_all(Checkpoint.open(link.resolve())), STATE)
+
+
+def test_plan_builds_the_model_that_the_checkpoint_is_of(model: Path, tmp_path: Path) -> None:
+    Qwen3ForCausalLM(SMALL).save_pretrained(model)
+    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
+        for name in ("org/name", "hf://org/name", "hf://org/name@v1"):
+            result = CliRunner().invoke(main, ["plan", name, "--json"])
+            assert (result.exit_code, json.loads(result.stdout)["fit"]["error"]) == (0, ""), result.output
 
 
 def test_an_open_checkpoint_of_one_file_has_the_config_next_to_it(model: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from epload.checkpoint import hub
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
 from epload.core.attempt import Attempt
@@ -215,9 +216,11 @@ def find_factory(model: str) -> Factory:
     expected = "expected --model to be a folder with a config.json, a Hub id or package.module:function"
     if ":" not in model or "//" in model:
         model = str(Path(model).expanduser()) if model.startswith("~") else model
+        if on_hub := hub.parse(model):
+            return lambda mesh: _parallelize(_model_of(*on_hub), mesh)
         if Path(model).exists() and not (Path(model) / "config.json").is_file():
             raise ValueError(f"{expected}, but {model} has no config.json")
-        if not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+        if not Path(model).exists():
             raise ValueError(f"{expected}, but there is no folder {model}")
         return lambda mesh: _parallelize(_model_of(model), mesh)
     make = _find(model, "--model")
@@ -243,9 +246,9 @@ def find_factory(model: str) -> Factory:
     return factory
 
 
-def _model_of(model: str) -> Any:
+def _model_of(model: str, revision: str = "") -> Any:
     try:
-        return _from_config(model)
+        return _from_config(model, revision)
     except (ImportError, OSError, CheckpointError):
         raise
     except Exception as error:
@@ -254,7 +257,7 @@ def _model_of(model: str) -> Any:
         ) from error
 
 
-def _from_config(model: str) -> Any:
+def _from_config(model: str, revision: str) -> Any:
     local = read_config(model) if Path(model).exists() else {}
     if (kind := diffusers_class(local)) is not None:
         import accelerate  # type: ignore[import-untyped]
@@ -263,7 +266,7 @@ def _from_config(model: str) -> Any:
             return kind.from_config(local)
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model)
+    config = transformers.AutoConfig.from_pretrained(model, revision=revision or None)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     with torch.device("meta"):
         if names:

@@ -331,7 +331,9 @@ class Control(Rounds):
         prefix, sent = f"{self.prefix}message/{what}", list[str]()
         for receiver, message in messages.items():
             sent += put(store, f"{prefix}/{self.rank}/{receiver}", message)
-        self.agree(what, None)
-        self.delete_later(sent)
+        try:
+            self.agree(what, None)
+        finally:
+            self.delete_later(sent)
         keys = {sender: f"{prefix}/{sender}/{self.rank}" for sender in self.ranks if self.rank in messages}
         return {sender: decode(store, key, store.get(key)) for sender, key in keys.items()}
