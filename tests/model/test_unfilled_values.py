@@ -213,3 +213,37 @@ def test_a_buffer_that_is_saved_under_one_of_its_names() -> None:
     epload.load(model, {"saved": torch.arange(3.0)}, progress=False)
     assert torch.equal(model.unsaved, torch.arange(3.0))
     assert model.unsaved is model.saved
+
+
+class KeepsTensor(nn.Module):
+    """Has a tensor that is an attribute only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.scale = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (KeepsTensor, True),
+        (lambda: nn.LSTM(3, 2, 2), False),
+        (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), False),
+        (lambda: nn.utils.weight_norm(nn.Linear(3, 2)), False),
+    ],
+    ids=["attribute", "LSTM", "spectral norm", "weight norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_attributes_that_no_forward_sets_are_warned_of(make: Callable[[], nn.Module], warns: bool) -> None:
+    source = make().eval()
+    with torch.device("meta"):
+        model = make().eval()
+    report = epload.load(model, source.state_dict(), progress=False)
+    assert [text for text in report.warnings if "still on meta" in text] == [
+        text for text in report.warnings if "1 tensor: scale. " in text
+    ]
+    assert bool(report.warnings) == warns
+    if not warns:
+        given = torch.rand(4, 3)
+        assert str(model(given)) == str(source(given))

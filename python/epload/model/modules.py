@@ -38,12 +38,17 @@ class Modules:
             pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 
     def attributes_on_meta(self) -> list[str]:
-        """Returns the paths of plain attributes, neither parameters nor buffers, that are or contain tensors on meta."""
+        """Returns the paths of plain attributes, neither parameters nor buffers, that are or contain tensors on meta.
+
+        Not those that each forward sets: by LSTM and the like, and by hooks such as that of ``torch.nn.utils.weight_norm``.
+        """
         paths = []
         for prefix, module in self.named:
-            for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules") and _is_on_meta(value):
-                    paths.append(prefix + name)
+            of_hooks = {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
+            others = {"_parameters", "_buffers", "_modules", "_flat_weights", *of_hooks}
+            paths += [
+                prefix + name for name, value in vars(module).items() if name not in others and _is_on_meta(value)
+            ]
         return paths
 
     @cached_property
