@@ -21,6 +21,7 @@ from epload.integrations.engine.recording import Recording, record
 from epload.integrations.engine.targets import EngineTargets, covers, storage_of
 from epload.integrations.engine.trace import LoadWeights
 from epload.model.targets import Targets
+from epload.observe.render import list_keys
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
@@ -76,6 +77,10 @@ class EngineModel:
     def recordable(self) -> AbstractContextManager[None]:
         """The model has the tensors that ``load_weights`` fills, perhaps on meta."""
         return nullcontext()
+
+    def filled_as_a_whole(self) -> list[list[str]]:
+        """Returns groups of parameters, each of which a version has to fill as a whole, or none of it."""
+        return []
 
     def begin(self, recording: Recording) -> None:
         """Called before a version is copied in; afterwards the model has the tensors that ``load_weights`` fills. Called again
@@ -137,14 +142,21 @@ class EngineTarget(Target):
 
     def _check(self, tensors: Mapping[str, Tensor], written: Mapping[str, Sequence[Box]]) -> None:
         """Raises ModelMismatch if parameters are left unwritten."""
-        reached = {self._identity.get(name) for name in written}
-        missing = [
-            name
-            for name, identity in self._identity.items()
-            if name in tensors
-            and (name in written or identity not in reached)
-            and not covers(tensors[name].shape, written.get(name, ()))
-        ]
+        reached = {self._identity[name] for name in written if name in self._identity}
+
+        def is_unwritten(name: str) -> bool:
+            is_reached = name not in written and self._identity.get(name) in reached  # by a tied one
+            return name in tensors and not is_reached and not covers(tensors[name].shape, written.get(name, ()))
+
+        groups = [group for group in self._engine.filled_as_a_whole() if not written.keys().isdisjoint(group)]
+        if torn := sorted({name for group in groups for name in group if is_unwritten(name)}):
+            raise ModelMismatch(
+                f"with the tensors that it is given, load_weights leaves {list_keys(torn)} unwritten, in part or as a whole, and "
+                "fills other parameters of the same layers, which the engine processes after loading; send these layers as a "
+                "whole",
+                missing_keys=torn,
+            )
+        missing = list(filter(is_unwritten, self._identity))
         if missing and self._strict and not self.scope.left_out:
             listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(

@@ -49,10 +49,17 @@ class EngineUpdates:
         """The reason why it could not receive the version."""
         self.version: int | None = None
         """Version that was asked for last."""
-        self.partially_updated = False
-        """True if some rank may have weights of two versions. Equal on all ranks."""
+        self._models: frozenset[str] = frozenset()
+        """Names of the models that have the version, in SGLang's terms."""
+        self._torn: frozenset[str] = frozenset()
+        """Names of the models of which some rank may have weights of two versions. Equal on all ranks."""
         self.resumes = True
         """True if generation goes on after the commit, False if it was paused before."""
+
+    @property
+    def partially_updated(self) -> bool:
+        """True if some rank may have weights of two versions. Equal on all ranks."""
+        return bool(self._torn)
 
     @classmethod
     def of(cls, scheduler: Any) -> EngineUpdates:
@@ -75,7 +82,14 @@ class EngineUpdates:
 
         def check() -> None:
             self._check(version, options)
-            runners.extend(runner for _, runner in self._scheduler.weight_updater._select_runners(selector))
+            selected = self._scheduler.weight_updater._select_runners(selector)
+            self._models = frozenset(name for name, _ in selected)
+            if not self._torn <= self._models:
+                raise ValueError(
+                    f"expected a version of {', '.join(sorted(self._torn))}, which may have weights of two versions, got "
+                    f"selector={selector!r}"
+                )
+            runners.extend(runner for _, runner in selected)
             _check_runners(runners)
 
         def receive() -> None:
@@ -134,6 +148,8 @@ class EngineUpdates:
             options = {name: value for name, value in arguments.items() if name not in ("address", "selector")}
             self._receiver = WeightReceiver(SglangModel(models, device), arguments["address"], stage="host", **options)
             self._arguments = arguments
+            if self.partially_updated:  # which the receiver before knew, if there was one
+                self._receiver._mark_partially_updated()
         return self._receiver
 
     def commit(self, wait: float = 60.0) -> None:
@@ -169,9 +185,9 @@ class EngineUpdates:
         except LoadError:
             self._resume()
             raise
-        self._thread, self.partially_updated = None, True
+        self._thread, self._torn = None, self._models
         self._agree("commit", lambda: self._copy(receiver))
-        self.partially_updated = False
+        self._torn = frozenset()
         scheduler.record_weight_version_change(new_version=str(version))
         self._resume()
 
@@ -204,6 +220,8 @@ class EngineUpdates:
         """Copies the version into the models. Raises LoadError if these are now partially updated."""
         try:
             receiver.commit()
+            if receiver.partially_updated:
+                raise LoadError("the version is a part of the weights")
             device = torch.device(self._scheduler.tp_worker.model_runner.device)
             if device.type != "cpu":
                 torch.get_device_module(device.type).synchronize()

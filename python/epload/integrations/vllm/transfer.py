@@ -31,6 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
     _copy_and_restore_kernel_tensors,
+    _get_original_loader,
     _place_kernel_tensors,
     get_layerwise_info,
 )
@@ -244,6 +245,14 @@ class VllmModel(EngineModel):
         }
         return {name: tensor for name, tensor in super().tensors().items() if name not in computed}
 
+    def filled_as_a_whole(self) -> list[list[str]]:
+        """Returns those of each layer that is processed: values that a version leaves as they are would be processed twice."""
+        return [
+            [f"{path}.{name}" for name in get_layerwise_info(layer).restore_metadata[0]]
+            for path, layer in self.model.named_modules(remove_duplicate=False)
+            if _is_processed(layer)
+        ]
+
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = list(weights) if len(self._parts) > 1 else weights  # of which each takes what it has
         with self._context():
@@ -297,11 +306,14 @@ class VllmModel(EngineModel):
     def _put_aside(self, layer: nn.Module) -> None:
         """Opens the layer: keeps the tensors that it computes with, and gives it on meta those that ``load_weights`` fills."""
         info = get_layerwise_info(layer)
-        if layer not in self._open:
+        if info.kernel_tensors is None:  # else it has been open since a failure, perhaps of another receiver
             info.kernel_tensors = get_layer_params_buffers(layer)
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            self._open.add(layer)
+        self._open.add(layer)
         restore_layer_on_meta(layer, info)
+        for tensor in get_layer_tensors(layer).values():
+            if hasattr(tensor, "weight_loader"):  # vLLM's reload leaves its own, which does nothing outside of one
+                tensor.weight_loader = _get_original_loader(tensor)
 
     def _close(self, layer: nn.Module) -> None:
         get_layerwise_info(layer).reset()
