@@ -6,12 +6,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from engine import CONFIGS, differences, make_checkpoint, make_model, make_rank
 
 import epload
+from epload.sync.scope import Scope
 from support.jobs import Job, Meeting, run
 from support.pretrained import fsdp, published
 from support.small_syncs import outcome, sending
@@ -28,9 +30,10 @@ class Scheduler:
 
         cache = SimpleNamespace(_assert_weight_cache_inactive=lambda operation: None)
         runners = [SimpleNamespace(model=model, device="cpu", gpu_id=0, weight_updater=cache) for model in models]
-        roles = {"target": runners[:1], "draft": runners[1:], "all": runners}
+        named = [("draft" if i else "target", runner) for i, runner in enumerate(runners)]
+        roles = {"target": named[:1], "draft": named[1:], "all": named}
         self.weight_updater = SimpleNamespace(
-            _select_runners=lambda selector: [("", runner) for runner in roles[selector]],
+            _select_runners=roles.__getitem__,
             offload_tags=set(),
             _session=None,
         )
@@ -188,6 +191,12 @@ def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     check(text, "rank 1: out of memory; the engine may have weights of two versions, and stays paused" in text)
     scheduler.continue_generation(None)
     check("paused", scheduler.taken() == ["pause retract", "flush"] and scheduler._engine_paused)
+    text = outcome(partial(updates.receive, address, 3, selector="draft"))
+    check(text, "expected a version of target, which may have weights of two versions, got selector='draft'" in text)
+    scope = Scope(left_out=("lm_head.weight",))
+    with mock.patch.object(updates, "_torn_by", None), mock.patch.object(updates._receiver._target, "scope", scope):
+        text = outcome(updates._check_received)
+    check(text, "commit one of all weights" in text)
     updates.receive(address, 3)
     updates.commit(wait=100)
     check("repaired", scheduler.taken() == ["pause retract", "flush", "version 3", "continue"])

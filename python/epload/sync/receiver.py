@@ -133,9 +133,7 @@ class WeightReceiver(Endpoint):
         """Version that has arrived, and that :meth:`commit` applies; None if there is none."""
         self.partially_updated = False
         """True if the target may have weights of two versions: while they are copied in, and if that has failed. The next version
-        that is applied as a whole repairs it, if it has all that may be of two versions."""
-        self._torn: Scope | None = None
-        """What may be of two versions, while something may."""
+        that is applied as a whole repairs it."""
 
     # ---- receiving ----
 
@@ -367,19 +365,11 @@ class WeightReceiver(Endpoint):
 
     def _mark_partially_updated(self) -> None:
         self.version, self.partially_updated = None, True
-        self._torn = self._torn or self._target.scope
 
     def _finish(self, version: int) -> None:
         self._target.finish()
+        self.version, self.partially_updated = version, False
         self._discard()
-        assert self._torn is not None
-        if self._target.scope.covers(self._torn):
-            self.version, self.partially_updated, self._torn = version, False, None
-        else:
-            log.logger.warning(
-                "version %d is a part of the weights, and others may be of two versions, since a version has failed",
-                version,
-            )
 
     def _discard(self) -> None:
         """Drops what has arrived."""

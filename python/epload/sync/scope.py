@@ -35,10 +35,6 @@ class Scope:
     left_out: tuple[str, ...] = ()
     """Names of base weights that are not sent."""
 
-    def covers(self, other: Scope) -> bool:
-        """Returns True if versions of this scope have all that those of the other one have, from one sender or two."""
-        return self == other or (not self.left_out and (self.adapter is None) == (other.adapter is None))
-
     def encode(self, manifest: Manifest) -> bytes:
         """Returns the scope with the manifest of the tensors that are sent."""
         return json.dumps(asdict(self)).encode() + b"\n" + manifest.compact

@@ -53,6 +53,8 @@ class EngineUpdates:
         """Names of the models that have the version, in SGLang's terms."""
         self._torn: frozenset[str] = frozenset()
         """Names of the models of which some rank may have weights of two versions. Equal on all ranks."""
+        self._torn_by: WeightReceiver | None = None
+        """Receiver of the version that could not be copied into them."""
         self.resumes = True
         """True if generation goes on after the commit, False if it was paused before."""
 
@@ -148,8 +150,6 @@ class EngineUpdates:
             options = {name: value for name, value in arguments.items() if name not in ("address", "selector")}
             self._receiver = WeightReceiver(SglangModel(models, device), arguments["address"], stage="host", **options)
             self._arguments = arguments
-            if self.partially_updated:  # which the receiver before knew, if there was one
-                self._receiver._mark_partially_updated()
         return self._receiver
 
     def commit(self, wait: float = 60.0) -> None:
@@ -185,9 +185,9 @@ class EngineUpdates:
         except LoadError:
             self._resume()
             raise
-        self._thread, self._torn = None, self._models
+        self._thread, self._torn, self._torn_by = None, self._models, receiver
         self._agree("commit", lambda: self._copy(receiver))
-        self._torn = frozenset()
+        self._torn, self._torn_by = frozenset(), None
         scheduler.record_weight_version_change(new_version=str(version))
         self._resume()
 
@@ -203,6 +203,11 @@ class EngineUpdates:
     def _check_received(self) -> None:
         if self._failure is not None:
             raise self._failure
+        assert self._receiver is not None
+        if self._torn and self._receiver is not self._torn_by and self._receiver._target.scope.left_out:
+            raise LoadError(
+                "the version is a part of the weights, and others may be of two versions; commit one of all weights"
+            )
 
     def _check_idle(self) -> None:
         if _WEIGHTS in self._scheduler.weight_updater.offload_tags:
@@ -220,8 +225,6 @@ class EngineUpdates:
         """Copies the version into the models. Raises LoadError if these are now partially updated."""
         try:
             receiver.commit()
-            if receiver.partially_updated:
-                raise LoadError("the version is a part of the weights")
             device = torch.device(self._scheduler.tp_worker.model_runner.device)
             if device.type != "cpu":
                 torch.get_device_module(device.type).synchronize()
