@@ -1,4 +1,5 @@
-"""Loads, saves and syncs of a caller whose default device is not CPU, as set by ``torch.set_default_device``."""
+"""Loads, saves and syncs of a caller whose default device is not CPU, as set by ``torch.set_default_device``, and loads of one in
+inference mode."""
 
 from __future__ import annotations
 
@@ -42,14 +43,31 @@ def wrong(found: dict[str, Tensor], number: int, what: str) -> list[str]:
     ]
 
 
-def everything(rank: int, folder: Path, default: str, device: str) -> list[str]:
+def loads(folder: Path, device: str) -> list[str]:
     problems = []
-    torch.set_default_device(default)
     for number, readers in enumerate(["every", "one", "per_node"]):
         for what, source in (("file", folder / f"{number}.safetensors"), ("dict", state(number))):
             model = Model(device)
             epload.load(model, source, readers=readers, progress=False)
             problems += wrong(model.state_dict(), number, f"{readers} from a {what}")
+    return problems
+
+
+def in_inference_mode(rank: int, folder: Path, device: str) -> list[str]:
+    with torch.inference_mode():
+        return loads(folder, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_loads_in_inference_mode(device: str, tmp_path: Path) -> None:
+    for number in range(3):
+        save_file(state(number), tmp_path / f"{number}.safetensors")
+    all_fine(ranks.run(2, in_inference_mode, tmp_path, device, setup=setup))
+
+
+def everything(rank: int, folder: Path, default: str, device: str) -> list[str]:
+    torch.set_default_device(default)
+    problems = loads(folder, device)
     with torch.device("meta"):
         model = Model("meta")
         epload.load(model, folder / "1.safetensors", progress=False)

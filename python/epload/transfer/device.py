@@ -45,10 +45,12 @@ class DeviceStaging:
         self.stream = stream or self.copies
         """Stream of all other work."""
         self.pipe = DevicePipe.of(device, ranks) if ranks > 0 else None
-        self.headers = torch.empty(BUFFERS, per_wave, HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        """Headers of the buckets in each buffer, once they have arrived."""
         buffers = range(BUFFERS if nbytes > 0 else 0)
-        with self.stream:  # so that what was here before is over before a bucket is
+        with self.stream, torch.inference_mode(False):  # so that what was here before is over before a bucket is
+            self.headers = torch.empty(
+                BUFFERS, per_wave, HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+            """Headers of the buckets in each buffer, once they have arrived."""
             self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in buffers]
         self.moved, self.filled, self.used = ([torch.Event(device) for _ in buffers] for _ in range(3))
         """Events of the last move, the last fill and the last use of each buffer."""

@@ -109,10 +109,11 @@ class NodeMemory:
     @classmethod
     def private(cls, rank: int, nbytes: int, shared: bool = False, count: int = BUFFERS) -> NodeMemory:
         """Returns memory for one rank alone; ``shared`` if it is all of its node, and the other nodes share theirs."""
-        memory = torch.empty(_total(1, nbytes, count), dtype=torch.uint8)
-        memory[count * _rounded(nbytes) :] = 0
-        memory[-_TOKEN_BYTES:] = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
-        return cls(memory, nbytes, (rank,), rank, shared, count)
+        with torch.inference_mode(False):  # threads write to it, which are in no such mode
+            memory = torch.empty(_total(1, nbytes, count), dtype=torch.uint8)
+            memory[count * _rounded(nbytes) :] = 0
+            memory[-_TOKEN_BYTES:] = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8)
+            return cls(memory, nbytes, (rank,), rank, shared, count)
 
     @classmethod
     def for_node(
@@ -143,7 +144,8 @@ class NodeMemory:
                 memory.close()
         if not shared or memory is None:
             return cls.private(rank, nbytes, shared, count)
-        return cls(torch.frombuffer(memory, dtype=torch.uint8), nbytes, node, rank, True, count)
+        with torch.inference_mode(False):
+            return cls(torch.frombuffer(memory, dtype=torch.uint8), nbytes, node, rank, True, count)
 
 
 def _announced(views: dict[int, Any]) -> dict[int, Any]:
