@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import epload
 from epload.integrations.engine import load_engine
@@ -90,6 +90,54 @@ def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
 
         with pytest.raises(epload.ModelMismatch, match=r"in part or as a whole \(a\)"):
             load_engine(epload.EngineModel(Loader(load, a=(3,), b=(0,))), tmp_path / "w.safetensors")
+
+
+class Processing(epload.EngineModel):
+    """Processes a and b together."""
+
+    def filled_as_a_whole(self) -> list[list[str]]:
+        return [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    "value", [lambda tensor: tensor, lambda tensor: float(tensor.sum())], ids=["recorded", "not recorded"]
+)
+def test_what_is_processed_together_is_filled_as_a_whole(value: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    def load(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            getattr(model, name).data[:] = value(tensor)
+
+    for names, torn in (("a", "b"), ("c", ""), ("ab", "")):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / "w.safetensors")
+        engine = Processing(Loader(load, a=(2,), b=(2,), c=(2,)))
+        if torn:
+            with pytest.raises(
+                epload.ModelMismatch, match=r"leaves 1 tensor: b unwritten.*send these layers as a whole"
+            ):
+                load_engine(engine, tmp_path / "w.safetensors", strict=False)
+        else:
+            load_engine(engine, tmp_path / "w.safetensors", strict=False)
+
+
+class TiedByMemory(nn.Module):
+    """Has a head whose parameter is another one than the embedding's, with its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = nn.Parameter(self.embedding.weight.data)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_weight_that_is_tied_by_its_memory_is_written_once(tmp_path: Path) -> None:
+    save_file({"embedding.weight": torch.arange(12.0).view(4, 3)}, tmp_path / "m.safetensors")
+    model = TiedByMemory()
+    load_engine(epload.EngineModel(model), tmp_path / "m.safetensors")
+    assert torch.equal(model.head.weight, torch.arange(12.0).view(4, 3))
 
 
 def test_experts_that_move_while_the_engine_runs_are_for_loads_alone(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ class EngineTarget(Target):
         """``strict``: whether a parameter that ``load_weights`` leaves unwritten is an error."""
         self._engine = engine
         self._strict = strict
-        # Equal for parameters that are tied. The engine may take these apart to load them.
+        # Equal for parameters that are tied, perhaps by their memory only. The engine may take these apart to load them.
         parameters = engine.model.named_parameters(remove_duplicate=False)
-        self._identity = {name: id(parameter) for name, parameter in parameters}
+        self._identity = {name: (storage_of(p), p.storage_offset(), p.shape, p.stride()) for name, p in parameters}
         self._filled: dict[str, TensorLayout] = {}
         """Layouts of the tensors that are filled directly."""
         self._full: dict[str, TensorLayout] = {}
