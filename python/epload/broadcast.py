@@ -71,9 +71,8 @@ def coalesced_bcast(
     with nullcontext() if inside else exclusive(call):
         try:
             _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
-        except (
-            BaseException
-        ) as error:  # the others may be in the broadcast: none is to be paired with this rank's next one
+        except BaseException as error:
+            # The others may be in the broadcast: none is to be paired with this rank's next one.
             control = topology.control
             control.agreed.clear()
             if not inside:

@@ -213,9 +213,7 @@ def config_next_to(checkpoint: Checkpoint, name: str = file_sets.CONFIG) -> dict
 
 
 def _format_of(file: StoredFile) -> str:
-    if (
-        "." not in file.name and file.read(8, 1) == b"{"
-    ):  # as where the Hub's cache has the content of model.safetensors
+    if "." not in file.name and file.read(8, 1) == b"{":  # as in the Hub's cache, where names are digests
         return ".safetensors"
     return next(suffix for suffix in FORMATS if file.name.endswith(suffix))
 
