@@ -44,7 +44,7 @@ class Modules:
         """
         paths = []
         for prefix, module in self.named:
-            of_hooks = {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
+            of_hooks = {str(getattr(hook, "name", "")) for hook in module._forward_pre_hooks.values()}
             others = {"_parameters", "_buffers", "_modules", "_flat_weights", *of_hooks}
             paths += [
                 prefix + name for name, value in vars(module).items() if name not in others and _is_on_meta(value)
