@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import epload
+from campaigns.census import judge
+from campaigns.census.classes import auto_classes
 from epload.mapping import Quantize
 from support.pretrained import SIZES, config
 from support.quantized import BF16, FP8, assert_same, fine_grained
@@ -37,6 +39,7 @@ def build(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
     return getattr(transformers, auto).from_config(settings, dtype=BF16)
 
 
+LOOP = "Inkling2LoopForCausalLM"
 QWEN = {"moe_intermediate_size": 32}
 QWEN2_MOE = transformers.Qwen2MoeConfig(
     **SIZES | QWEN | {"shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
@@ -47,6 +50,7 @@ QWEN2_MOE = transformers.Qwen2MoeConfig(
     ("kind", "options"),
     [
         ("qwen3_moe", QWEN),
+        ("qwen3_moe", {"moe_intermediate_size": 8}),  # less than a block: each half of gate and up has a scale
         ("mixtral", {"intermediate_size": 32}),
         ("deepseek_v3", QWEN),
         ("llama", {}),
@@ -63,18 +67,54 @@ def test_a_model_in_fp8_is_saved_as_by_the_library(kind: str, options: dict[str,
     assert_same(ours, theirs)
 
 
-def test_blocks_across_gate_and_up_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("block", "shown"), [((16, 16), "16 x 16"), (None, "60 x 32")])
+def test_blocks_across_gate_and_up_are_refused(block: tuple[int, int] | None, shown: str, tmp_path: Path) -> None:
     model = build("qwen3_moe", moe_intermediate_size=30)
-    model.config.quantization_config = BLOCKS
+    model.config.quantization_config = BLOCKS | {"weight_block_size": block}
     for layer in model.model.layers[1:]:
         experts = layer.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(experts, name)
-            grid = (len(weight), *(-(-length // 16) for length in weight.shape[1:]))
+            grid = (len(weight), *(-(-length // 16) if block else 1 for length in weight.shape[1:]))
             setattr(experts, name, torch.nn.Parameter(weight.to(FP8), requires_grad=False))
             experts.register_parameter(f"{name}_scale_inv", torch.nn.Parameter(torch.ones(grid)))
-    with pytest.raises(epload.ModelMismatch, match="has fp8 blocks of 16 x 16, which reach across the parts of shape"):
+    with pytest.raises(epload.ModelMismatch, match=f"has fp8 blocks of {shown}, which reach across the parts of shape"):
         epload.save(model, tmp_path / "new")
+
+
+def test_scales_without_a_place_are_not_left_out(tmp_path: Path) -> None:
+    """A class of the library whose names for scales do not lead back to the model's."""
+    cls, settings, _ = judge._build(LOOP, auto_classes()[LOOP])
+    cls._from_config(judge.copy_of(settings), dtype=BF16).save_pretrained(tmp_path / "wide")
+    quantization = transformers.FineGrainedFP8Config(weight_block_size=(2, 2), modules_to_not_convert=["lm_head"])
+    with as_on_a_gpu():
+        model = cls.from_pretrained(tmp_path / "wide", dtype=BF16, quantization_config=quantization)
+    with pytest.raises(
+        epload.ModelMismatch, match=r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
+    ):
+        epload.save(model, tmp_path / "new")
+
+
+class OddLinear(torch.nn.Linear):
+    """Is none of the classes that the library replaces."""
+
+
+def test_linear_layers_of_other_classes_stay(tmp_path: Path) -> None:
+    layers = {"plain": torch.nn.Linear(32, 32), "odd": OddLinear(32, 32)}
+    epload.save(torch.nn.ModuleDict(layers).to(BF16), tmp_path / "new", mapping=Quantize(BLOCKS))
+    saved = load_file(tmp_path / "new" / "model.safetensors")
+    assert (saved["plain.weight"].dtype, saved["odd.weight"].dtype) == (FP8, BF16)
+    declared = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert declared["modules_to_not_convert"] == ["odd"]
+
+
+def test_a_name_that_would_exclude_what_is_quantized(tmp_path: Path) -> None:
+    inner = torch.nn.ModuleDict({"aggregate": torch.nn.Linear(32, 32)})
+    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "out": inner}).to(BF16)
+    with pytest.raises(
+        ValueError, match=r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
+    ):
+        epload.save(model, tmp_path / "new", mapping=Quantize(BLOCKS))
 
 
 @pytest.mark.parametrize(

@@ -84,18 +84,23 @@ def checkpoint_form(
     scales = {name: state.pop(name + _SCALES) for name in tensors if name + _SCALES in tensors}
     saved = saved_of(state)
     for weight in {(name.rpartition(".")[2], state[name].shape): name for name in scales}.values():
-        _check_blocks(model, weight, state[weight].shape, saved_of({weight: state[weight]}))
+        _check_blocks(model, weight, state[weight].shape, scales[weight].shape, saved_of({weight: state[weight]}))
     saved |= {name + _SCALES: shape for name, shape in saved_of(scales).items()}  # which are divided as their weights
     return list(saved), list(saved.values())
 
 
-def _check_blocks(model: Any, weight: str, shape: tuple[int, ...], parts: MappingType[str, tuple[int, ...]]) -> None:
-    """Raises ModelMismatch if a weight is divided between two elements that have one scale."""
+def _check_blocks(
+    model: Any, weight: str, shape: tuple[int, ...], scales: tuple[int, ...], parts: MappingType[str, tuple[int, ...]]
+) -> None:
+    """Raises ModelMismatch if a weight is divided between two elements that have one scale. Parts that are smaller than a block
+    may have a scale each."""
     declared = getattr(model.config, "quantization_config", None) or {}
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
-    block = declared.get("weight_block_size") or (1, 1)
+    block = tuple(declared.get("weight_block_size") or shape[-2:])
+    dims = list(zip(shape[-2:], block, (1, 1, *scales)[-2:], strict=True))
     for part in parts.values():
-        if any(own != whole and own % size for own, whole, size in zip(part[-2:], shape[-2:], block, strict=True)):
+        divided = [(own, *dim) for own, dim in zip(part[-2:], dims, strict=True) if own != dim[0]]
+        if any(own % size and own * count != whole for own, whole, size, count in divided):
             raise ModelMismatch(
                 f"{weight} of shape {list(shape)} has fp8 blocks of {' x '.join(map(str, block))}, which reach across the "
                 f"parts of shape {list(part)} that a checkpoint has of it; save or send the weights before they are quantized"

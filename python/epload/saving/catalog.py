@@ -15,7 +15,7 @@ from torch import nn
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
-from epload.core.dtypes import is_wide
+from epload.core.dtypes import FP8, is_wide
 from epload.core.dtypes import name as dtype_name
 from epload.core.placement import row_major_strides
 from epload.core.views import Shape, View
@@ -80,7 +80,7 @@ def catalog(
     placed = place(rules, names, sizes, shapes)
     regions = _distinct_regions(placed, targets, rules)
     _check_covered(regions, targets)
-    if names_from is not None:
+    if names_from is not None or not {*FP8}.isdisjoint(targets.dtypes):
         _check_complete(rules, names, regions, targets, added)
     truncated = _truncated(rules, names)
     used = [i for i, of_tensor in enumerate(regions) if of_tensor]
@@ -178,8 +178,8 @@ def _check_complete(
     ignored = set(ignored_keys(rules, names, missing, ()))
     if missing := [name for name in missing if name not in ignored]:
         raise ModelMismatch(
-            f"names_from= lacks tensors of the model, which would be left out: {list_keys(missing)}; pass a checkpoint of this "
-            "model, or a mapping that has them, or names them in ignore_missing",
+            f"tensors of the model have no place in the checkpoint and would be left out: {list_keys(missing)}; pass as "
+            "names_from= a checkpoint of this model, or a mapping that has them, or names them in ignore_missing",
             missing_keys=missing,
         )
 

@@ -30,6 +30,7 @@ from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.scales import Regions, Scaling
 from epload.mapping.wrappers import unwrap
+from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.ranks.maxima import as_integers, reduce_maxima
 from epload.ranks.topology import Topology
@@ -202,7 +203,14 @@ def declare(rule: Quantize, modules: Mapping[int, Collection[str]], weights: Col
     wide = {module for i, paths in modules.items() for module in paths if i not in weights}
     wide.difference_update(*(modules.get(i, ()) for i in weights))
     listed = list(config.get(key) or config.get("ignored_layers") or ())
-    return config | {key: listed + sorted(module for module in wide if not rule.format.skips(module))}
+    added = sorted(module for module in wide if not rule.format.skips(module))
+    skips = rule.format._replace(skip=tuple(added)).skips
+    if excluded := sorted({module for i in weights for module in modules.get(i, ()) if skips(module)}):
+        raise ValueError(
+            f"{excluded[0]} would be quantized, but {key} also has to list {', '.join(added)}, which excludes it by the end of "
+            "its name, too; list it there, so that it is not quantized"
+        )
+    return config | {key: listed + added}
 
 
 def module_of(name: str) -> str:
@@ -259,7 +267,8 @@ def _linear_targets(
     model: nn.Module, targets: Targets, rule: Quantize, layers: Mapping[int, Collection[str]]
 ) -> set[int]:
     """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
-    configuration excludes, and what transformers keeps in float32."""
+    configuration excludes, what transformers keeps in float32, and layers of other classes than those that it replaces."""
+    kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and not _is_replaced(type(m), rule)}
     in_fp32 = kept_in_fp32(model, targets.index, torch.float16)
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
     head = getattr(next((get() for get in getters if callable(get)), None), "weight", None)
@@ -267,9 +276,17 @@ def _linear_targets(
         number
         for number, paths in layers.items()
         if len(paths) == 1 and targets.tensors[number] is not head and targets.names[number] not in in_fp32
+        if id(targets.tensors[number]) not in kept
         for path in paths
         if not _NOT_QUANTIZED.search(path) and not rule.format.skips(path)
     }
+
+
+def _is_replaced(cls: type, rule: Quantize) -> bool:
+    """Returns True if the library of the configuration computes with quantized weights in place of a subclass of Linear: for
+    transformers, see ``replace_with_fp8_linear``."""
+    before = class_before_fsdp(cls)
+    return rule.format.suffix != "_scale_inv" or before is nn.Linear or "GroupedLinear" in before.__name__
 
 
 def _layers(model: nn.Module, targets: Targets) -> dict[int, set[str]]:
