@@ -192,7 +192,7 @@ def test_names_of_another_checkpoint(tmp_path: Path) -> None:
     model, names = torch.nn.Linear(2, 3), tmp_path / "names.pt"
     torch.save({"weight": torch.zeros(3, 2)}, names)
     with pytest.raises(
-        epload.ModelMismatch, match="lacks tensors of the model, which would be left out: 1 tensor: bias;"
+        epload.ModelMismatch, match="have no place in the checkpoint and would be left out: 1 tensor: bias;"
     ):
         epload.save(model, tmp_path / "new", names_from=names)
     rename = epload.Mapping(renames=(Rename("^weight$", "w"),))

@@ -287,8 +287,8 @@ def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
     if "fsdp" in axes:
         sharded, names = mesh[tuple(axis for axis in axes if axis != "tp")], [n for n, _ in model.named_parameters()]
         kept = left_in_fp32(model, names, model.get_parameter(names[0]).dtype)  # a group of FSDP2 has one dtype
-        routers = [model.get_submodule(path) for path in sorted({name.rpartition(".")[0] for name in kept} - {""})]
-        for module in dict.fromkeys((*routers, *_layers(model), model)):
+        paths = sorted({name.rpartition(".")[0] for name in kept} - {""}, key=len, reverse=True)  # inner modules first
+        for module in dict.fromkeys((*map(model.get_submodule, paths), *_layers(model), model)):
             fully_shard(module, mesh=sharded)
     return model  # type: ignore[no-any-return]
 
