@@ -47,17 +47,26 @@ QWEN2_MOE = transformers.Qwen2MoeConfig(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "block"),
     [
-        ("qwen3_moe", QWEN),
-        ("qwen3_moe", {"moe_intermediate_size": 8}),  # less than a block: each half of gate and up has a scale
-        ("mixtral", {"intermediate_size": 32}),
-        ("deepseek_v3", QWEN),
-        ("llama", {}),
+        ("qwen3_moe", QWEN, (16, 16)),
+        ("qwen3_moe", QWEN, None),
+        ("llama", {}, None),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 8},
+            (16, 16),
+        ),  # less than a block: each half of gate and up has a scale
+        ("mixtral", {"intermediate_size": 32}, (16, 16)),
+        ("deepseek_v3", QWEN, (16, 16)),
+        ("llama", {}, (16, 16)),
     ],
 )
-def test_a_model_in_fp8_is_saved_as_by_the_library(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    epload.save(build(kind, **options), tmp_path / "fp8", mapping=Quantize(BLOCKS))
+def test_a_model_in_fp8_is_saved_as_by_the_library(
+    kind: str, options: dict[str, Any], block: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    rule = Quantize(BLOCKS | {"weight_block_size": block})
+    epload.save(build(kind, **options), tmp_path / "fp8", mapping=rule)
     with as_on_a_gpu():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=BF16)
     model.save_pretrained(tmp_path / "theirs")

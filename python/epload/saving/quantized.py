@@ -177,7 +177,10 @@ def quantized_manifest(manifest: Manifest, weights: Collection[int], format: Fp8
     rows = list[tuple[str, Shape, torch.dtype]]()
     for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
         if i in weights:
-            rows += (name, shape, FP8), (f"{name}{format.suffix}", format.scale_shape(shape), format.scale_dtype)
+            # Transformers concatenates and stacks the scales of experts.
+            is_expert = format.suffix == "_scale_inv" and _EXPERT.search(name) is not None
+            of_scale = format.grid(shape) if is_expert else format.scale_shape(shape)
+            rows += (name, shape, FP8), (f"{name}{format.suffix}", of_scale, format.scale_dtype)
         else:
             rows.append((name, shape, dtype))
     names, shapes, dtypes = zip(*rows, strict=True)
