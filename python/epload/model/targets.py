@@ -257,10 +257,6 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
         raise ModelMismatch(
             f"{name} has no memory: its storage was freed, as by a trainer that has offloaded it; bring it back first"
         )
-    if filled and (tensor.is_conj() or tensor.is_neg()):
-        raise ModelMismatch(
-            f"{name} is a lazy conjugate or negation, which is never written to: resolve_conj().resolve_neg() it first"
-        )
     if filled and not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
         raise ModelMismatch(
             f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
