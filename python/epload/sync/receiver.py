@@ -315,6 +315,7 @@ class WeightReceiver(Endpoint):
         Raises:
             ValueError: no version was received since the last commit.
             LoadError: with ``verify=True``, the target does not hold what has arrived.
+            OutOfMemoryError, or what an engine raises: the target is partially updated. Call ``commit()`` again.
         """
         if self._stage == "none":
             return
