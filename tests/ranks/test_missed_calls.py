@@ -139,6 +139,24 @@ def test_an_error_before_the_call_ends_it_on_all(tmp_path: Path) -> None:
     assert ranks.run(2, runs_out, tmp_path) == ["MemoryError: none is left before the call [rank 1]", "none is left"]
 
 
+def alone(rank: int) -> tuple[str, bool]:
+    """The other rank does not come to the first call, in which ranks find one another."""
+    began, text = time.monotonic(), ""
+    if rank == 0:
+        state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+        text = raised(lambda: epload.load(nn.Linear(2, 2), state, timeout=TIMEOUT, progress=False))[1]
+    seconds = time.monotonic() - began
+    if rank == 1:
+        time.sleep(3 * TIMEOUT)
+    return text, seconds < 3 * TIMEOUT
+
+
+def test_a_call_whose_ranks_do_not_find_one_another_ends_after_its_timeout() -> None:
+    (text, ended), _ = ranks.run(2, alone)
+    assert "rank 1 did not arrive within 3 s" in text
+    assert ended
+
+
 def broken(rank: int) -> list[str]:
     topology, sent = epload.Topology.from_nodes([[0, 1]]), torch.full((3,), float(rank))
 

@@ -94,6 +94,8 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         _refuse_next(topology, error)
         raise
+    except LoadError:  # of a round, such as one that finds the ranks: all of them raise it
+        raise
     except BaseException as error:
         is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
         _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))
