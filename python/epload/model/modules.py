@@ -16,6 +16,8 @@ NamedModule = tuple[str, nn.Module]
 
 _MAX_PATH = 10_000
 """Characters. Only the path of a module that contains itself is longer."""
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights"}
+"""Names of what every module has, tensors of its own included, and of the views that LSTM and the like set in each forward."""
 
 
 class Modules:
@@ -42,14 +44,12 @@ class Modules:
 
         Not those that each forward sets: by LSTM and the like, and by hooks such as that of ``torch.nn.utils.weight_norm``.
         """
-        paths = []
-        for prefix, module in self.named:
-            of_hooks = {str(getattr(hook, "name", "")) for hook in module._forward_pre_hooks.values()}
-            others = {"_parameters", "_buffers", "_modules", "_flat_weights", *of_hooks}
-            paths += [
-                prefix + name for name, value in vars(module).items() if name not in others and _is_on_meta(value)
-            ]
-        return paths
+        return [
+            prefix + name
+            for prefix, module in self.named
+            for name, value in vars(module).items()
+            if name not in _OWN_ATTRIBUTES and _is_on_meta(value) and not _set_by_hook(module, name)
+        ]
 
     @cached_property
     def unique(self) -> list[nn.Module]:
@@ -88,9 +88,13 @@ class Modules:
             dtensor.reshard(module)
 
 
+def _set_by_hook(module: nn.Module, name: str) -> bool:
+    return any(getattr(hook, "name", None) == name for hook in module._forward_pre_hooks.values())
+
+
 def _is_on_meta(value: Any) -> bool:
     """Returns True for a tensor on meta, and for a list, tuple or dict with one."""
-    parts = list(value.values()) if isinstance(value, dict) else value
-    return any(
-        isinstance(part, Tensor) and part.is_meta for part in (parts if isinstance(parts, list | tuple) else [parts])
-    )
+    if isinstance(value, Tensor):
+        return value.is_meta
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(part, Tensor) and part.is_meta for part in parts)
