@@ -128,15 +128,14 @@ class Control(Rounds):
         assert store is not None
         first, until = number, time.monotonic() + _RESUMED_SECONDS
         self._start_attempt(number, 0)
-        while True:
+        while (failure := self.look(store)) is not None and self.rank in failure.absent:
             if (resumed := int(read_if_set(store, _RESUMED) or 0)) > number:
                 number = resumed
                 self._start_attempt(number, 0)  # which may have failed in the same way
-                continue
-            failure = self.look(store)
-            if failure is None or self.rank not in failure.absent or time.monotonic() > until:
+            elif time.monotonic() > until:
                 break
-            time.sleep(_POLL_SECONDS)
+            else:
+                time.sleep(_POLL_SECONDS)
         if number > first:
             self._numbers = count(number + 1)
             self.rejoined += 1
