@@ -21,6 +21,7 @@ def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
     from epload.integrations.vllm import EploadModelLoader, register
 
@@ -42,6 +43,11 @@ def load(rank: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
         poison(model)
         get_model_loader(LoadConfig(load_format="safetensors")).load_weights(model, config.model_config)
         found["wrong"] = [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, loaded[name])]
+        poison(model)
+        config.load_config = LoadConfig(load_format="epload")
+        reload_weights(config, model, None, str(folder), True)
+        reloaded = tensors_of(model)
+        found["wrong"] += [name for name, tensor in loaded.items() if not same_bits(tensor, reloaded[name])]
         model.secondary_weights = ["another"]
         found["error"] = outcome(partial(loader.load_weights, model, config.model_config))
     loader.download_model(config.model_config)

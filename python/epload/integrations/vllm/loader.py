@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+from contextlib import closing
+
+from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader, _has_online_quant
 
-from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.base import Checkpoint, read_tensor
+from epload.errors import CheckpointError
 from epload.integrations.engine import EngineModel
 from epload.integrations.engine.model_loader import LoaderOptions, source_of, unsupported_weights
 
@@ -29,14 +33,27 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
         Checkpoint.open(_source(model_config)).close()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        if reason := unsupported_weights(model):
-            raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
+        _check(model)
         if _has_online_quant(model):
             raise ValueError(
                 "--load-format epload does not quantize weights while it loads them; use --load-format auto, or a checkpoint "
                 "that is quantized"
             )
         self._options.load(EngineModel(model), _source(model_config), model_config.quantization is not None)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yields each tensor of the checkpoint in full, for vLLM's ``reload_weights``."""
+        _check(model)
+        with closing(Checkpoint.open(_source(model_config))) as checkpoint:
+            for number, name in enumerate(checkpoint.manifest.names):
+                yield name, read_tensor(checkpoint, number)
+            if changed := checkpoint.changed():
+                raise CheckpointError(f"{changed} while it was loaded; the model may be partly overwritten")
+
+
+def _check(model: nn.Module) -> None:
+    if reason := unsupported_weights(model):
+        raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
 
 
 def _source(model_config: ModelConfig) -> str:
