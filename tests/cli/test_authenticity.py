@@ -123,6 +123,9 @@ def test_signatures(change: Callable[[Path], None] | None, folder: Path, tmp_pat
         assert (status, "is no signature of" in errors) == (1, True)
     status, _, errors = run(*words, str(other))
     assert (status, "is no signature of" in errors) == (1, True)
+    (folder / "epload-delta.json").touch()
+    status, _, errors = run(*words, str(public))
+    assert (status, "which its signature does not cover" in errors) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -178,3 +179,18 @@ def test_what_is_quantized_already_is_not_declared_otherwise(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"expected no tensor with the name .* there is a\.weight_scale_inv"):
         epload.convert(tmp_path / "taken.safetensors", tmp_path / "new", quantize=Quantize(BLOCKS, weights=("^a",)))
     assert not (tmp_path / "new").exists()
+
+
+def test_what_peft_trains_as_a_copy_is_quantized_as_the_module_itself(tmp_path: Path) -> None:
+    model, copies = build("qwen2_moe"), ["shared_expert_gate", "k_proj"]
+    epload.save(model, tmp_path / "base", mapping=Quantize(BLOCKS))
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=copies)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted.merge_adapter()
+    epload.save(adapted, tmp_path / "adapted", mapping=Quantize(BLOCKS))
+    base, saved = (
+        [load_file(tmp_path / name / "model.safetensors"), (tmp_path / name / "config.json").read_text()]
+        for name in ("base", "adapted")
+    )
+    assert_same(saved[0], base[0])
+    assert saved[1] == base[1]

@@ -355,3 +355,33 @@ def test_ranks_of_a_sender_go_on_together_after_trouble_of_one(kind: str) -> Non
         assert all(seconds < 10 for _, seconds, _ in of_rank), of_rank
     if kind == "copy":
         assert "the next version is sent in full: the copy of this one has failed" in sent[1][1][2][0]
+
+
+def sender_of_three(rank: int, meeting: Meeting) -> list[str]:
+    model, errors = build("plain", 1), []
+    with sending(meeting, model) as sender:
+        for version in (1, 2, 3):
+            write(model, version)
+            try:
+                sender.send_weights(version)
+            except epload.LoadError as error:
+                errors.append(f"{version}: {error}")
+    return errors
+
+
+def receiver_that_frees_its_model(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with receiving(meeting, model, stage="none") as receiver:
+        take(receiver)
+        model.to("meta")
+        with pytest.raises(epload.LoadError, match="is on meta; give the model storage first"):
+            take(receiver)
+        model.to_empty(device="cpu")
+        take(receiver)
+        check(model, 3)
+
+
+def test_a_receiver_without_storage_is_no_mistake_of_the_sender() -> None:
+    (errors,), _ = run([Job(1, sender_of_three), Job(1, receiver_that_frees_its_model)])
+    assert len(errors) == 1
+    assert "2: " in errors[0] and "is on meta" in errors[0]

@@ -107,12 +107,15 @@ def make_sharded() -> nn.Module:
     return fully_shard(make_pretrained())
 
 
-def receive_fused(rank: int, meeting: Meeting) -> None:
+def make_engine() -> nn.Module:
     """An engine of the library, whose experts and their scales are fused. They arrive one by one."""
     settings = transformers.FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=["lm_head"])
-    model = replace_with_fp8_linear(
-        make_pretrained(), modules_to_not_convert=["lm_head"], quantization_config=settings
-    ).to_empty(device="cpu")
+    model = replace_with_fp8_linear(make_pretrained(), modules_to_not_convert=["lm_head"], quantization_config=settings)
+    return model.to_empty(device="cpu")
+
+
+def receive_fused(rank: int, meeting: Meeting) -> None:
+    model = make_engine()
     with pytest.raises(ValueError, match="expected mapping= without Quantize on a receiver"):
         epload.WeightReceiver(model, meeting.hear("address"), mapping=Quantize())
     with receiving(meeting, model) as receiver:
@@ -127,6 +130,29 @@ def receive_fused(rank: int, meeting: Meeting) -> None:
 def test_a_model_of_transformers_receives_fused_experts() -> None:
     sender = partial(send_model, mapping=Quantize(BLOCKS))
     run([Job(2, sender, (make_sharded,)), Job(1, receive_fused)])
+
+
+def is_of_first_layer(name: str) -> bool:
+    return "layers.0." in name
+
+
+def receive_part(rank: int, meeting: Meeting) -> None:
+    model = make_engine()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with receiving(meeting, model) as receiver:
+        take(receiver)
+    wanted = dict(make_pretrained().state_dict())
+    for name, tensor in before.items():
+        if tensor.dtype == FP8:
+            wanted |= reference(name, wanted[name], BLOCKS)
+    assert_same(
+        dict(model.state_dict()), {name: (wanted if is_of_first_layer(name) else before)[name] for name in wanted}
+    )
+
+
+def test_a_part_of_the_weights_with_their_scales() -> None:
+    sender = partial(send_model, mapping=Quantize(BLOCKS), only=is_of_first_layer)
+    run([Job(2, sender, (make_sharded,)), Job(1, receive_part)])
 
 
 def test_engines_receive_fp8_weights_and_scales() -> None:

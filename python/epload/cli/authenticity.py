@@ -9,6 +9,7 @@ import click
 
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.checksums import Checksums
+from epload.checkpoint.file_sets import DELTA
 from epload.checkpoint.local_store import LocalStore
 from epload.errors import CheckpointError
 from epload.loading.checked_files import check_parts
@@ -54,6 +55,11 @@ def verify_signature(
     if (public_key is None) == (identity is None) or (identity is None) != (provider is None):
         raise click.BadParameter(
             "expected --public-key, or --identity and --identity-provider with it", param_hint="--signature"
+        )
+    if (path / DELTA).exists():
+        raise CheckpointError(
+            f"{folder} has only what has changed since another checkpoint, which its signature does not cover; convert it to a "
+            "whole one, and sign that"
         )
     try:
         verifying = import_module("model_signing.verifying")

@@ -29,7 +29,7 @@ from epload.mapping.place import Place
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
 from epload.mapping.scales import Regions, Scaling
-from epload.mapping.wrappers import unwrap
+from epload.mapping.wrappers import TRAINED_COPY, unwrap
 from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
 from epload.ranks.maxima import as_integers, reduce_maxima
@@ -297,7 +297,7 @@ def _layers(model: nn.Module, targets: Targets) -> dict[int, set[str]]:
     wrappers; a tied weight has several."""
     number_of = {id(tensor): number for number, tensor in enumerate(targets.tensors)}  # hooks may change names
     linear = {number_of.get(id(module.weight)) for module in model.modules() if isinstance(module, nn.Linear)}
-    aliases, layers = unwrap(model, targets.index)[1], dict[int, set[str]]()
+    aliases, layers = (*unwrap(model, targets.index)[1], TRAINED_COPY), dict[int, set[str]]()
     for name, bare in zip(targets.index, apply_renames(aliases, targets.index), strict=True):
         number, path = targets.index[name], bare.rpartition(".")[0]
         is_stack = path.endswith("experts") and targets.tensors[number].ndim == 3

@@ -223,7 +223,7 @@ class Generation:
                 with self.control.load(self._timeout):
                     with report.timed("plan"):
                         usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
-                        nodes = self._get_ready(tensors, failure or usable.failure, base, report)
+                        nodes = self._get_ready(tensors, _for_both_jobs(failure or usable.failure), base, report)
                     if not nodes or not self._compare(nodes, tensors, base, report):
                         nodes = frozenset()
                     in_full = frozenset(range(len(self.members.nodes))) - nodes
@@ -400,6 +400,11 @@ class Generation:
                 route.groups.clear()
         self.control.processes.close()
         del self._changes  # which refers to this generation
+
+
+def _for_both_jobs(failure: Exception | None) -> Exception | None:
+    """Returns an error that says to the other job, too, that the version has failed, and not that its own call was wrong."""
+    return LoadError(str(failure)) if isinstance(failure, ValueError | TypeError) else failure
 
 
 def _check_views(members: Members, views: dict[int, tuple[int, str, str, str]]) -> tuple[dict[int, str], list[int]]:

@@ -218,6 +218,8 @@ class SentModel:
         names, shapes = tuple(compress(manifest.names, sent)), tuple(compress(manifest.shapes, sent))
         selected = Manifest(names, shapes, tuple(compress(manifest.dtypes, sent)), "the model")
         left_out = tuple(compress(manifest.names, map(not_, sent)))
+        if self._rule is not None:
+            left_out += tuple(f"{name}{self._rule.format.suffix}" for name in left_out)
         return selected, list(compress(placed, sent)), Scope(None, part[1], left_out)
 
     @property
