@@ -13,7 +13,7 @@ from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
 from epload.transfer.context import TransferContext
-from epload.transfer.engine import run_transfer, through_memory
+from epload.transfer.engine import through_memory
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import NodeMemory
 from epload.transfer.sinks import Sink
@@ -86,5 +86,5 @@ class HostRoute:
         waves = context.plan.waves
         engine = through_memory(context, memory, waves, sink, routes, chunk_bytes)
         memory.waves_before += len(waves)
-        with Progress(context.plan.nbytes, show_progress) as bar:
-            run_transfer(engine, self._control, self.groups, bar)
+        with Progress(context.plan.nbytes, show_progress) as bar, self._control.stopping(engine.fail, self.groups.fail):
+            engine.run(bar)

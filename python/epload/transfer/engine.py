@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 from epload.errors import LoadError
 from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
-from epload.ranks.group_cache import GroupCache
 from epload.transfer import pipeline
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
@@ -175,16 +173,6 @@ class Engine:
             self._ring.verify(wave, check)
 
 
-class Transfer(Protocol):
-    """Fills this rank's tensors, and passes on what other ranks need."""
-
-    def run(self, bar: Progress) -> None:
-        """``bar`` counts bytes. Raises LoadError."""
-
-    def fail(self) -> None:
-        """Wakes all waits: another rank cannot go on. Thread-safe."""
-
-
 def through_memory(
     context: TransferContext,
     memory: NodeMemory,
@@ -212,9 +200,3 @@ def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
     """Returns the time that a message may take, in a transfer of these waves."""
     largest = max((wave.nbytes for wave in waves), default=0)
     return control.timeout + timedelta(seconds=largest / SLOWEST)
-
-
-def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
-    """Runs a transfer until it is done or a rank fails; raises as the transfer's own ``run``. ``groups``: those that it uses."""
-    with control.stopping(transfer.fail, groups.fail):
-        transfer.run(bar)
