@@ -16,13 +16,12 @@ from epload.planning.waves import Wave
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
-from epload.transfer.context import TransferContext
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.engine import Engine, message_timeout
 from epload.transfer.movers import broadcast
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 MAX_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""

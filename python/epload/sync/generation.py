@@ -29,8 +29,8 @@ from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import HostRoute, LocalBuckets
-from epload.transfer.context import TransferContext
+from epload.sync.transfer import HostRoute, StagedBuckets
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -345,8 +345,9 @@ class Generation:
             report.version,
             ends_in_order=False,
         )
-        staged = self.node_version.buckets if route.device is not None and self.node_version is not None else {}
-        sink = LocalBuckets(None if self._sends else shards, staged, context.verify if verify else None)
+        sink = Sink() if self._sends or shards is None else shards
+        if route.device is not None and self.node_version is not None:
+            sink = StagedBuckets(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
     def _shards(

@@ -17,13 +17,12 @@ from epload.planning.buckets import HEADER_BYTES
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
 from epload.transfer import pipeline
-from epload.transfer.context import TransferContext
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.framing import list_buckets
 from epload.transfer.host_ring import HostRing
 from epload.transfer.movers import SLOWEST, Mover, Routes, relay
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 Step = Callable[[Wave], bool]
 """Takes the next wave; False if it was the last."""
