@@ -128,4 +128,4 @@ def save_async(
 def wait_for_pending() -> None:
     """Waits until a save in the background has ended, whatever its outcome."""
     if (pending := _pending) is not None:
-        pending._thread.join()
+        pending._saving.exception()

@@ -9,7 +9,6 @@ import torch
 
 from epload.core import dtypes
 from epload.core.copy_table import CopyTable
-from epload.sync.transfer import LocalBuckets
 from epload.transfer.shards import Shards
 from support import fakedev, ranks
 from support.accelerator import DEVICE
@@ -45,7 +44,7 @@ def failed(rank: int) -> list[str]:
     threading.Timer(0.2, fakedev.release, [stream]).start()
 
     def fail() -> None:
-        with LocalBuckets(shards).entered():
+        with shards.entered():
             shards.unpack(0, bucket)
             raise ZeroDivisionError
 

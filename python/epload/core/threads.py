@@ -7,10 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from typing import TypeVar
 
 from epload.errors import LoadError
 
+T = TypeVar("T")
 _EXIT_SECONDS = 5.0
 """Maximum seconds that process exit waits for threads that are still running, as some are after a failed load."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -35,6 +38,21 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+def call(name: str, function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a thread, as :func:`start`. Callers wait for the future: up to Python 3.12, a thread whose join was
+    interrupted counts as ended although it runs."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    start(name, run)
+    return future
+
+
 def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
     """Runs steps on up to ``count`` threads, this one among them. Once one has failed, no other is begun.
 
@@ -55,18 +73,16 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
             except Exception as error:
                 failures[number] = error
 
-    helpers = []
+    helpers: list[Future[None]] = []
     try:
         with suppress(LoadError):  # those that could be started do the work
             for _ in range(min(count, len(steps)) - 1):
-                helpers.append(start(name, work))
+                helpers.append(call(name, work))
         work()
-        for helper in helpers:
-            helper.join()
+        wait(helpers)
     except BaseException as interrupt:
         failures[-1] = interrupt
-        for helper in helpers:
-            helper.join()
+        wait(helpers)
         raise
     if failures:
         raise failures[min(failures)]

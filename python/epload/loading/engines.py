@@ -16,8 +16,7 @@ from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.direct_read import DirectRead
-from epload.transfer.engine import Engine, Transfer, through_memory
-from epload.transfer.filling import filler
+from epload.transfer.engine import Engine, filler, through_memory
 from epload.transfer.local import Local
 from epload.transfer.movers import collective
 from epload.transfer.received import ReceivedCheckpoint, Receiving
@@ -30,7 +29,7 @@ def make_engine(
     local: Local,
     resources: Resources,
     report: LoadReport,
-) -> Transfer:
+) -> Engine | DirectRead | Receiving:
     """Returns what fills this rank's tensors, and passes on what other ranks need.
 
     Args:

@@ -23,7 +23,6 @@ from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
 from epload.report import LoadReport
-from epload.transfer.engine import run_transfer
 from epload.transfer.local import Local
 from epload.verify.digests import digest_shards, verify_digests
 
@@ -60,7 +59,9 @@ def _run(resources: Resources, request: Request, load: AgreedLoad, report: LoadR
         report.reason = "; ".join(filter(None, (load.reason, note)))
         if topology.rank == topology.ranks[0]:
             logger.info("readers=%s%s", load.readers, f" ({report.reason})" if report.reason else "")
-        run_transfer(make_engine(load, flow, routes, local, resources, report), control, topology.groups, bar)
+        engine = make_engine(load, flow, routes, local, resources, report)
+        with control.stopping(engine.fail, topology.groups.fail):
+            engine.run(bar)
         if resources.options.verify and not load.verified:
             with report.timed("verify"):
                 _prove(control, load, topology.ranks if load.all_read else flow.turns, local)

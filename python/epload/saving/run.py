@@ -104,14 +104,15 @@ class PendingSave:
         with preparing_call(self._topology):
             self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
 
-        def run() -> None:
-            self._outcome = Attempt(self._run)
-            if self._outcome.failure is not None:  # which nobody may wait for
-                log.logger.warning("the save to %s failed: %s", self._path, self._outcome.failure)
+        def run() -> SaveReport:
+            outcome = Attempt(self._run)
+            if outcome.failure is not None:  # which nobody may wait for
+                log.logger.warning("the save to %s failed: %s", self._path, outcome.failure)
             del self._model, self._base  # which are much memory
+            return outcome.value
 
         try:
-            self._thread = threads.start("epload-save", run)
+            self._saving = threads.call("epload-save", run)
         except Exception as error:
             self._model.failure = error
             self._run()  # on all ranks, where it raises this
@@ -119,7 +120,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Returns True if it has ended, so that :meth:`wait` returns at once."""
-        return not self._thread.is_alive()
+        return self._saving.done()
 
     def wait(self) -> SaveReport:
         """Waits until it has ended.
@@ -127,8 +128,7 @@ class PendingSave:
         Raises:
             LoadError, ValueError, TypeError: as :func:`epload.save`.
         """
-        self._thread.join()
-        return self._outcome.value
+        return self._saving.result()
 
     def _run(self) -> SaveReport:
         """Saves the model. Collective.

@@ -17,8 +17,8 @@ from epload.planning.buckets import HEADER_BYTES
 from epload.planning.changes import ChangesPlan
 from epload.ranks.control import Control
 from epload.sync.node_version import NodeVersion
+from epload.transfer.context import Sink
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 _POLL_SECONDS = 0.5
 

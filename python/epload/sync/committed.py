@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from epload.core import threads
-from epload.core.attempt import Attempt
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan
 from epload.sync.comparison import DENSE, Comparison
@@ -32,7 +31,7 @@ class CommittedTensors:
         """Number of versions since the last that was sent in full."""
         self.comparison: Comparison | None = None
         """Comparison of the version that is being sent, if receivers get its changes."""
-        self._copying: tuple[threading.Thread, list[Attempt[None]]] | None = None
+        self._copying: Future[None] | None = None
 
     def reserve(self, tensors: Sequence[Tensor]) -> None:
         """Allocates memory for the copy of tensors, unless there is some."""
@@ -71,17 +70,13 @@ class CommittedTensors:
     def copy_meanwhile(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors on CPU in a thread, until :meth:`finish`."""
         self.key = ""
-        outcomes: list[Attempt[None]] = []
-        thread = threads.start("epload-copy", lambda: outcomes.append(Attempt(lambda: self.copy(tensors))))
-        self._copying = thread, outcomes
+        self._copying = threads.call("epload-copy", lambda: self.copy(tensors))
 
     def finish(self) -> bool:
         """Waits for the thread. Returns False if there was none, or it could not copy them."""
-        if self._copying is None:
-            return False
-        (thread, outcomes), self._copying = self._copying, None
-        thread.join()
-        return outcomes[0].failure is None
+        copied = self._copying is not None and self._copying.exception() is None
+        self._copying = None
+        return copied
 
     def commit(self, key: str, in_full: bool) -> None:
         """Says that the version was committed: makes the copy what the receivers have.

@@ -16,13 +16,12 @@ from epload.planning.waves import Wave
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
-from epload.transfer.context import TransferContext
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
-from epload.transfer.engine import Engine, message_timeout, run_transfer
+from epload.transfer.engine import Engine, message_timeout
 from epload.transfer.movers import broadcast
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 MAX_GROUPS = 12
 """Communicators of a rank. Each takes memory of the device, with HCCL 400 MB by default."""
@@ -134,8 +133,9 @@ class DeviceRoute:
             seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
         )  # fmt: skip
         engine = Engine(context, self._waves, self._ring, self.move if self._waves else None, sink)
-        with self._staging.entered(), Progress(self._plan.nbytes, show_progress) as bar:
-            run_transfer(engine, self._control, self.groups, bar)
+        stopping = self._control.stopping(engine.fail, self.groups.fail)
+        with self._staging.entered(), Progress(self._plan.nbytes, show_progress) as bar, stopping:
+            engine.run(bar)
 
     def move(self, wave: Wave) -> None:
         """See :data:`~epload.transfer.movers.Mover`. What enters from senders has a stream of its own, so that it may come while

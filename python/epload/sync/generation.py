@@ -29,8 +29,8 @@ from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import HostRoute, LocalBuckets
-from epload.transfer.context import TransferContext
+from epload.sync.transfer import HostRoute, StagedBuckets
+from epload.transfer.context import Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -102,7 +102,6 @@ class Generation:
             self._declared = manifest.dtypes
             with self.control.load(timeout), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
-                self._node = next((i for i, node in enumerate(self.members.nodes) if rank in node), -1)
                 self._changes = ChangesRoute(
                     self.members, self.control, number, message.verify, self._through_host, self._share
                 )
@@ -111,7 +110,7 @@ class Generation:
                     store, self.control, number, self.members, self._messages, manifest, holdings, base
                 )
                 if self.plan.pulls is not None or self.plan.landing is not None:
-                    node = self.members.nodes[self._node]
+                    node = self.members.nodes[self.plan.node]
                     self.device = torch.device(self._own.access.device)
                     self.puller = Puller(self.plan, lenders, self.device, node.index(rank), len(node))
                 if self.plan.node_sets:
@@ -224,14 +223,16 @@ class Generation:
                     with report.timed("plan"):
                         usable = Attempt(lambda: self._shards(self.plan, tensors) if tensors is not None else None)
                         nodes = self._get_ready(tensors, _for_both_jobs(failure or usable.failure), base, report)
-                    if not nodes or not self._compare(nodes, tensors, base, report):
-                        nodes = frozenset()
+                    if nodes:
+                        plan, own = self._toward(nodes), tensors or []
+                        if not self._changes.compare(plan, nodes, lambda: self._shards(plan, own), base, report):
+                            nodes = frozenset()
                     in_full = frozenset(range(len(self.members.nodes))) - nodes
                     tensors = begins(bool(in_full)) or tensors
                     self._prepare_memory(in_full)
                     with self._pulled(tensors or [], report):
                         if nodes:
-                            ranks = self.members.nodes[self._node] if self._node in nodes else ()
+                            ranks = self.members.nodes[self.plan.node] if self.plan.node in nodes else ()
                             self._changes.move(self.node_version if ranks else None, ranks, report)
                         if self.route is not None and in_full:
                             self._move(in_full, tensors, report, show_progress, check)
@@ -263,7 +264,7 @@ class Generation:
             obstacle = base.obstacle(self._own.verify)
             key = "" if obstacle else base.key
         elif (version := self.node_version) is not None and version.is_base_of(
-            self.plan, self.number, len(self.members.nodes[self._node])
+            self.plan, self.number, len(self.members.nodes[self.plan.node])
         ):
             key, token = version.key, version.memory.token
         view = [report.version, digest, key, token]
@@ -285,7 +286,7 @@ class Generation:
         """Makes memory for a version that some nodes receive in full."""
         route = self._route(in_full)
         self._reserve(in_full, all_nodes=isinstance(route, HostRoute) and bool(in_full))
-        if self._own.stages and self._node in in_full:
+        if self._own.stages and self.plan.node in in_full:
             assert self._memory is not None
             plan = self._toward(in_full)
             self.node_version = NodeVersion(
@@ -308,7 +309,7 @@ class Generation:
         if self.puller is None:
             return nullcontext()
         buckets: dict[int, Tensor] = {}
-        if self.puller.lands:
+        if self.plan.landing is not None:
             assert self.node_version is not None
             self.node_version.key = ""
             buckets = self.node_version.landed
@@ -345,8 +346,9 @@ class Generation:
             report.version,
             ends_in_order=False,
         )
-        staged = self.node_version.buckets if route.device is not None and self.node_version is not None else {}
-        sink = LocalBuckets(None if self._sends else shards, staged, context.verify if verify else None)
+        sink = Sink() if self._sends or shards is None else shards
+        if route.device is not None and self.node_version is not None:
+            sink = StagedBuckets(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
     def _shards(
@@ -360,13 +362,6 @@ class Generation:
         shards = Shards(plan, tensors, self._own.verify, f"rank {rank}", ranks, on_device)
         self._pipe = shards.pipe or self._pipe
         return shards
-
-    def _compare(
-        self, nodes: frozenset[int], tensors: list[Tensor] | None, base: CommittedTensors | None, report: SyncReport
-    ) -> bool:
-        """See :meth:`ChangesRoute.compare`."""
-        plan = self._toward(nodes)
-        return self._changes.compare(plan, nodes, lambda: self._shards(plan, tensors or []), base, report)
 
     def _close_after_failure(self, version: int) -> None:
         """Receivers say that they have closed the memory of senders; these wait for them, so that a caller that catches the error

@@ -77,11 +77,9 @@ class NodeVersion:
         """Copies the version into this rank's tensors."""
         for plan, buckets in self._parts():
             shards = Shards(plan, tensors, self._verify, self._who, len(self.memory.ranks))
-            try:
+            with shards.entered():
                 for number, bucket in buckets.items():
                     shards.unpack(number, bucket)
-            finally:
-                shards.finish()
 
     # ---- as the base of the next version ----
 

@@ -139,11 +139,6 @@ class Puller:
         """The device's, for the next version."""
 
     @property
-    def lands(self) -> bool:
-        """True if versions come into the node's memory."""
-        return self._landing is not None
-
-    @property
     def rejected(self) -> bool:
         """True if memory could not be opened."""
         return any(memory.rejected for memory in self._memory.values())

@@ -48,23 +48,6 @@ class Scope:
         return cls(fields["adapter"], fields["adapters"], tuple(fields["left_out"])), manifest
 
 
-def check_selection(only: Selection, named: bool) -> None:
-    """Checks the argument ``only`` of a sender.
-
-    Args:
-        named: True if a mapping or a checkpoint says under which names tensors are sent.
-
-    Raises:
-        TypeError, ValueError: it is no selection, or its tensors have names of their own.
-    """
-    if only is not None and only != ADAPTER and not callable(only):
-        raise TypeError(f"expected only to be a function of a name, {ADAPTER!r} or None, got {only!r}")
-    if only == ADAPTER and named:
-        raise ValueError(
-            "expected no mapping= and no names_from= with only='adapter', whose tensors are sent under PEFT's names"
-        )
-
-
 def check_not_merged(base: nn.Module) -> None:
     """Raises ModelMismatch if engines would apply an adapter that is sent alone twice."""
     if base in merged_bases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -139,7 +140,7 @@ class WeightSender(Endpoint):
         self._unacknowledged = 0
         """Receivers of the last version that has started; each says when it knows how that has ended."""
         self._version: int | None = None
-        self._sending: tuple[threading.Thread, list[Attempt[SyncReport]]] | None = None
+        self._sending: futures.Future[SyncReport] | None = None
         self._token = token
         self._served: ServedStore | None = None
         self._store, port = self._open_store(host, port)
@@ -206,7 +207,6 @@ class WeightSender(Endpoint):
         ):  # the thread has other current streams than the caller
             for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
                 torch.accelerator.current_stream(device).synchronize()
-        outcomes: list[Attempt[SyncReport]] = []
         may_change, interrupted = threading.Event(), threading.Event()
 
         def copied() -> None:
@@ -214,11 +214,8 @@ class WeightSender(Endpoint):
                 raise LoadError("interrupted before the weights were copied")
             may_change.set()
 
-        def send() -> None:
-            outcomes.append(Attempt(lambda: self._send(report, began, failure, copied)))
-            may_change.set()
-
-        self._sending = threads.start("epload-send", send), outcomes
+        self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied))
+        self._sending.add_done_callback(lambda _: may_change.set())
         try:
             if self._model.base_version is not None:
                 may_change.wait()
@@ -236,10 +233,9 @@ class WeightSender(Endpoint):
         """
         if self._sending is None:
             raise ValueError("expected a version that is being sent; call send_weights(version, wait=False) first")
-        thread, outcomes = self._sending
-        thread.join()
-        self._sending = None
-        return outcomes[0].value
+        futures.wait([self._sending])
+        sending, self._sending = self._sending, None
+        return sending.result()
 
     def _send(
         self, report: SyncReport, began: float, failure: Exception | None, copied: Callable[[], None] = lambda: None
@@ -342,7 +338,7 @@ class WeightSender(Endpoint):
         they need the store.
         """
         if self._sending is not None:
-            self._sending[0].join()
+            futures.wait([self._sending])
         super().close()
         self._model.clear()
         if self._rendezvous is not None:

@@ -30,7 +30,7 @@ from epload.saving.model_reader import ModelReader
 from epload.saving.quantized import QuantizedModel
 from epload.sync.committed import CommittedTensors
 from epload.sync.devices import DeviceAccess
-from epload.sync.scope import ADAPTER, APART, MERGED, Scope, Selection, check_not_merged, check_selection, merged_bases
+from epload.sync.scope import ADAPTER, APART, MERGED, Scope, Selection, check_not_merged, merged_bases
 
 _Part = AdapterFile | tuple[frozenset[str], str]
 """The adapter that is sent alone; or the names that adapters have added to the base weights, and how these relate to them."""
@@ -72,7 +72,12 @@ class SentModel:
             topology: the sender's ranks, which quantize together.
             timeout: of what they do for that.
         """
-        check_selection(only, mapping != "auto" or names_from is not None)
+        if only is not None and only != ADAPTER and not callable(only):
+            raise TypeError(f"expected only to be a function of a name, {ADAPTER!r} or None, got {only!r}")
+        if only == ADAPTER and (mapping != "auto" or names_from is not None):
+            raise ValueError(
+                "expected no mapping= and no names_from= with only='adapter', whose tensors are sent under PEFT's names"
+            )
         check_names(model, mapping, names_from)
         self._model = model
         self._reader = ModelReader(model, own_names=isinstance(mapping, Mapping))

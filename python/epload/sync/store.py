@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -15,7 +16,6 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from epload.core import threads
-from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
@@ -220,10 +220,9 @@ def answered(call: Callable[[], T], timeout: timedelta) -> T:
     Raises:
         LoadError: it takes longer than ``timeout``.
     """
-    outcomes: list[Attempt[T]] = []
-    threads.start("epload-store", lambda: outcomes.append(Attempt(call))).join(timeout.total_seconds())
-    if not outcomes:
+    answer = threads.call("epload-store", call)
+    if not wait([answer], timeout.total_seconds()).done:
         raise LoadError(
             f"the sender's store has not answered within {timeout.total_seconds():.0f} s; is the trainer's first rank stopped?"
         )
-    return outcomes[0].value
+    return answer.result()

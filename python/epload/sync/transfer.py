@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -12,52 +11,31 @@ from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
 from epload.ranks.topology import Route
-from epload.transfer.context import TransferContext
-from epload.transfer.engine import run_transfer, through_memory
-from epload.transfer.shards import Shards
+from epload.transfer.context import Sink, TransferContext
+from epload.transfer.engine import through_memory
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
 wakes threads at both ends."""
 
 
-class LocalBuckets(Sink):
-    """Takes buckets on a receiver: into its shards, or into the memory for a whole version. See
-    :class:`~epload.transfer.sinks.Sink`."""
+class StagedBuckets(Sink):
+    """Copies buckets from a device into the memory for a whole version."""
 
-    def __init__(
-        self,
-        shards: Shards | None,
-        staged: Mapping[int, Tensor] | None = None,
-        verify: Callable[[int, Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, staged: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> None:
         """
         Args:
-            shards: None to leave buckets where they are, as on a rank that sends.
-            staged: the memory of each bucket, where buckets are on a device and the version stays in host memory.
+            staged: the memory of each bucket.
             verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
         """
-        self._shards = shards
-        self._staged = staged or {}
+        self._staged = staged
         self._verify = verify
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self._shards is not None:
-                self._shards.finish()
-
     def unpack(self, number: int, bucket: Tensor) -> None:
-        if number in self._staged:
-            self._staged[number].copy_(bucket)
-            if self._verify is not None:  # what stays, and not what was on the device
-                self._verify(number, self._staged[number])
-        elif self._shards is not None:
-            self._shards.unpack(number, bucket)
+        self._staged[number].copy_(bucket)
+        if self._verify is not None:  # what stays, and not what was on the device
+            self._verify(number, self._staged[number])
 
 
 class HostRoute:
@@ -86,5 +64,5 @@ class HostRoute:
         waves = context.plan.waves
         engine = through_memory(context, memory, waves, sink, routes, chunk_bytes)
         memory.waves_before += len(waves)
-        with Progress(context.plan.nbytes, show_progress) as bar:
-            run_transfer(engine, self._control, self.groups, bar)
+        with Progress(context.plan.nbytes, show_progress) as bar, self._control.stopping(engine.fail, self.groups.fail):
+            engine.run(bar)

@@ -7,7 +7,7 @@ place of data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,6 +26,18 @@ from epload.transfer.framing import BucketHeader, list_buckets, write_bytes
 Fill = Callable[[int, Tensor], None]
 """Fills a bucket, by its number, behind its header; the buffer (uint8) is the whole bucket. Called by one thread. Raises
 CheckpointError if it cannot be read."""
+
+
+class Sink:
+    """Takes the buckets of a transfer. Used by one thread, within :meth:`entered`. This one leaves them where they are."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Returns a context for the whole transfer."""
+        return nullcontext()
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        """Takes what this rank keeps, if anything, out of a bucket (uint8). The sink no longer needs it when this returns, or
+        when the work that it has queued on its stream is done."""
 
 
 @dataclass(frozen=True)

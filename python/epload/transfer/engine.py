@@ -9,23 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
 
+import torch
+from torch import Tensor
+
+from epload.checkpoint.base import Checkpoint
+from epload.core.copy_table import CopyTable
 from epload.errors import LoadError
+from epload.native import ops
 from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
+from epload.planning.plan import LoadPlan
 from epload.planning.waves import Wave
 from epload.ranks.control import Control
-from epload.ranks.group_cache import GroupCache
 from epload.transfer import pipeline
-from epload.transfer.context import TransferContext
+from epload.transfer.context import Fill, Sink, TransferContext
+from epload.transfer.device import DeviceStaging
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.framing import list_buckets
 from epload.transfer.host_ring import HostRing
 from epload.transfer.movers import SLOWEST, Mover, Routes, relay
 from epload.transfer.shared_memory import NodeMemory
-from epload.transfer.sinks import Sink
 
 Step = Callable[[Wave], bool]
 """Takes the next wave; False if it was the last."""
@@ -175,16 +180,6 @@ class Engine:
             self._ring.verify(wave, check)
 
 
-class Transfer(Protocol):
-    """Fills this rank's tensors, and passes on what other ranks need."""
-
-    def run(self, bar: Progress) -> None:
-        """``bar`` counts bytes. Raises LoadError."""
-
-    def fail(self) -> None:
-        """Wakes all waits: another rank cannot go on. Thread-safe."""
-
-
 def through_memory(
     context: TransferContext,
     memory: NodeMemory,
@@ -208,13 +203,32 @@ def through_memory(
     return Engine(context, waves, ring, mover, sink)
 
 
+def filler(plan: LoadPlan, checkpoint: Checkpoint, staging: DeviceStaging | None) -> Fill:
+    """Returns a function that fills buckets of a checkpoint that this rank has opened, on CPU or on the staging's device."""
+
+    @cache
+    def host_buffer() -> Tensor:
+        return torch.empty(plan.largest, dtype=torch.uint8, device="cpu")
+
+    def fill(number: int, buffer: Tensor) -> None:
+        pieces = plan.buckets[number].pieces
+        if buffer.is_cpu:
+            checkpoint.fill(buffer, pieces)
+            return
+        assert staging is not None
+        assert staging.pipe is not None
+        if not checkpoint.fill_on_device(buffer, pieces, staging.pipe.native):
+            bucket = host_buffer()[: buffer.nbytes]
+            checkpoint.fill(bucket, pieces)
+            begin = torch.zeros(1, dtype=torch.int64, device="cpu")
+            copies = CopyTable.of_bytes(begin, begin + buffer.nbytes - HEADER_BYTES)
+            body, pipe = buffer[HEADER_BYTES:], staging.pipe.native
+            ops.upload([bucket[HEADER_BYTES:]], copies.in_bucket(), [body], copies.rows, pipe)
+
+    return fill
+
+
 def message_timeout(control: Control, waves: Sequence[Wave]) -> timedelta:
     """Returns the time that a message may take, in a transfer of these waves."""
     largest = max((wave.nbytes for wave in waves), default=0)
     return control.timeout + timedelta(seconds=largest / SLOWEST)
-
-
-def run_transfer(transfer: Transfer, control: Control, groups: GroupCache, bar: Progress) -> None:
-    """Runs a transfer until it is done or a rank fails; raises as the transfer's own ``run``. ``groups``: those that it uses."""
-    with control.stopping(transfer.fail, groups.fail):
-        transfer.run(bar)

@@ -17,8 +17,8 @@ from epload.mapping.scales import dequantize
 from epload.native import ops
 from epload.planning.plan import LoadPlan
 from epload.transfer.affinity import near
+from epload.transfer.context import Sink
 from epload.transfer.device import DeviceStaging
-from epload.transfer.sinks import Sink
 
 
 class Local(Sink):

@@ -6,12 +6,12 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.core import threads
-from epload.core.attempt import Attempt
 from epload.core.log import logger
 from epload.core.pieces import Piece
 from epload.errors import CheckpointError, RemoteFailure
@@ -75,27 +75,25 @@ class Receiving:
                 "or have the WeightSender quantize"
             )
         name = control.agree("receiving", None, secrets.token_hex(4), lambda views: next(iter(views.values())))
-        outcomes: list[Attempt[tuple[int, str]]] = []
 
-        def receive() -> None:
-            tensors = self._local.tensors
-            outcomes.append(Attempt(lambda: self._checkpoint.receive(plan.holdings, tensors, name, self._topology)))
+        def receive() -> tuple[int, str]:
+            return self._checkpoint.receive(plan.holdings, self._local.tensors, name, self._topology)
 
         with (
             self._report.timed("read", "receives") as span,
             control.activity(f"receives {self._checkpoint.manifest.source}"),
         ):
-            thread = threads.start("epload-receive", receive)
+            receiving = threads.call("epload-receive", receive)
             try:
-                while not outcomes:
-                    thread.join(_LOOK_SECONDS)
+                while not receiving.done():
+                    wait([receiving], _LOOK_SECONDS)
                     if self._failed.is_set():
                         raise RemoteFailure("another rank failed")
             except BaseException:  # nothing changes the tensors once this has returned
-                while self._checkpoint.cancel() and thread.is_alive():
-                    thread.join(_LOOK_SECONDS)
+                while self._checkpoint.cancel() and not receiving.done():
+                    wait([receiving], _LOOK_SECONDS)
                 raise
-            span.nbytes, source = outcomes[0].value
+            span.nbytes, source = receiving.result()
         logger.info("received %s", source)
         control.progress += span.nbytes
         bar.update(plan.nbytes)

@@ -20,11 +20,12 @@ from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.streams import ExchangePlan
+from epload.transfer.context import Sink
 from epload.transfer.device_pipe import DevicePipe
 from epload.transfer.local import split_by_device
 
 
-class Shards:
+class Shards(Sink):
     """The local tensors of one rank, for one sync."""
 
     def __init__(
@@ -54,6 +55,13 @@ class Shards:
             self.pipe = DevicePipe.of(device, ranks)
             self._stream = torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.finish()
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
