@@ -15,17 +15,7 @@ from epload.core.pieces import Piece
 from epload.errors import CheckpointError
 from epload.integrations.veomni.converted import ConvertedCheckpoint
 from support.models import on_meta
-from support.veomni_models import (
-    EXPERTS,
-    FuseExperts,
-    Model,
-    NeedsData,
-    Scaled,
-    differ,
-    expected,
-    store,
-    write,
-)
+from support.veomni_models import EXPERTS, FuseExperts, Model, NeedsData, Scaled, differ, expected, store, write
 
 
 def converted(folder: Path, kind: type[FuseExperts] = FuseExperts) -> tuple[ConvertedCheckpoint, list[FuseExperts]]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from epload import CheckpointError
 from epload.integrations.dcp import StorageReader
 from support import fp8, ranks
-from support.checks import all_fine, full_values
+from support.checks import full_values
 from support.dcp_checkpoints import BF16, FORMATS, MODELS, folder_of, save_all, sharded
 
 
@@ -55,8 +55,7 @@ def torchs(form: str, path: Path) -> dcp.StorageReader:
     return HuggingFaceStorageReader(str(path)) if form in ("shards", "whole") else FileSystemReader(path)
 
 
-def same_as_torch(rank: int, folder: Path) -> list[str]:
-    problems = []
+def same_as_torch(rank: int, folder: Path) -> None:
     for model in MODELS:
         for form in FORMATS:
             path = folder_of(folder, model, form)
@@ -66,10 +65,8 @@ def same_as_torch(rank: int, folder: Path) -> list[str]:
                 theirs = state_of(model, form, salt=0)
             else:
                 dcp.load(theirs, storage_reader=torchs(form, path))
-            if not differ(state_of(model, form), theirs):
-                problems.append(f"{model} {form}: torch has loaded nothing")
-            problems += [f"{model} {form}{text}" for text in differ(ours, theirs)]
-    return problems
+            assert differ(state_of(model, form), theirs), f"{model} {form}: torch has loaded nothing"
+            assert differ(ours, theirs) == [], f"{model} {form}"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [2, 4])
 def test_dcp_folders_load_as_with_torchs_reader(saved: Path, world: int) -> None:
     """Saved by 4 ranks: 2 ranks load what lies in two parts."""
-    all_fine(ranks.run(world, same_as_torch, saved))
+    ranks.run(world, same_as_torch, saved)
 
 
 def save_whole(folder: Path) -> None:
@@ -97,8 +94,7 @@ def save_whole(folder: Path) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def whole(rank: int, folder: Path) -> list[str]:
-    problems = []
+def whole(rank: int, folder: Path) -> None:
     for model in MODELS:
         path = folder_of(folder, model, "whole")
         for dtype in (None, BF16):
@@ -109,19 +105,17 @@ def whole(rank: int, folder: Path) -> list[str]:
             )
             dcp.load(ours, storage_reader=StorageReader(path))
             dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(path)))
-            problems += [f"{model} {dtype}{text}" for text in differ(ours, theirs)]
-    return problems
+            assert differ(ours, theirs) == [], f"{model} {dtype}"
 
 
 def test_safetensors_folders_load_as_with_torchs_reader_also_into_another_dtype(tmp_path: Path) -> None:
     save_whole(tmp_path)
-    all_fine(ranks.run(4, whole, tmp_path))
+    ranks.run(4, whole, tmp_path)
 
 
-def fp8_loads(rank: int, folder: Path) -> list[str]:
+def fp8_loads(rank: int, folder: Path) -> None:
     """The shards of two ranks begin and end inside blocks."""
     mesh = init_device_mesh("cpu", (2,))
-    problems = []
     for dtype in (torch.float32, BF16):
         for placement in (Shard(0), Shard(1), Replicate()):
             full = {name: t for name, t in fp8.checkpoint().items() if not name.endswith("_scale_inv")}
@@ -135,13 +129,12 @@ def fp8_loads(rank: int, folder: Path) -> list[str]:
             )
             dcp.load(ours, storage_reader=StorageReader(folder))
             dcp.load(theirs, storage_reader=QuantizedHuggingFaceStorageReader(str(folder), target_dtype=dtype))
-            problems += [f"{dtype} {placement}{text}" for text in differ(ours, theirs)]
-    return problems
+            assert differ(ours, theirs) == [], f"{dtype} {placement}"
 
 
 def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path) -> None:
     fp8.store(tmp_path)
-    all_fine(ranks.run(2, fp8_loads, tmp_path))
+    ranks.run(2, fp8_loads, tmp_path)
 
 
 def test_fp8_weights_stay_fp8_in_fp8_and_need_their_scales_elsewhere(tmp_path: Path) -> None:
@@ -265,16 +258,14 @@ class Choosing(DefaultLoadPlanner):
         return replace(plan, items=[item for item in plan.items if item.dest_index.fqn != "skipped"])
 
 
-def chosen(rank: int, folder: Path) -> list[str]:
-    problems = []
+def chosen(rank: int, folder: Path) -> None:
     for when in ("global", "in place", "own", "never"):
         state = {"loaded": torch.zeros(5), "skipped": torch.zeros(5)}
         dcp.load(state, storage_reader=StorageReader(folder), planner=Choosing(when))
         expected = {"loaded": torch.arange(5.0), "skipped": torch.zeros(5) if when != "never" else torch.ones(5)}
-        problems += [f"{when}{text}" for text in differ(state, expected)]
-    return problems
+        assert differ(state, expected) == [], when
 
 
 def test_planners_may_choose_what_is_read(tmp_path: Path) -> None:
     save_file({"loaded": torch.arange(5.0), "skipped": torch.ones(5)}, tmp_path / "model.safetensors")
-    all_fine(ranks.run(2, chosen, tmp_path))
+    ranks.run(2, chosen, tmp_path)

@@ -18,13 +18,14 @@ from epload.integrations import skyrl, verl
 from support import ranks
 from support.checks import all_fine, differences, full_values, local_of
 from support.drop_ins import on_rank_0, sharded, wrong
-from support.findings import not_refused_by_all
+from support.findings import must_be_refused_by_all
 from support.models import Mlp, Rotary, Stack, mesh, on_meta
+from support.on_ranks import on_ranks
 
 NO_ACCELERATE = "accelerate is not installed: pip install -r requirements-dev.txt"
 
 
-def accelerate(rank: int) -> list[str]:
+def accelerate(rank: int) -> None:
     from accelerate.utils import fsdp_utils
 
     accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
@@ -33,21 +34,21 @@ def accelerate(rank: int) -> list[str]:
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, expected, on_rank_0(values))
     state = on_rank_0(values | {"stray": torch.zeros(3)})  # which the original does not look at either
     returned = our_accelerate.fsdp2_load_full_state_dict(accelerator, model, state)
-    problems = [*differences(expected, model), *wrong(model, values)]
-    if returned is not model:
-        problems.append("did not return the model")
+    assert [*differences(expected, model)] == []
+    assert wrong(model, values) == []
+    assert returned is model, "did not return the model"
 
     # accelerate#3898: a plain buffer has no device_mesh.
     make = partial(Stack, [{"w": (5, 3)}], buffers={"step": ((), torch.int64)})
     values = full_values(on_meta(make))
     model = our_accelerate.fsdp2_load_full_state_dict(accelerator, fully_shard(on_meta(make)), on_rank_0(values))
-    problems += wrong(model, values)
+    assert wrong(model, values) == []
 
     # The original raises on rank 0 only, and the others wait for its broadcast.
     values = full_values(on_meta(lambda: Mlp(7, 5, 3)))
     last = list(values)[-1]
     short = on_rank_0({name: value for name, value in values.items() if name != last})
-    return problems + not_refused_by_all(
+    must_be_refused_by_all(
         lambda: our_accelerate.fsdp2_load_full_state_dict(accelerator, sharded(), short),
         f"1 parameter missing from the checkpoint: {last}",
     )
@@ -55,7 +56,7 @@ def accelerate(rank: int) -> list[str]:
 
 def test_accelerate_fsdp2_load_full_state_dict() -> None:
     pytest.importorskip("accelerate", reason=NO_ACCELERATE)
-    all_fine(ranks.run(4, accelerate))
+    ranks.run(4, accelerate)
 
 
 def prepared(rank: int) -> list[str]:
@@ -88,9 +89,9 @@ def test_accelerate_prepares_a_model_through_the_patch() -> None:
     all_fine(ranks.run(4, prepared))
 
 
-def reinforcement_learning(rank: int) -> list[str]:
+@on_ranks(4)
+def test_verl_and_skyrl_fsdp2_load_full_state_dict(rank: int) -> None:
     """verl's and SkyRL's are torch's with strict keys, then every buffer from rank 0."""
-    problems = []
     values = full_values(on_meta(Rotary))
     for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):
         for real in (True, False):  # rank 0 has loaded the model; the others have it on meta, or for real
@@ -99,23 +100,15 @@ def reinforcement_learning(rank: int) -> list[str]:
                 model.inv_freq.zero_()
             fully_shard(model, mesh=mesh(("all", 4)))
             returned = load(model, on_rank_0(values), cpu_offload=None)
-            problems += wrong(model, values)
-            if not torch.equal(model.inv_freq, Rotary().inv_freq):
-                problems.append(f"inv_freq is not rank 0's: {model.inv_freq}")
-            if returned is not (model if load is skyrl.fsdp2_load_full_state_dict else None):
-                problems.append(f"returned {returned}")
+            assert wrong(model, values) == []
+            assert torch.equal(model.inv_freq, Rotary().inv_freq), f"inv_freq is not rank 0's: {model.inv_freq}"
+            assert returned is (model if load is skyrl.fsdp2_load_full_state_dict else None), f"returned {returned}"
         for odd, text in (
             (values | {"stray": torch.ones(1)}, "unexpected checkpoint key: stray"),
             ({}, "missing from the checkpoint: w"),
         ):
             model = fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4)))
-            problems += not_refused_by_all(partial(load, model, on_rank_0(odd)), text)
-            if model.w.is_meta != (rank > 0):
-                problems.append(f"{text}: something has moved")
+            must_be_refused_by_all(partial(load, model, on_rank_0(odd)), text)
+            assert model.w.is_meta == (rank > 0), f"{text}: something has moved"
         hollow = fully_shard(on_meta(Rotary), mesh=mesh(("all", 4)))  # nobody has the buffer
-        problems += not_refused_by_all(partial(load, hollow, on_rank_0(values)), "fills 1 tensor on meta: inv_freq")
-    return problems
-
-
-def test_verl_and_skyrl_fsdp2_load_full_state_dict() -> None:
-    all_fine(ranks.run(4, reinforcement_learning))
+        must_be_refused_by_all(partial(load, hollow, on_rank_0(values)), "fills 1 tensor on meta: inv_freq")

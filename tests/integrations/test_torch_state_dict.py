@@ -23,10 +23,11 @@ from epload.integrations import skyrl, verl
 from epload.integrations import torch as ours
 from epload.integrations.full_state import find_custom_loading
 from support import ranks
-from support.checks import all_fine, full_values, local_of
+from support.checks import full_values, local_of
 from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
-from support.findings import differing, not_refused_by_all
+from support.findings import differing, must_be_refused_by_all, not_refused_by_all
 from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
+from support.on_ranks import on_ranks
 from support.recordings import tensors_of
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -73,7 +74,8 @@ def sharded_net(make: Callable[[], nn.Module] = Net) -> Any:
 # ---- keys that do not fit ----
 
 
-def texts(rank: int) -> list[str]:
+@on_ranks(3)
+def test_keys_that_do_not_fit_are_reported_as_torch_does(rank: int) -> list[str]:
     problems = []
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "second.bias"}
@@ -104,15 +106,11 @@ def texts(rank: int) -> list[str]:
     )  # torch's strict=False is for keys, too
 
 
-def test_keys_that_do_not_fit_are_reported_as_torch_does() -> None:
-    all_fine(ranks.run(3, texts))
-
-
 # ---- kinds of models ----
 
 
-def extra_state(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_extra_state(rank: int) -> None:
     for state in ({"step": 3, "names": ["a"]}, None, 7):
         full = {**values(Net(Counting)), "second._extra_state": state}
         models = []
@@ -122,24 +120,21 @@ def extra_state(rank: int) -> list[str]:
             model.second.seen = "old"
             function(model, on_rank_0(full), options=BROADCAST)
             models.append(model)
-            problems += [f"{function.__module__}: {name}" for name in differing(model, values(Net(Counting)))]
-        if [model.second.seen for model in models] != [state, state]:
-            problems.append(f"{[model.second.seen for model in models]}, not {state}")
+            assert differing(model, values(Net(Counting))) == [], function.__module__
+        assert [model.second.seen for model in models] == [state, state], (
+            f"{[model.second.seen for model in models]}, not {state}"
+        )
     full = values(Net(Counting))
     model = sharded_net(lambda: Net(Counting))
     load = partial(ours.set_model_state_dict, model, on_rank_0(full), options=BROADCAST)
-    problems += not_refused_by_all(load, 'Missing key(s) in state_dict: "second._extra_state"')
+    must_be_refused_by_all(load, 'Missing key(s) in state_dict: "second._extra_state"')
     model.second.seen = "old"
     ours.set_model_state_dict(model, on_rank_0(full), options=LENIENT)
-    return problems + differing(model, full) + ([] if model.second.seen == "old" else ["extra state was changed"])
+    assert differing(model, full) == []
+    assert model.second.seen == "old", "extra state was changed"
 
 
-def test_extra_state() -> None:
-    all_fine(ranks.run(2, extra_state))
-
-
-def wrapped(rank: int) -> list[str]:
-    problems = []
+def wrapped(rank: int) -> None:
     full = values(Net())
     wrappers: dict[str, Callable[[nn.Module], Any]] = {
         "DDP": DistributedDataParallel,
@@ -150,11 +145,11 @@ def wrapped(rank: int) -> list[str]:
         for function in BOTH:
             plain = Net()
             function(wrap(plain), on_rank_0(full), options=BROADCAST)
-            problems += [f"{name}, {function.__module__}: {text}" for text in differing(plain, full)]
+            assert differing(plain, full) == [], f"{name}, {function.__module__}"
     inside = Net(lambda: DistributedDataParallel(nn.Linear(5, 2)))  # a module of the model
     ours.set_model_state_dict(inside, on_rank_0(full), options=BROADCAST)
     expected = {name.replace("second.", "second.module."): value for name, value in full.items()}
-    problems += [f"inside: {text}" for text in differing(inside, expected)]
+    assert differing(inside, expected) == [], "inside"
 
     make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
     stack: Any = on_meta(make)
@@ -165,11 +160,11 @@ def wrapped(rank: int) -> list[str]:
     full = full_values(on_meta(make))
     ours.set_model_state_dict(compiled, on_rank_0(full), options=BROADCAST)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in compiled.state_dict().items()}
-    return problems + [f"compiled: {name}" for name in differing(state, full)]
+    assert differing(state, full) == [], "compiled"
 
 
 def test_wrapped_models() -> None:
-    all_fine(ranks.run(2, wrapped))
+    ranks.run(2, wrapped)
 
 
 class Outer(nn.Module):
@@ -214,37 +209,30 @@ class Turned(nn.Linear):
         module.sum = float(module.weight.sum())
 
 
-def left_to_torch(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_what_only_torch_can_load_is_left_to_it(rank: int) -> None:
     full = values(Net(Turned))
     models: list[Any] = [Net(Turned), Net(Turned)]
     for function, model in zip(BOTH, models, strict=True):
         function(model, on_rank_0(full), options=BROADCAST)
-    problems += [f"hooks: {name}" for name in differing(models[1], models[0])]
-    if models[1].second.sum != float(full["second.weight"].sum()):
-        problems.append("the hook has not run")
+    assert differing(models[1], models[0]) == [], "hooks"
+    assert models[1].second.sum == float(full["second.weight"].sum()), "the hook has not run"
     for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):  # which have no original to call
         model = sharded_net(lambda: Net(Turned))
         text = "ModelMismatch: second (Turned) has a load_state_dict hook"
-        problems += not_refused_by_all(partial(load, model, on_rank_0(full)), text)
+        must_be_refused_by_all(partial(load, model, on_rank_0(full)), text)
 
     full = {"outer.weight": torch.arange(15.0).reshape(5, 3), "outer.bias": torch.arange(5.0)}
     model = nn.Module()
     model.outer = Outer()
     ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)
-    if not torch.equal(model.outer.wrapped.weight, full["outer.weight"]):
-        problems.append("modifiers")
+    assert torch.equal(model.outer.wrapped.weight, full["outer.weight"]), "modifiers"
 
     flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     state = values(Net())
     ours.set_model_state_dict(flat, on_rank_0(state), options=BROADCAST)
     with FullyShardedDataParallel.summon_full_params(flat):
-        problems += [f"FSDP1: {n}" for n, value in state.items() if not torch.equal(flat.get_parameter(n), value)]
-    return problems
-
-
-def test_what_only_torch_can_load_is_left_to_it() -> None:
-    all_fine(ranks.run(2, left_to_torch))
+        assert [f"FSDP1: {n}" for n, value in state.items() if not torch.equal(flat.get_parameter(n), value)] == []
 
 
 def test_hooks_that_only_rename_are_accepted() -> None:
@@ -258,68 +246,62 @@ def test_hooks_that_only_rename_are_accepted() -> None:
 # ---- where torch's function is wrong ----
 
 
-def right(rank: int) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_where_torchs_function_is_wrong(rank: int) -> None:
 
     def load(model: Any, state: dict[str, Tensor]) -> Any:
         ours.set_model_state_dict(model, on_rank_0(dict(state)), options=BROADCAST)
         return model
 
     state = full_values(on_meta(lambda: Mlp(7, 5, 3)))  # torch adopts the checkpoint's dtype
-    problems += wrong(load(sharded(torch.bfloat16), state), {name: value.bfloat16() for name, value in state.items()})
+    assert wrong(load(sharded(torch.bfloat16), state), {name: value.bfloat16() for name, value in state.items()}) == []
 
     state = full_values(on_meta(Tied))  # it breaks ties
     model = load(fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), state)
-    problems += wrong(model, state) + ([] if model.head.weight is model.embed.weight else ["the tie is broken"])
+    assert wrong(model, state) == []
+    assert model.head.weight is model.embed.weight, "the tie is broken"
 
     state = full_values(on_meta(Rotary))  # it leaves buffers on meta that rank 0 has
     model = load(fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), state)
-    problems += wrong(model, state) + ([] if torch.equal(model.inv_freq, Rotary().inv_freq) else [str(model.inv_freq)])
+    assert wrong(model, state) == []
+    assert torch.equal(model.inv_freq, Rotary().inv_freq), str(model.inv_freq)
     model = load(fully_shard(on_meta(Rotary), mesh=mesh(("all", 4))), state)  # as torch's, if no rank has them
-    problems += [] if model.inv_freq.is_meta and not model.w.is_meta else [f"{model.inv_freq} {model.w}"]
+    assert model.inv_freq.is_meta, f"{model.inv_freq} {model.w}"
+    assert not model.w.is_meta, f"{model.inv_freq} {model.w}"
 
     model = nn.Module()  # rows of a _StridedShard that is not one of FSDP's over another
     model.inner = on_meta(lambda: Block({"w": (16, 3)}))
     place(model.inner, mesh(("tp", 4)), [_StridedShard(0, split_factor=2)])
     w = torch.arange(48.0).reshape(16, 3)
     rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
-    if not torch.equal(local_of(load(model, {"inner.w": w}).inner.w), rows):
-        problems.append(f"strided: {model.inner.w}")
+    assert torch.equal(local_of(load(model, {"inner.w": w}).inner.w), rows), f"strided: {model.inner.w}"
 
     model = nn.Module()  # it multiplies a Partial by the number of ranks
     model.w = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh(("all", 4)), [Partial()], run_check=False))
     text = "w has placement P(sum), which cannot be loaded into"
-    return problems + not_refused_by_all(lambda: load(model, {"w": torch.ones(3)}), text)
-
-
-def test_where_torchs_function_is_wrong() -> None:
-    all_fine(ranks.run(4, right))
+    must_be_refused_by_all(lambda: load(model, {"w": torch.ones(3)}), text)
 
 
 # ---- what stays as it is ----
 
 
-def stays_on_meta(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_nobody_has_stays_on_meta(rank: int) -> None:
     """Like torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
-    problems = []
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "first.weight"}
     model = sharded_net()
     keys = ours.set_model_state_dict(model, on_rank_0(short), options=LENIENT)
-    if not model.first.weight.is_meta or keys.missing_keys != ["first.weight"]:
-        problems.append(f"first.weight holds what nobody wrote: {model.first.weight}, {keys}")
+    assert model.first.weight.is_meta, f"first.weight holds what nobody wrote: {model.first.weight}, {keys}"
+    assert keys.missing_keys == ["first.weight"], f"first.weight holds what nobody wrote: {model.first.weight}, {keys}"
     state = model.state_dict()
-    problems += [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)]
+    assert [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)] == []
     ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)  # and can be filled later
-    problems += [f"later: {name}" for name in differing(model, full)]
+    assert differing(model, full) == [], "later"
     again = values(Net(), start=50)
     del again["first.weight"]
     ours.set_model_state_dict(model, on_rank_0(again), options=LENIENT)
-    return problems + [f"again: {name}" for name in differing(model, {**again, "first.weight": full["first.weight"]})]
-
-
-def test_what_nobody_has_stays_on_meta() -> None:
-    all_fine(ranks.run(2, stays_on_meta))
+    assert differing(model, {**again, "first.weight": full["first.weight"]}) == [], "again"
 
 
 class Shares(nn.Module):
@@ -334,11 +316,10 @@ class Shares(nn.Module):
             module.scale = self.first.scale
 
 
-def lacks(rank: int, missing: set[str]) -> list[str]:
+def lacks(rank: int, missing: set[str]) -> None:
     """Rank 0 has the model, the others have it on meta; or all have it there."""
     full = {name: torch.full_like(value, i) for i, (name, value) in enumerate(Shares().state_dict().items())}
     full |= {f"second.{name}": full[f"first.{name}"] for name in ("weight", "scale")}
-    problems = []
     for all_on_meta in (False, True):
         held = []
         for function in BOTH:
@@ -351,20 +332,21 @@ def lacks(rank: int, missing: set[str]) -> list[str]:
             state = {name: None if value.is_meta else value.tolist() for name, value in model.state_dict().items()}
             shares = model.first.weight is model.second.weight, model.first.scale is model.second.scale
             held.append((state, sorted(keys.missing_keys)))
-            if function is ours.set_model_state_dict and shares != (True, True):
-                problems.append(f"{missing}: no longer shared: {shares}")
-        problems += [f"{missing}, {all_on_meta}: {held}"] if held[0] != held[1] else []
-    return problems
+            assert not (function is ours.set_model_state_dict and shares != (True, True)), (
+                f"{missing}: no longer shared: {shares}"
+            )
+        assert held[0] == held[1], f"{missing}, {all_on_meta}: {held}"
 
 
 @pytest.mark.parametrize(
     "missing", [{"first.weight", "second.weight"}, {"first.scale", "second.scale"}, {"third.bias"}, {"first.weight"}]
 )
 def test_what_a_dict_lacks_stays_as_torch_leaves_it(missing: set[str]) -> None:
-    all_fine(ranks.run(2, lacks, (missing,)))
+    ranks.run(2, lacks, (missing,))
 
 
-def as_torch(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_from_pretrained_would_do_is_not_done(rank: int) -> list[str]:
     """A transformers model of bfloat16, whose routers ``from_pretrained`` would keep in float32, and a changed buffer."""
     from transformers import Ernie4_5_MoeForCausalLM
 
@@ -383,7 +365,3 @@ def as_torch(rank: int) -> list[str]:
         function(model, on_rank_0(dict(state)), options=BROADCAST)
         states.append(tensors_of(model))
     return differing(*states)
-
-
-def test_what_from_pretrained_would_do_is_not_done() -> None:
-    all_fine(ranks.run(2, as_torch))

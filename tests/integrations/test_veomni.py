@@ -20,18 +20,11 @@ from epload import LoadOptions
 from epload.integrations import veomni
 from support import ranks
 from support.checks import all_fine, as_bytes, local_of
-from support.findings import not_refused_by_all
+from support.findings import must_be_refused_by_all
 from support.gather import full_state
 from support.models import Mlp, mesh, on_meta
-from support.veomni_models import (
-    WIDTH,
-    Model,
-    differ,
-    expected,
-    sharded,
-    store,
-    write,
-)
+from support.on_ranks import on_ranks
+from support.veomni_models import WIDTH, Model, differ, expected, sharded, store, write
 
 
 def load(model: Any, path: Path, **options: Any) -> None:
@@ -57,10 +50,9 @@ def planned(model: Any, on: DeviceMesh, names: Sequence[str]) -> Any:
     return fully_shard(model, mesh=mesh(("all", 4)))
 
 
-def _veomni(rank: int, folder: Path) -> list[str]:
+def _veomni(rank: int, folder: Path) -> None:
     from support.pretrained import build
 
-    problems = []
     on = mesh(("fsdp", 2), ("ep", 2))
     whole = build("qwen3_moe")
     whole.load_state_dict(torch.load(folder / "whole.pt"))
@@ -85,12 +77,12 @@ def _veomni(rank: int, folder: Path) -> list[str]:
         if part is None:
             chunks = tensor.chunk(4)
             part = chunks[rank] if rank < len(chunks) else tensor[:0]
-        if not torch.equal(as_bytes(local_of(model.state_dict()[name])), as_bytes(part.contiguous())):
-            problems.append(f"{name} is wrong")
-    if not torch.equal(model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq):
-        problems.append("inv_freq")
+        assert torch.equal(as_bytes(local_of(model.state_dict()[name])), as_bytes(part.contiguous())), (
+            f"{name} is wrong"
+        )
+    assert torch.equal(model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq), "inv_freq"
     again = partial(veomni.rank0_load_and_broadcast_weights, model, path, "cpu", adapter_path="x")
-    return problems + not_refused_by_all(again, "expected adapter_path=None, got 'x'")
+    must_be_refused_by_all(again, "expected adapter_path=None, got 'x'")
 
 
 def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
@@ -100,16 +92,15 @@ def test_veomni_rank0_load_and_broadcast_weights(tmp_path: Path) -> None:
     model = build("qwen3_moe")
     model.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "whole.pt")
-    all_fine(ranks.run(4, _veomni, tmp_path))
+    ranks.run(4, _veomni, tmp_path)
 
 
-def _veomni_missing(rank: int, folder: Path) -> list[str]:
+def _veomni_missing(rank: int, folder: Path) -> None:
     """The original initializes what is missing and leaves out what is unexpected; a plain model cannot initialize."""
     import peft
 
     from support.pretrained import small_llama
 
-    problems = []
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model: Any = fully_shard(on_meta(lambda: peft.get_peft_model(small_llama(), config)), mesh=mesh(("all", 4)))
     load(model, folder / "odd.safetensors", is_peft_model=True)
@@ -118,14 +109,13 @@ def _veomni_missing(rank: int, folder: Path) -> list[str]:
     lora = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
     for name, value in state.items():
         source = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        if source in file and not torch.equal(value, file[source]):
-            problems.append(f"{name} is not the file's")
+        assert not (source in file and not torch.equal(value, file[source])), f"{name} is not the file's"
     spread = {name: float(state[name].std()) for name in (up, f"{lora}A.default.weight")}
-    if state[f"{lora}B.default.weight"].any() or not all(0 < value < 1 for value in spread.values()):
-        problems.append(f"initialized: {spread}, {state[f'{lora}B.default.weight']}")
+    assert not state[f"{lora}B.default.weight"].any(), f"initialized: {spread}, {state[f'{lora}B.default.weight']}"
+    assert all(0 < value < 1 for value in spread.values()), f"initialized: {spread}, {state[f'{lora}B.default.weight']}"
     plain = fully_shard(on_meta(lambda: Mlp(7, 5, 3)), mesh=mesh(("all", 4)))
     text = "missing from the checkpoint: embed.weight"
-    return problems + not_refused_by_all(lambda: load(plain, folder / "odd.safetensors"), "ModelMismatch", text)
+    must_be_refused_by_all(lambda: load(plain, folder / "odd.safetensors"), "ModelMismatch", text)
 
 
 def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None:
@@ -135,7 +125,7 @@ def test_veomni_what_the_checkpoint_lacks_is_initialized(tmp_path: Path) -> None
     torch.manual_seed(0)
     state = {n: t.clone() for n, t in small_llama().state_dict().items() if not n.endswith("up_proj.weight")}
     save_file(state | {"stray": torch.ones(1)}, tmp_path / "odd.safetensors")
-    all_fine(ranks.run(4, _veomni_missing, tmp_path))
+    ranks.run(4, _veomni_missing, tmp_path)
 
 
 # ---- converters ----
@@ -164,40 +154,33 @@ def test_names_are_renamed_before_they_are_converted(tmp_path: Path) -> None:
     all_fine(ranks.run(2, _fused, tmp_path, {}, {r"^wrapped\.": "^(?!layers)", "embed": "never"}))
 
 
-def _incomplete(rank: int, folder: Path) -> list[str]:
+def _incomplete(rank: int, folder: Path) -> None:
     model = sharded(on_meta(Model))
     text = "converter FuseExperts failed after the last tensor: RuntimeError: incomplete"
-    problems = not_refused_by_all(lambda: load(model, folder), "CheckpointError", text)
-    return problems + [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    must_be_refused_by_all(lambda: load(model, folder), "CheckpointError", text)
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_meta] == []
 
 
 def test_a_checkpoint_that_lacks_an_expert_is_an_error_on_every_rank(tmp_path: Path) -> None:
     store(tmp_path, layers_1_experts_3_up_weight=True)
-    all_fine(ranks.run(2, _incomplete, tmp_path))
+    ranks.run(2, _incomplete, tmp_path)
 
 
-def _odd_converters(rank: int, folder: Path) -> list[str]:
-    problems = []
+@on_ranks(2, store)
+def test_what_is_no_converter_is_refused_on_every_rank(rank: int, tmp_path: Path) -> None:
     for converter, text in (
         (lambda model: SimpleNamespace(convert=1), "expected a converter with can_handle, got SimpleNamespace"),
         ("name", "_create_checkpoint_tensor_converter to be a function, got 'name'"),
     ):
         model = sharded(on_meta(Model))
         model._create_checkpoint_tensor_converter = converter
-        problems += not_refused_by_all(partial(load, model, folder), "TypeError", text)
-    return problems
-
-
-def test_what_is_no_converter_is_refused_on_every_rank(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(2, _odd_converters, tmp_path))
+        must_be_refused_by_all(partial(load, model, tmp_path), "TypeError", text)
 
 
 # ---- ties ----
 
 
-def _tied(rank: int, folder: Path, both: bool) -> list[str]:
-    problems = []
+def _tied(rank: int, folder: Path, both: bool) -> None:
     values = expected(torch.load(folder / "stored.tensors"))
     tied = values | {"head.weight": values["embed.weight"]}
     for tie in (True, False, None):
@@ -205,46 +188,38 @@ def _tied(rank: int, folder: Path, both: bool) -> list[str]:
             continue  # the head would be initialized
         model = sharded(on_meta(partial(Model, tie)))
         load(model, folder)
-        problems += [f"tie={tie}, two of FSDP's: {name}" for name in differ(full_state(model), tied if tie else values)]
+        assert [*differ(full_state(model), tied if tie else values)] == [], f"tie={tie}, two of FSDP's"
         model = on_meta(partial(Model, tie))
         load(model, folder)
-        problems += [f"tie={tie}, plain: {name}" for name in differ(full_state(model), tied if tie else values)]
-        if (model.head.weight is model.embed.weight) != bool(tie):
-            problems.append(f"tie={tie}: not what the config asks for")
-    return problems
+        assert [*differ(full_state(model), tied if tie else values)] == [], f"tie={tie}, plain"
+        assert (model.head.weight is model.embed.weight) == bool(tie), f"tie={tie}: not what the config asks for"
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_the_embeddings_are_tied_if_the_config_says_so(tmp_path: Path, both: bool) -> None:
     """``both``: the checkpoint has an output embedding too, of other values."""
     store(tmp_path, head_weight=not both)
-    all_fine(ranks.run(3, _tied, tmp_path, both))
+    ranks.run(3, _tied, tmp_path, both)
 
 
-def _text_config(rank: int, folder: Path) -> list[str]:
+@on_ranks(1, store)
+def test_whether_a_composite_config_ties(rank: int, tmp_path: Path) -> None:
     """Either side may deny it, and one has to say it; a model that has no head has nothing to tie."""
-    problems = []
     for outer, inner, wanted in ((True, None, True), (None, True, True), (True, False, False), (False, True, False)):
         model = on_meta(Model)
         text = SimpleNamespace() if inner is None else SimpleNamespace(tie_word_embeddings=inner)
         model.config = SimpleNamespace(get_text_config=lambda decoder, text=text: text)
         if outer is not None:
             model.config.tie_word_embeddings = outer
-        load(model, folder)
-        if (model.head.weight is model.embed.weight) != wanted:
-            problems.append(f"outer {outer}, inner {inner}")
+        load(model, tmp_path)
+        assert (model.head.weight is model.embed.weight) == wanted, f"outer {outer}, inner {inner}"
     model = on_meta(partial(Model, True))
     model.get_output_embeddings = lambda: None
-    load(model, folder)
+    load(model, tmp_path)
     model = on_meta(partial(Model, True))
     del model.head.weight
-    problems += not_refused_by_all(lambda: load(model, folder), "but its output embedding cannot be found")
-    return problems + [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-
-
-def test_whether_a_composite_config_ties(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(1, _text_config, tmp_path))
+    must_be_refused_by_all(lambda: load(model, tmp_path), "but its output embedding cannot be found")
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_meta] == []
 
 
 # ---- VeOmni's own LoRA: the names of PEFT, and classes of its own ----
@@ -260,7 +235,8 @@ class Adapted(nn.Module):
         nn.init.constant_(self.lora_A[name].weight, 5)
 
 
-def _own_lora(rank: int, folder: Path) -> list[str]:
+@on_ranks(2, store)
+def test_a_base_checkpoint_into_veomnis_own_lora(rank: int, tmp_path: Path) -> list[str]:
     def make() -> nn.Module:
         model = nn.Module()
         model.base_model = nn.Module()
@@ -279,8 +255,8 @@ def _own_lora(rank: int, folder: Path) -> list[str]:
         return model
 
     model: Any = fully_shard(on_meta(make))
-    load(model, folder, is_peft_model=True)
-    values = expected(torch.load(folder / "stored.tensors"))
+    load(model, tmp_path, is_peft_model=True)
+    values = expected(torch.load(tmp_path / "stored.tensors"))
     wanted = {}
     for name, value in values.items():
         if name.endswith("norm.weight"):
@@ -290,8 +266,3 @@ def _own_lora(rank: int, folder: Path) -> list[str]:
             name += ".base_layer.weight"
         wanted[f"base_model.model.{name}"] = value
     return differ(full_state(model), wanted)
-
-
-def test_a_base_checkpoint_into_veomnis_own_lora(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(2, _own_lora, tmp_path))

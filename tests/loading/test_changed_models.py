@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 import epload
 from epload import HierarchicalLoader, LoadError, Topology
 from support import ranks
-from support.checks import all_fine
 from support.readers import saved
 from support.small_model import BUCKET, NODES, State, meta_net, state_for, wrong
 
@@ -107,25 +106,22 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def between_loads(rank: int, folder: Path, states: list[State], readers: str, algorithm: str) -> list[str]:
+def between_loads(rank: int, folder: Path, states: list[State], readers: str, algorithm: str) -> None:
     """Changes a model between loads as a training loop may; every load has to be seen in the model."""
     model = plain_net()
     for name, make in UNUSABLE.items():  # buffers that the checkpoint lacks and that no load could fill
         model.register_buffer(name, make())
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=256)
-    problems = []
     turn = 0
 
     def load(what: str) -> None:
         nonlocal turn
         turn += 1
         report = loader.load(model, folder / f"{turn % 2}.safetensors", strict=False)
-        if sorted(report.missing_keys) != sorted(UNUSABLE):
-            problems.append(f"{what}: {report.missing_keys}")
+        assert sorted(report.missing_keys) == sorted(UNUSABLE), f"{what}: {report.missing_keys}"
         for name, value in states[turn % 2].items():
             tensor = model.state_dict()[name]
-            if not torch.equal(tensor.inner if isinstance(tensor, Wrapped) else tensor, value):
-                problems.append(f"{what}: {name}")
+            assert torch.equal(tensor.inner if isinstance(tensor, Wrapped) else tensor, value), f"{what}: {name}"
 
     for again in range(3):
         load(f"load {again}")
@@ -134,8 +130,7 @@ def between_loads(rank: int, folder: Path, states: list[State], readers: str, al
     swapped = nn.Parameter(torch.zeros(3, 4))
     torch.utils.swap_tensors(linear.weight, swapped)
     load("swapped")
-    if swapped.detach().eq(states[turn % 2]["2.weight"]).all():
-        problems.append("the tensor that was swapped out was filled")
+    assert not swapped.detach().eq(states[turn % 2]["2.weight"]).all(), "the tensor that was swapped out was filled"
     linear.weight.data = torch.zeros(4, 3).t()
     load("other strides")
     linear.weight = nn.Parameter(torch.zeros(3, 4))
@@ -143,8 +138,7 @@ def between_loads(rank: int, folder: Path, states: list[State], readers: str, al
     alive = weakref.ref(linear.weight)
     linear.weight = nn.Parameter(Wrapped(torch.zeros(3, 4)))
     gc.collect()
-    if alive() is not None:
-        problems.append("a parameter that was replaced is kept")
+    assert alive() is None, "a parameter that was replaced is kept"
     load("a tensor that is filled by way of its class")
     load("and again")
     linear.weight = nn.Parameter(torch.zeros(3, 4))
@@ -166,7 +160,6 @@ def between_loads(rank: int, folder: Path, states: list[State], readers: str, al
     if rank == 1:
         linear.bias.untyped_storage().resize_(12)
     load("back again")
-    return problems
 
 
 @pytest.mark.parametrize("way", [("every", "two_level"), ("one", "two_level"), ("partitioned", "striped")])
@@ -176,7 +169,7 @@ def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> No
         torch.manual_seed(number)
         states.append({name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_net().state_dict().items()})
         save_file(states[-1], tmp_path / f"{number}.safetensors")
-    all_fine(ranks.run(4, between_loads, tmp_path, states, *way))
+    ranks.run(4, between_loads, tmp_path, states, *way)
 
 
 def test_weights_that_are_tied_after_a_load() -> None:
@@ -195,20 +188,18 @@ def test_weights_that_are_tied_after_a_load() -> None:
             loader.load(model, state)
 
 
-def two_models(rank: int, folder: Path) -> list[str]:
+def two_models(rank: int, folder: Path) -> None:
     """One loader loads in turns from files that lie otherwise: with a header of another length, and in two parts."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=BUCKET)
     models = [meta_net(), meta_net()]
     sources = (("1/one.safetensors", 1), ("longer.safetensors", 0), ("2/parts", 2))
-    problems = []
     for turn in range(6):
         for number, model in enumerate(models):
             path, seed = sources[(turn + number) % 3]
             loader.load(model, folder / path)
-            problems += [f"turn {turn}, model {number}: {text}" for text in wrong(model, state_for(seed))]
-    return problems
+            assert wrong(model, state_for(seed)) == [], f"turn {turn}, model {number}"
 
 
 def test_files_that_lie_otherwise_are_read_as_they_lie(tmp_path: Path) -> None:
     save_file(state_for(0), saved(tmp_path) / "longer.safetensors", metadata={"note": "x" * 1000})
-    all_fine(ranks.run(4, two_models, tmp_path))
+    ranks.run(4, two_models, tmp_path)

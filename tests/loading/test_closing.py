@@ -12,7 +12,6 @@ from torch import nn
 import epload
 from epload import HierarchicalLoader, LoadOptions, Topology
 from support import ranks
-from support.checks import all_fine
 from support.small_model import BUCKET, meta_net, only_readers, state_for, wrong
 
 
@@ -21,15 +20,12 @@ def shared_buffers() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:epload")
 
 
-def closed(rank: int) -> list[str]:
-    problems = []
+def closed(rank: int) -> None:
     topology = Topology.from_nodes([[0, 1]])
     with HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET) as loader:
         loader.load(meta_net(), only_readers(state_for(1)))
-        if not shared_buffers():
-            problems.append("no memory is shared, so that nothing can be freed")
-    if shared_buffers():
-        problems.append(f"{shared_buffers()} shared buffers are left after the loader was closed")
+        assert shared_buffers(), "no memory is shared, so that nothing can be freed"
+    assert not shared_buffers(), f"{shared_buffers()} shared buffers are left after the loader was closed"
     loader.close()
     half_closed = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=20)
     if rank == 1:
@@ -38,14 +34,13 @@ def closed(rank: int) -> list[str]:
     for unusable in (loader, half_closed):
         with pytest.raises(ValueError, match="got one that was closed; make a new one"):
             unusable.load(model, only_readers(state_for(3)))
-    if not all(parameter.is_meta for parameter in model.parameters()):
-        problems.append("a closed loader has changed the model")
+    assert all(parameter.is_meta for parameter in model.parameters()), "a closed loader has changed the model"
     HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET).load(model, only_readers(state_for(4)))
-    return problems + wrong(model, state_for(4))
+    assert wrong(model, state_for(4)) == []
 
 
 def test_a_closed_loader_frees_its_memory_and_loads_no_more() -> None:
-    all_fine(ranks.run(2, closed, limit=60))
+    ranks.run(2, closed, limit=60)
 
 
 def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:

@@ -12,6 +12,7 @@ from epload import HierarchicalLoader, ManifestMismatch
 from support import fakedev, ranks
 from support.accelerator import DEVICE
 from support.checks import all_fine
+from support.on_ranks import on_ranks
 from support.small_model import Net, meta_net, state_for, wrong
 
 OTHER = f"{fakedev.NAME}:1"
@@ -102,15 +103,10 @@ def without_cpu_backend() -> str:
     return f"{fakedev.NAME}:fakeccl"
 
 
-def by_backend(rank: int) -> list[str]:
-    problems = []
+@pytest.mark.usefixtures("fake_device")
+@on_ranks(2, setup=without_cpu_backend)
+def test_a_group_for_accelerators_alone_says_where(rank: int) -> None:
     for device, where in ((None, DEVICE), ("cpu", "cpu")):
         model = plain()
         epload.load(model, state_for(1), device=device, progress=False)
-        problems += wrong(model, state_for(1), where=where)
-    return problems
-
-
-@pytest.mark.usefixtures("fake_device")
-def test_a_group_for_accelerators_alone_says_where() -> None:
-    all_fine(ranks.run(2, by_backend, setup=without_cpu_backend))
+        assert wrong(model, state_for(1), where=where) == []

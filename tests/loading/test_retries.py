@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import epload
 from epload import Checkpoint, CheckpointError, LoadError, Manifest, ModelMismatch, Pieces
-from support import ranks
-from support.checks import all_fine, local_of
+from support.checks import local_of
+from support.on_ranks import on_ranks
 
 CONFIG = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 131,
@@ -59,8 +59,8 @@ def fail(model: nn.Module, state: dict[str, Tensor], **options: Any) -> None:
                 )  # past the versions of tensors, as memory that nobody wrote
 
 
-def retries(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_a_retry_initializes_what_the_first_load_was_to(rank: int) -> None:
     for shard in (False, True):
         model, state = on_meta(), body()
         if shard:
@@ -69,16 +69,11 @@ def retries(rank: int) -> list[str]:
         fail(model, state, strict=False)
         report = epload.load(model, state, strict=False, progress=False)
         head = local_of(model.score.weight)
-        if (head == POISON).any() or "score.weight" not in report.initialized:
-            problems.append(f"sharded {shard}: {head}, initialized {report.initialized}")
+        assert not (head == POISON).any(), f"sharded {shard}: {head}, initialized {report.initialized}"
+        assert "score.weight" in report.initialized, f"sharded {shard}: {head}, initialized {report.initialized}"
         again = epload.load(model, state, strict=False, progress=False)
-        if again.initialized.count("score.weight") or not torch.equal(head, local_of(model.score.weight)):
-            problems.append("a head that has values was initialized")
-    return problems
-
-
-def test_a_retry_initializes_what_the_first_load_was_to() -> None:
-    all_fine(ranks.run(2, retries))
+        assert not again.initialized.count("score.weight"), "a head that has values was initialized"
+        assert torch.equal(head, local_of(model.score.weight)), "a head that has values was initialized"
 
 
 class Two(nn.Module):

@@ -16,10 +16,11 @@ import epload
 from epload import LocalModules, Mapping
 from epload.mapping import Concatenate, Convert, Rename, Split, Stack, Unstack
 from support import ranks
-from support.checks import all_fine, as_bytes, full_values, local_of
+from support.checks import as_bytes, full_values, local_of
 from support.failures import error_of
 from support.fp8 import Tree
 from support.models import Block, mesh, on_meta
+from support.on_ranks import on_ranks
 from support.small_model import NODES, only_readers
 
 State = dict[str, Tensor]
@@ -99,11 +100,7 @@ SHAPES = (
     "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
     "ignore_mismatched_shapes=True skips parameters of mismatched shape",
 )
-OPTIONS = {
-    (True, False): ((*KEYS, *SHAPES), ()),
-    (False, False): (SHAPES, KEYS),
-    (True, True): (KEYS, SHAPES),
-}
+OPTIONS = {(True, False): ((*KEYS, *SHAPES), ()), (False, False): (SHAPES, KEYS), (True, True): (KEYS, SHAPES)}
 """Values of strict and ignore_mismatched_shapes, with the texts that are in the error and those that are not."""
 
 
@@ -193,12 +190,9 @@ def _local(rank: int) -> list[str]:
     return problems
 
 
-def _both(rank: int) -> list[str]:
+@on_ranks(4)
+def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook(rank: int) -> list[str]:
     return _lenient(rank) + _local(rank)
-
-
-def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook() -> None:
-    all_fine(ranks.run(4, _both))
 
 
 # ---- one process ----

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 import epload
 from support import ranks
 from support.checks import all_fine
-from support.findings import differing, not_refused, not_refused_by_all
+from support.findings import differing, must_be_refused, must_be_refused_by_all
 from support.gather import full_state
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install -r requirements-dev.txt")
@@ -81,27 +81,24 @@ def zeros(model: nn.Module, paths: str, names: tuple[str, ...]) -> None:
 # ---- a base checkpoint ----
 
 
-def _base(rank: int, folder: Path) -> list[str]:
-    problems = []
+def _base(rank: int, folder: Path) -> None:
     for tie in (False, True):
         path = folder / f"base-{tie}"
         reference = peft.get_peft_model(LlamaForCausalLM.from_pretrained(path), CONFIGS["modules_to_save"]())
         model = sharded(lambda tie=tie: adapted("modules_to_save", tie))
         report = epload.load(model, path, strict=False, init_missing=zeros, progress=False)
-        problems += [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name]
-        problems += [f"unexpected: {name}" for name in report.unexpected_keys]
+        assert [f"missing: {name}" for name in report.missing_keys if ".lora_" not in name] == []
+        assert [*report.unexpected_keys] == [], "unexpected"
         state = full_state(model)
         for name, value in reference.state_dict().items():
-            if ".lora_" not in name and not torch.equal(state[name], value):
-                problems.append(f"tie={tie}: {name}")
-    return problems
+            assert not (".lora_" not in name and not torch.equal(state[name], value)), f"tie={tie}: {name}"
 
 
 def test_a_base_checkpoint_fills_the_originals_and_the_copies(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for tie in (False, True):
         draw(base(tie)).save_pretrained(tmp_path / f"base-{tie}")
-    all_fine(ranks.run(2, _base, tmp_path))
+    ranks.run(2, _base, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,7 @@ def test_adapters_whose_layers_share_tensors(kind: str, options: dict[str, Any],
     assert differing(model, make())
 
 
-def _active(rank: int, folder: Path) -> list[str]:
+def _active(rank: int, folder: Path) -> None:
     """The active adapter's tensors, and no others."""
     model = adapted("lora")
     model.add_adapter("other", CONFIGS["lora"]())
@@ -244,22 +241,22 @@ def _active(rank: int, folder: Path) -> list[str]:
     peft.set_peft_model_state_dict(
         reference, load_file(folder / "adapter" / "adapter_model.safetensors"), adapter_name="other"
     )
-    problems = differing(model, reference)
+    assert differing(model, reference) == []
     model.base_model.set_adapter(["default", "other"])
     text = "2 adapters of the model are active (default, other); select one with model.set_adapter(name)"
-    return problems + not_refused(lambda: epload.load(model, folder / "adapter", progress=False), text)
+    must_be_refused(lambda: epload.load(model, folder / "adapter", progress=False), text)
 
 
 def test_the_active_adapter_is_filled(tmp_path: Path) -> None:
     save_both(tmp_path, "lora")
-    all_fine(ranks.run(1, _active, tmp_path))
+    ranks.run(1, _active, tmp_path)
 
 
-def _misfits(rank: int, folder: Path) -> list[str]:
+def _misfits(rank: int, folder: Path) -> None:
     model = sharded(lambda: adapted("lora"))
     texts = "an adapter file without base weights", "load the base checkpoint first"
-    problems = not_refused_by_all(lambda: epload.load(model, folder / "adapter", progress=False), *texts)
-    problems += [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    must_be_refused_by_all(lambda: epload.load(model, folder / "adapter", progress=False), *texts)
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_meta] == []
     epload.load(model, torch.load(folder / "before.pt"), progress=False)
     for file, texts in {
         "short": (
@@ -269,11 +266,9 @@ def _misfits(rank: int, folder: Path) -> list[str]:
         "shape": ("1 mismatched shape", "lora_A.weight has shape [4, 8], but "),
     }.items():
         load = partial(epload.load, model, folder / f"{file}.safetensors", progress=False)
-        problems += not_refused_by_all(load, *texts)
+        must_be_refused_by_all(load, *texts)
     report = epload.load(model, folder / "short.safetensors", strict=False, progress=False)
-    if len(report.missing_keys) != 1:
-        problems.append(str(report.missing_keys))
-    return problems
+    assert len(report.missing_keys) == 1, str(report.missing_keys)
 
 
 def test_an_adapters_file_that_does_not_fit(tmp_path: Path) -> None:
@@ -284,7 +279,7 @@ def test_an_adapters_file_that_does_not_fit(tmp_path: Path) -> None:
     save_file(short, tmp_path / "short.safetensors")
     save_file(state | {f"{at}.k_proj.lora_A.weight": torch.ones(3, 8)}, tmp_path / "stray.safetensors")
     save_file(state | {f"{at}.q_proj.lora_A.weight": torch.ones(4, 8)}, tmp_path / "shape.safetensors")
-    all_fine(ranks.run(2, _misfits, tmp_path))
+    ranks.run(2, _misfits, tmp_path)
 
 
 def test_a_prompt_tuning_model_takes_a_base_checkpoint(tmp_path: Path) -> None:

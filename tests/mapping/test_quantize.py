@@ -31,7 +31,7 @@ from epload.cli.main import main
 from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape
 from support import fakedev, fp8, ranks
 from support.accelerator import DEVICE, SEMANTICS
-from support.checks import all_fine, local_of
+from support.checks import local_of
 from support.fakedev import build
 from support.fp8 import Tree
 from support.models import mesh
@@ -164,8 +164,7 @@ def test_every_layout_is_quantized_as_the_whole_tensor(tmp_path: Path) -> None:
 # ---- loads ----
 
 
-def load_layouts(rank: int, folder: Path) -> list[str]:
-    problems = []
+def load_layouts(rank: int, folder: Path) -> None:
     topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
     for i, (layout, formats) in enumerate(pairs()):
         readers = ("one", "every", "partitioned", "per_node")[i % 4]
@@ -176,12 +175,12 @@ def load_layouts(rank: int, folder: Path) -> list[str]:
                 wanted, config = expected(Trainer(), FORMATS[name]), with_skipped(FORMATS[name])
                 model = LAYOUTS[layout](Tree(wanted))
                 report = loader.load(model, folder / "masters.safetensors", mapping=Quantize(config))
-                problems += [f"{layout}, {name}: {key}" for key in report.missing_keys + report.unexpected_keys]
+                assert [*report.missing_keys + report.unexpected_keys] == [], f"{layout}, {name}"
                 placed = LAYOUTS[layout](filled(wanted))
                 for (key, tensor), other in zip(model.named_parameters(), placed.parameters(), strict=True):
-                    if not torch.equal(as_bits(local_of(tensor)), as_bits(local_of(other))):
-                        problems.append(f"{layout}, {name}: {key} differs")
-    return problems
+                    assert torch.equal(as_bits(local_of(tensor)), as_bits(local_of(other))), (
+                        f"{layout}, {name}: {key} differs"
+                    )
 
 
 def filled(tensors: dict[str, Tensor]) -> nn.Module:
@@ -194,7 +193,7 @@ def test_a_load_quantizes_into_every_layout(tmp_path: Path) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in Trainer().state_dict().items()}, tmp_path / "masters.safetensors"
     )
-    all_fine(ranks.run(4, load_layouts, tmp_path))
+    ranks.run(4, load_layouts, tmp_path)
 
 
 def load_own_experts(rank: int) -> None:

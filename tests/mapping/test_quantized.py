@@ -18,15 +18,14 @@ from epload.core.placement import Layout, Sharded
 from epload.mapping import Convert, Reshape, Split
 from epload.model.targets import collect
 from epload.planning.plan import make_plan
-from support import ranks
-from support.checks import all_fine
 from support.findings import differing
 from support.fp8 import BF16, COLUMNS, FP8, MAPPING, ROWS, Tree, checkpoint, expected, store, weight
 from support.models import mesh
+from support.on_ranks import on_ranks
 
 
-def _load(rank: int, folder: Path) -> list[str]:
-    problems = []
+@on_ranks(4, store)
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(rank: int, tmp_path: Path) -> None:
     file = checkpoint()
     topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
     for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
@@ -39,13 +38,12 @@ def _load(rank: int, folder: Path) -> list[str]:
                 whole.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
             for each in (model, whole):
                 fully_shard(each, mesh=mesh(("all", 4)), shard_placement_fn=_sharded(dim))
-            report = loader.load(model, folder, mapping=MAPPING)
-            if report.missing_keys or report.unexpected_keys:
-                problems.append(str(report))
-            problems += [f"{name} {dtype} dim {dim}" for name in differing(model, whole)]
+            report = loader.load(model, tmp_path, mapping=MAPPING)
+            assert not report.missing_keys + report.unexpected_keys, str(report)
+            assert [f"{name} {dtype} dim {dim}" for name in differing(model, whole)] == []
     kept = Tree(file)
-    loader.load(kept, folder)
-    return problems + [f"{name} was not kept" for name in differing(kept, file)]
+    loader.load(kept, tmp_path)
+    assert [f"{name} was not kept" for name in differing(kept, file)] == []
 
 
 def _sharded(dim: int) -> Any:
@@ -53,11 +51,6 @@ def _sharded(dim: int) -> Any:
 
     # torch wants even shards along other dims than the first.
     return lambda parameter: Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
-
-
-def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(4, _load, tmp_path))
 
 
 def one_rank(source: dict[str, Tensor] | Path, target: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:

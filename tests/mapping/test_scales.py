@@ -19,10 +19,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import epload
 from epload import CheckpointError, ModelMismatch
-from support import ranks
-from support.checks import all_fine, as_bytes, local_of
+from support.checks import as_bytes, local_of
 from support.fp8 import BF16, FP8, Tree
 from support.models import mesh
+from support.on_ranks import on_ranks
 
 GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 MX: dict[str, tuple[str, dict[str, Any]]] = {
@@ -334,8 +334,8 @@ def test_a_malformed_configuration(case: str, tmp_path: Path) -> None:
         assert torch.equal(load(write(tmp_path, {"w": RIGHT, **other}, MALFORMED[case]), 192, 64, strict=False), RIGHT)
 
 
-def _load_on_ranks(rank: int, folder: Path) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_ranks_take_the_declaration_of_the_one_that_reads(rank: int, tmp_path: Path) -> None:
     topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
     cases = {
         "mx": (MX["mxfp8"][1], (1, 32), torch.arange(110, 110 + 200 * 5).remainder(150).byte().reshape(200, 5)),
@@ -346,7 +346,7 @@ def _load_on_ranks(rank: int, folder: Path) -> list[str]:
         factors = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
         right = (value.float() * expand(factors, block, (200, 160))).to(BF16)
         if rank == 0:
-            write(folder, {"w": value, "w_scale_inv": scale}, config)
+            write(tmp_path, {"w": value, "w_scale_inv": scale}, config)
         torch.distributed.barrier()
         for readers in ("one", "every", "partitioned"):
             loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=8192, progress=False)
@@ -354,34 +354,24 @@ def _load_on_ranks(rank: int, folder: Path) -> list[str]:
             fully_shard(fsdp, mesh=mesh(("all", 4)))
             tensor_parallel.w = nn.Parameter(distribute_tensor(tensor_parallel.w, mesh(("tp", 4)), [Shard(1)]))
             for model in (fsdp, tensor_parallel):
-                loader.load(model, folder)
+                loader.load(model, tmp_path)
                 got = model.state_dict()["w"]
                 wanted = local_of(distribute_tensor(right, got.device_mesh, got.placements))
-                if not torch.equal(as_bytes(local_of(got)), as_bytes(wanted)):
-                    problems.append(f"{name}, readers={readers}, {got.placements}")
+                assert torch.equal(as_bytes(local_of(got)), as_bytes(wanted)), (
+                    f"{name}, readers={readers}, {got.placements}"
+                )
         torch.distributed.barrier()
-    return problems
 
 
-def test_ranks_take_the_declaration_of_the_one_that_reads(tmp_path: Path) -> None:
-    all_fine(ranks.run(4, _load_on_ranks, tmp_path))
-
-
-def _reload(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_another_declaration_of_the_same_tensors(rank: int, tmp_path: Path) -> None:
     """The same tensors under another configuration, with the same loader."""
-    problems = []
     loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), progress=False)
     model = Tree({"w": torch.empty(192, 64, dtype=BF16)})
     for block in ((96, 64), (128, 64), (96, 64), (96, 128)):
         if rank == 0:
-            write(folder, {"w": VALUE, "w_scale_inv": SCALE}, declare(*block))
+            write(tmp_path, {"w": VALUE, "w_scale_inv": SCALE}, declare(*block))
         torch.distributed.barrier()
-        loader.load(model, folder)
-        if not torch.equal(model.w, (VALUE.float() * expand(SCALE, block, (192, 64))).to(BF16)):
-            problems.append(str(block))
+        loader.load(model, tmp_path)
+        assert torch.equal(model.w, (VALUE.float() * expand(SCALE, block, (192, 64))).to(BF16)), str(block)
         torch.distributed.barrier()
-    return problems
-
-
-def test_another_declaration_of_the_same_tensors(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, _reload, tmp_path))

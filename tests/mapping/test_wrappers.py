@@ -16,9 +16,8 @@ import epload
 from epload import Mapping
 from epload.mapping import Rename
 from epload.mapping.place import place
-from support import ranks
-from support.checks import all_fine
 from support.findings import differing
+from support.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -47,29 +46,26 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _around(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_a_wrapped_model_is_loaded_by_its_own_names(rank: int) -> None:
     whole = values(Net())
     for name, wrap in WRAPPED.items():
         plain = Net()
         wrapper = wrap(plain)
         report = epload.load(wrapper, whole, progress=False)
-        problems += [f"{name}: {text}" for text in differing(plain, whole)]
-        if report.tensors != len(whole) or report.missing_keys or report.unexpected_keys:
-            problems.append(f"{name}: {report}")
+        assert differing(plain, whole) == [], name
+        assert report.tensors == len(whole), f"{name}: {report}"
+        assert not report.missing_keys, f"{name}: {report}"
+        assert not report.unexpected_keys, f"{name}: {report}"
         plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
         epload.load(
             wrapper, {f"module.{key}": value for key, value in whole.items()}, progress=False
         )  # as DDP saves it
-        problems += [f"{name}, saved from DDP: {text}" for text in differing(plain, whole)]
-    return problems
+        assert differing(plain, whole) == [], f"{name}, saved from DDP"
 
 
-def test_a_wrapped_model_is_loaded_by_its_own_names() -> None:
-    all_fine(ranks.run(2, _around))
-
-
-def _inside(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_module_of_the_model_is_wrapped(rank: int) -> list[str]:
     plain = Net()
     model = nn.Sequential(DistributedDataParallel(plain), torch.compile(nn.Linear(2, 2)))
     whole = {f"0.{name}": value for name, value in values(Net()).items()} | {
@@ -79,10 +75,6 @@ def _inside(rank: int) -> list[str]:
     epload.load(torch.compile(model), whole, progress=False)
     wanted = {name.removeprefix("0."): value for name, value in whole.items() if name.startswith("0.")}
     return differing(plain, wanted) + ([] if torch.equal(model[1].weight, torch.eye(2)) else ["1.weight"])
-
-
-def test_a_module_of_the_model_is_wrapped() -> None:
-    all_fine(ranks.run(2, _inside))
 
 
 # ---- ties between more than two ----

@@ -20,9 +20,8 @@ from epload.mapping.precision import set_dtypes
 from epload.model.materialize import materialize
 from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
-from support import ranks
-from support.checks import all_fine
 from support.models import on_meta
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, NODES, local_of, only_readers, wrong
 
 CPU = torch.device("cpu")
@@ -121,7 +120,8 @@ def _memory(model: nn.Module) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in local.items() if t.numel()}
 
 
-def _both_paths(rank: int) -> list[str]:
+@on_ranks(4)
+def test_both_paths_give_equal_models(rank: int) -> list[str]:
     problems = []
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     makers: list[Callable[[], nn.Module]] = [
@@ -176,13 +176,9 @@ def _both_paths(rank: int) -> list[str]:
     return problems
 
 
-def test_both_paths_give_equal_models() -> None:
-    all_fine(ranks.run(4, _both_paths))
-
-
-def _moved_to_meta(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_model_that_was_run_and_moved_to_meta(rank: int) -> None:
     """FSDP has looked at its parameters once, and does not do so again by itself."""
-    problems = []
     for private in (True, False):
         model, outputs = by_layer(), []
         for number in (1, 1, 2):
@@ -192,13 +188,8 @@ def _moved_to_meta(rank: int) -> list[str]:
             )
             outputs.append(model(torch.arange(13)))
             model.to("meta")
-        if not torch.equal(outputs[0], outputs[1]) or torch.equal(outputs[0], outputs[2]):
-            problems.append(f"private={private}: {[output.sum() for output in outputs]}")
-    return problems
-
-
-def test_a_model_that_was_run_and_moved_to_meta() -> None:
-    all_fine(ranks.run(4, _moved_to_meta))
+        assert torch.equal(outputs[0], outputs[1]), f"private={private}: {[output.sum() for output in outputs]}"
+        assert not torch.equal(outputs[0], outputs[2]), f"private={private}: {[output.sum() for output in outputs]}"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -286,9 +277,9 @@ def test_a_parameter_that_a_graph_has_is_left_to_torch() -> None:
     assert node is not None
 
 
-def _training(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_loaded_model_trains(rank: int) -> None:
     """After a load from meta the model trains as one that was never on meta."""
-    problems = []
     tokens = torch.arange(13)
     reference = Tied()
     with torch.no_grad():
@@ -309,10 +300,6 @@ def _training(rank: int) -> list[str]:
         rate.step()
         for name, tensor in model.named_parameters():
             expected = local_of(reference.get_parameter(name).detach(), tensor)
-            if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
-                problems.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
-    return problems
-
-
-def test_a_loaded_model_trains() -> None:
-    all_fine(ranks.run(4, _training))
+            assert torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3), (
+                f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}"
+            )

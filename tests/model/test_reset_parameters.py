@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import epload
 from support import ranks
-from support.checks import all_fine, full_tensor
-from support.findings import not_refused
+from support.checks import full_tensor
+from support.findings import must_be_refused
 from support.models import on_meta
+from support.on_ranks import on_ranks
 
 FILLED = ("0.weight", "4.bias")
 
@@ -138,10 +139,7 @@ class FailingModule(Plain):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            Plain,
-            r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para",
-        ),
+        (Plain, r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para"),
         (FailingModule, r"FailingModule\.reset_parameters failed to initialize 1 \(RuntimeError: cannot\)"),
     ],
 )
@@ -154,10 +152,10 @@ def test_what_no_method_fills_is_refused(kind: type[nn.Module], message: str) ->
     assert model[0].weight.is_meta, "nothing has moved"
 
 
-def refuse_other_cases(rank: int) -> list[str]:
+@on_ranks(2)
+def test_shards_of_unknown_size_and_different_options_are_refused(rank: int) -> None:
     """An outer shard; and an option that only one rank passes."""
     mesh = init_device_mesh("cpu", (2,))
-    problems = []
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3)))
     shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", mesh)])
     state = {"0.bias": torch.arange(6.0)}
@@ -171,12 +169,7 @@ def refuse_other_cases(rank: int) -> list[str]:
         ({"init_missing": "reset_parameters" if rank else None}, "ManifestMismatch", "init_missing=reset_parameters"),
     ):
         load = partial(epload.load, model, state, strict=False, progress=False, timeout=20, **options)
-        problems += not_refused(load, kind, text)
-    return problems
-
-
-def test_shards_of_unknown_size_and_different_options_are_refused() -> None:
-    all_fine(ranks.run(2, refuse_other_cases))
+        must_be_refused(load, kind, text)
 
 
 def test_an_adapter_starts_as_peft_has_it() -> None:

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
 from epload.native import ops
-from support import ranks
-from support.checks import all_fine, full_values
+from support.checks import full_values
 from support.failures import error_of
 from support.findings import differing
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
 
 
@@ -182,8 +182,8 @@ def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
 # ---- on ranks ----
 
 
-def reparallelized(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_a_model_that_is_parallelized_again_is_noticed(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def check(what: str, model: nn.Module, change: Callable[[], object]) -> None:
@@ -191,7 +191,7 @@ def reparallelized(rank: int) -> list[str]:
         change()
         values = full_values(model, 3)
         loader.load(model, values)
-        problems.extend(f"{what}: {name}" for name in differing(model, values))
+        assert differing(model, values) == [], what
 
     net = Net()
     check("fully_shard", net, lambda: sharded(net))
@@ -214,16 +214,11 @@ def reparallelized(rank: int) -> list[str]:
     check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
     check("offloaded", offloaded, lambda: None)
-    return problems
 
 
-def test_a_model_that_is_parallelized_again_is_noticed() -> None:
-    all_fine(ranks.run(2, reparallelized))
-
-
-def after_loads(rank: int) -> list[str]:
+@on_ranks(2)
+def test_models_can_be_moved_and_dropped_between_loads(rank: int) -> None:
     """Moves and swaps of a model between loads work, and the loads behind them are right."""
-    problems = []
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), bucket_bytes=BUCKET, readers="one")
     model = meta_net()
     number = 0
@@ -233,12 +228,11 @@ def after_loads(rank: int) -> list[str]:
         number += 1
         loader.load(model, state_for(number))
         expected = state_for(number, dtype)  # Module.to casts buffers too
-        problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
+        assert wrong(model, expected) == [], f"after {what}"
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if not remembers(loader, model):
-        problems.append("no snapshot is in use")
+    assert remembers(loader, model), "no snapshot is in use"
     model(torch.arange(13)).sum().backward()
     load("a step")
     weight = model.embed.weight
@@ -259,43 +253,31 @@ def after_loads(rank: int) -> list[str]:
     alive = weakref.ref(model)
     model = meta_net()
     gc.collect()
-    if alive() is not None:
-        problems.append("the loader keeps a model alive that was trained and dropped")
+    assert alive() is None, "the loader keeps a model alive that was trained and dropped"
     load("another model")
-    return problems
-
-
-def test_models_can_be_moved_and_dropped_between_loads() -> None:
-    all_fine(ranks.run(2, after_loads))
 
 
 def rows(shardings: list[object], memory: Tensor) -> list[tuple[object, list[int]]]:
     return list(zip(shardings, memory[:, 2:].tolist(), strict=True))
 
 
-def both_ways(rank: int) -> list[str]:
+@on_ranks(4)
+def test_private_and_public_ways_to_read_dtensors_agree(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = meta_net().to_empty(device="cpu")
     tensors: list[Tensor] = [*model.parameters(), *model.buffers(), torch.zeros(()), nn.Parameter(torch.zeros(3))]
     for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
         tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
         tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
-    problems = []
     public_local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for a, b in zip(dtensor.local_tensors(tensors), public_local, strict=True):
-        if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
-            problems.append(f"{a} {b}")
-        if not a.is_meta and a.data_ptr() != b.data_ptr():
-            problems.append("not the same memory")
+        assert (a.shape, a.dtype, a.device, a.requires_grad) == (b.shape, b.dtype, b.device, False), f"{a} {b}"
+        assert not (not a.is_meta and a.data_ptr() != b.data_ptr()), "not the same memory"
     said = [(t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None for t in tensors]
     public = rows(said, ops.describe_memory([tensor.detach() for tensor in public_local]))
     private = rows(*dtensor.metadata(tensors))
     for i in range(len(tensors)):
         for j in range(len(tensors)):
-            if (public[i] == public[j]) != (private[i] == private[j]):
-                problems.append(f"only one way distinguishes {tensors[i]} and {tensors[j]}")
-    return problems
-
-
-def test_private_and_public_ways_to_read_dtensors_agree() -> None:
-    all_fine(ranks.run(4, both_ways))
+            assert (public[i] == public[j]) == (private[i] == private[j]), (
+                f"only one way distinguishes {tensors[i]} and {tensors[j]}"
+            )

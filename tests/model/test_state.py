@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload import Topology
-from support import ranks
-from support.checks import all_fine, as_bytes, bits, full_values, local_of
+from support.checks import as_bytes, bits, full_values, local_of
 from support.findings import not_refused
 from support.models import Rotary, Tied, mesh, on_meta
+from support.on_ranks import on_ranks
 
 NODES = [[0, 1], [2, 3]]
 
@@ -28,7 +28,8 @@ def fsdp(model: nn.Module, **options: Any) -> None:
     fully_shard(model, mesh=mesh(("all", 4)), **options)
 
 
-def _inv_freq(rank: int) -> list[str]:
+@on_ranks(4)
+def test_skyrl_1709_lmms_engine_185_inv_freq(rank: int) -> list[str]:
     """Only some ranks made their model for real; the others get what they cannot compute from the lowest of these."""
     problems = []
     expected = Rotary().inv_freq
@@ -57,14 +58,11 @@ def _inv_freq(rank: int) -> list[str]:
     return problems
 
 
-def test_skyrl_1709_lmms_engine_185_inv_freq() -> None:
-    all_fine(ranks.run(4, _inv_freq))
-
-
 # ---- layouts and ties, through a full state dict on one rank ----
 
 
-def _broken_ties(rank: int) -> list[str]:
+@on_ranks(4)
+def test_ties_that_parallelizing_broke(rank: int) -> list[str]:
     """Parallelizing part by part makes two parameters of one; a declared tie fills both."""
     model = on_meta(Tied)
     fully_shard(model.embed, mesh=mesh(("all", 4)))
@@ -78,7 +76,3 @@ def _broken_ties(rank: int) -> list[str]:
     part = weight.chunk(4)
     mine = as_bytes(part[rank] if rank < len(part) else torch.empty(0))
     return [n for n in ("head", "embed") if not torch.equal(as_bytes(local_of(getattr(model, n).weight)), mine)]
-
-
-def test_ties_that_parallelizing_broke() -> None:
-    all_fine(ranks.run(4, _broken_ties))

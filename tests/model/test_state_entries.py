@@ -24,11 +24,11 @@ from epload.checkpoint.manifest import Manifest
 from epload.mapping import Concatenate, Convert
 from epload.saving.model_reader import ModelReader
 from epload.sync.targets import ModelTarget
-from support import ranks
-from support.checks import all_fine, full_tensor, local_of
+from support.checks import full_tensor, local_of
 from support.failures import error_of
-from support.findings import differing, not_refused
+from support.findings import differing, must_be_refused, not_refused
 from support.models import on_meta
+from support.on_ranks import on_ranks
 
 
 def loader(**options: Any) -> epload.HierarchicalLoader:
@@ -96,7 +96,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refused(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name(rank: int) -> list[str]:
     return [f"{case}, {text}" for case in REFUSED for text in _refused_case(rank, *REFUSED[case])]
 
 
@@ -122,15 +123,8 @@ def _refused_case(rank: int, make: Callable[[], nn.Module], text: str) -> list[s
     return problems
 
 
-def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name() -> None:
-    all_fine(ranks.run(4, _refused))
-
-
-def test_on_one_rank_only() -> None:
-    all_fine(ranks.run(2, _one_refuses))
-
-
-def _one_refuses(rank: int) -> list[str]:
+@on_ranks(2)
+def test_on_one_rank_only(rank: int) -> list[str]:
     """The other rank's model has no hook, and it raises the same."""
     model = Net()
     if rank == 0:
@@ -188,7 +182,8 @@ PARTS = Mapping(
 )
 
 
-def _by_own_names(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(rank: int, tmp_path: Path) -> list[str]:
     problems = []
     state = values_of(translated())
     reference = translated()
@@ -207,17 +202,13 @@ def _by_own_names(rank: int, folder: Path) -> list[str]:
             name = name.replace("_checkpoint_wrapped_module.", "")
             if not torch.equal(full_tensor(parameter), reference.get_parameter(name)):
                 problems.append(f"{kind}: {name} is {full_tensor(parameter)}")
-        epload.save(model, folder / kind, mapping=PARTS, names_from=state)
-        saved = load_file(folder / kind / "model.safetensors")
+        epload.save(model, tmp_path / kind, mapping=PARTS, names_from=state)
+        saved = load_file(tmp_path / kind / "model.safetensors")
         problems += [f"{kind}: saved {name}" for name in differing(saved, state)]
     linear = nn.Sequential(checkpoint_wrapper(nn.Linear(5, 5)))
-    epload.save(linear, folder / "own names", mapping=Mapping())
-    problems += set(load_file(folder / "own names" / "model.safetensors")) ^ {"0.weight", "0.bias"}
+    epload.save(linear, tmp_path / "own names", mapping=Mapping())
+    problems += set(load_file(tmp_path / "own names" / "model.safetensors")) ^ {"0.weight", "0.bias"}
     return problems
-
-
-def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, _by_own_names, tmp_path))
 
 
 class Secretive(nn.Module):
@@ -244,8 +235,8 @@ def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
     assert torch.equal(model.secret, torch.full((2,), 4.0))
 
 
-def _fsdp1(rank: int) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_fsdp1_is_refused_by_name(rank: int) -> None:
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         model = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8)), device_id=torch.device("cpu"))
         before = [p.detach().clone() for p in model.parameters()]
@@ -253,14 +244,8 @@ def _fsdp1(rank: int) -> list[str]:
         source = state if rank == 0 else None
         with FullyShardedDataParallel.state_dict_type(model, kind):
             load = partial(loader().load, model, source, strict=False)
-            problems += not_refused(load, "ModelMismatch", "FSDP1", "fully_shard")
-        if not all(map(torch.equal, before, model.parameters())):
-            problems.append("parameters have changed")
-    return problems
-
-
-def test_fsdp1_is_refused_by_name() -> None:
-    all_fine(ranks.run(4, _fsdp1))
+            must_be_refused(load, "ModelMismatch", "FSDP1", "fully_shard")
+        assert all(map(torch.equal, before, model.parameters())), "parameters have changed"
 
 
 def test_lazy_modules_are_refused_by_name() -> None:

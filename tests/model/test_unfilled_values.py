@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.model.memory import is_poisoned, poison
-from support import ranks
-from support.checks import all_fine
-from support.findings import not_refused
+from support.findings import must_be_refused
 from support.initialized_models import loader
 from support.models import on_meta
+from support.on_ranks import on_ranks
 
 
 class Stray(nn.Module):
@@ -28,25 +27,20 @@ class Stray(nn.Module):
         self.register_buffer("table", torch.empty(4), persistent=False)
 
 
-def _unfilled(rank: int) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_what_nobody_fills_is_an_error_on_all_ranks(rank: int) -> None:
     for drop, text in ((), "fills 1 tensor on meta: table."), (("v",), "fills 2 tensors on meta: table, v."):
         model = on_meta(Stray)
         fully_shard(model)
         full = {"w": torch.ones(3, 2), "v": torch.ones(5)}
         state = {name: tensor for name, tensor in full.items() if name not in drop} if rank == 0 else None
         load = partial(loader().load, model, state, strict=False)
-        problems += not_refused(load, "ModelMismatch", text, "init_missing")
-        problems += [
+        must_be_refused(load, "ModelMismatch", text, "init_missing")
+        assert [
             f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
-        ]
+        ] == []
         load = partial(loader().load, model, state, strict=False, init_missing=lambda *_: None)
-        problems += not_refused(load, "init_missing left table")
-    return problems
-
-
-def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
-    all_fine(ranks.run(4, _unfilled))
+        must_be_refused(load, "init_missing left table")
 
 
 def test_what_a_hook_fills_is_not_warned_of() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import epload
-from support import ranks
-from support.checks import all_fine, full_tensor
+from support.checks import full_tensor
+from support.on_ranks import on_ranks
 
 
 class Layer(nn.Linear):
@@ -82,8 +82,8 @@ def whole_pass(model: Any) -> None:
 PASSES: tuple[Callable[[Any], None], ...] = (failed_forward, prefetched, part_of_a_group, whole_pass)
 
 
-def _load_after_passes(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_what_passes_leave_unsharded_is_filled(rank: int) -> None:
     torch.manual_seed(3)
     reference = Net()
     state = {name: tensor.detach() for name, tensor in reference.state_dict().items()}
@@ -100,19 +100,13 @@ def _load_after_passes(rank: int) -> list[str]:
                 use(model)
                 loader.load(model, state)
             result = model(X)
-            if not torch.allclose(result, reference(X)):
-                problems.append(f"{use.__name__}, {again}: the next pass has other weights")
+            assert torch.allclose(result, reference(X)), f"{use.__name__}, {again}: the next pass has other weights"
             (result.sum() * 0).backward()
             for module in model.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
-            problems += [
+            assert [
                 f"{use.__name__}, {again}: {name}"
                 for name, parameter in model.named_parameters()
                 if not torch.equal(full_tensor(parameter), state[name])
-            ]
-    return problems
-
-
-def test_what_passes_leave_unsharded_is_filled() -> None:
-    all_fine(ranks.run(2, _load_after_passes))
+            ] == []
