@@ -257,7 +257,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_load_holds_few_weights_at_once(tmp_path: Path) -> None:
     names, shape = [f"w{i}.weight" for i in range(8)], (512, 2048)
-    save_file({name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, tmp_path / "w.safetensors")
+    save_file(
+        {name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, tmp_path / "w.safetensors"
+    )
     like = {name: torch.empty(shape, dtype=FP8) for name in names}
     like |= {f"{name}_scale_inv": torch.empty(4, 16) for name in names}
     model, held, sizes = Tree(like), [0], list[int]()
