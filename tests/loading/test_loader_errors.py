@@ -29,6 +29,7 @@ from support.accelerator import ExternalStream, run_on
 from support.checks import all_fine, as_bytes, local_of
 from support.failures import Failing, Failure, Outcome, check, error_of, outcome, unpack_breaks_once
 from support.findings import not_refused_by_all
+from support.memory import mapped_memfds
 from support.on_ranks import on_ranks
 from support.readers import small_waves
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
@@ -461,3 +462,28 @@ def test_a_load_that_fails_frees_model_and_checkpoint(tmp_path: Path) -> None:
             assert [reference() for reference in references] == [None, None], fails
     finally:
         gc.enable()
+
+
+def shared_buffers() -> int:
+    gc.collect()
+    return len(mapped_memfds())
+
+
+@on_ranks(2)
+def test_a_closed_loader_frees_its_memory_and_loads_no_more(rank: int) -> None:
+    options: dict[str, Any] = {"topology": Topology.from_nodes([[0, 1]]), "readers": "one", "bucket_bytes": BUCKET}
+    with HierarchicalLoader(**options) as loader:
+        loader.load(meta_net(), only_readers(state_for(1)))
+        assert shared_buffers(), "no memory is shared, so that nothing can be freed"
+    assert not shared_buffers()
+    loader.close()
+    half_closed = HierarchicalLoader(**options, timeout=20)
+    if rank == 1:
+        half_closed.close()
+    model = meta_net()
+    for unusable in (loader, half_closed):
+        with pytest.raises(ValueError, match="got one that was closed; make a new one"):
+            unusable.load(model, only_readers(state_for(3)))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    HierarchicalLoader(**options).load(model, only_readers(state_for(4)))
+    assert wrong(model, state_for(4)) == []
