@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from epload import CheckpointError
 from epload.integrations.dcp import StorageReader
 from support import fp8, ranks
-from support.checks import all_fine, full_values
+from support.checks import full_values, local_of
 from support.dcp_checkpoints import BF16, FORMATS, MODELS, folder_of, save_all, sharded
-
-
-def local_of(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+from support.on_ranks import on_ranks
 
 
 def differ(ours: Any, theirs: Any, name: str = "") -> list[str]:
@@ -55,34 +53,24 @@ def torchs(form: str, path: Path) -> dcp.StorageReader:
     return HuggingFaceStorageReader(str(path)) if form in ("shards", "whole") else FileSystemReader(path)
 
 
-def same_as_torch(rank: int, folder: Path) -> list[str]:
-    problems = []
-    for model in MODELS:
-        for form in FORMATS:
-            path = folder_of(folder, model, form)
-            ours, theirs = state_of(model, form), state_of(model, form)
-            dcp.load(ours, storage_reader=StorageReader(path))
-            if form == "safetensors":  # torch's reader fails on what its own writer has written so
-                theirs = state_of(model, form, salt=0)
-            else:
-                dcp.load(theirs, storage_reader=torchs(form, path))
-            if not differ(state_of(model, form), theirs):
-                problems.append(f"{model} {form}: torch has loaded nothing")
-            problems += [f"{model} {form}{text}" for text in differ(ours, theirs)]
-    return problems
+def same_as_torch(rank: int, folder: Path) -> None:
+    for model, form in product(MODELS, FORMATS):
+        case, path = f"{model} {form}", folder_of(folder, model, form)
+        ours, theirs = state_of(model, form), state_of(model, form)
+        dcp.load(ours, storage_reader=StorageReader(path))
+        if form == "safetensors":  # torch's reader fails on what its own writer has written so
+            theirs = state_of(model, form, salt=0)
+        else:
+            dcp.load(theirs, storage_reader=torchs(form, path))
+        assert differ(state_of(model, form), theirs), f"{case}: torch has loaded nothing"
+        assert differ(ours, theirs) == [], case
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dcp")
-    ranks.run(4, save_all, folder)
-    return folder
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_dcp_folders_load_as_with_torchs_reader(saved: Path, world: int) -> None:
+def test_dcp_folders_load_as_with_torchs_reader(tmp_path: Path) -> None:
     """Saved by 4 ranks: 2 ranks load what lies in two parts."""
-    all_fine(ranks.run(world, same_as_torch, saved))
+    ranks.run(4, save_all, tmp_path)
+    for world in (2, 4):
+        ranks.run(world, same_as_torch, tmp_path)
 
 
 def save_whole(folder: Path) -> None:
@@ -97,79 +85,65 @@ def save_whole(folder: Path) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def whole(rank: int, folder: Path) -> list[str]:
-    problems = []
-    for model in MODELS:
-        path = folder_of(folder, model, "whole")
-        for dtype in (None, BF16):
-            # fp8 without scales stays fp8.
-            lost = {key for key, t in state_of(model, "whole").items() if dtype is not None and t.dtype is fp8.FP8}
-            ours, theirs = (
-                {key: t for key, t in state_of(model, "whole", dtype).items() if key not in lost} for _ in range(2)
-            )
-            dcp.load(ours, storage_reader=StorageReader(path))
-            dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(path)))
-            problems += [f"{model} {dtype}{text}" for text in differ(ours, theirs)]
-    return problems
+@on_ranks(4, save_whole)
+def test_safetensors_folders_load_as_with_torchs_reader_also_into_another_dtype(rank: int, tmp_path: Path) -> None:
+    for model, dtype in product(MODELS, (None, BF16)):
+        path = folder_of(tmp_path, model, "whole")
+        ours, theirs = (state_of(model, "whole", dtype) for _ in range(2))
+        if dtype is not None:  # fp8 without scales stays fp8
+            for name in [n for n, t in state_of(model, "whole").items() if t.dtype is fp8.FP8]:
+                del ours[name], theirs[name]
+        dcp.load(ours, storage_reader=StorageReader(path))
+        dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(path)))
+        assert differ(ours, theirs) == [], f"{model} {dtype}"
 
 
-def test_safetensors_folders_load_as_with_torchs_reader_also_into_another_dtype(tmp_path: Path) -> None:
-    save_whole(tmp_path)
-    all_fine(ranks.run(4, whole, tmp_path))
-
-
-def fp8_loads(rank: int, folder: Path) -> list[str]:
+@on_ranks(2, fp8.store)
+def test_fp8_weights_are_multiplied_by_their_scales(rank: int, tmp_path: Path) -> None:
     """The shards of two ranks begin and end inside blocks."""
     mesh = init_device_mesh("cpu", (2,))
-    problems = []
-    for dtype in (torch.float32, BF16):
-        for placement in (Shard(0), Shard(1), Replicate()):
-            full = {name: t for name, t in fp8.checkpoint().items() if not name.endswith("_scale_inv")}
-            ours, theirs = (
-                {
-                    n: distribute_tensor(torch.zeros(t.shape, dtype=dtype), mesh, [placement])
-                    for n, t in full.items()
-                    if t.ndim == 2
-                }
-                for _ in range(2)
-            )
-            dcp.load(ours, storage_reader=StorageReader(folder))
-            dcp.load(theirs, storage_reader=QuantizedHuggingFaceStorageReader(str(folder), target_dtype=dtype))
-            problems += [f"{dtype} {placement}{text}" for text in differ(ours, theirs)]
-    return problems
+    shapes = {name: t.shape for name, t in fp8.checkpoint().items() if not name.endswith("_scale_inv") and t.ndim == 2}
+    for dtype, placement in product((torch.float32, BF16), (Shard(0), Shard(1), Replicate())):
+        ours, theirs = (
+            {n: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [placement]) for n, shape in shapes.items()}
+            for _ in range(2)
+        )
+        dcp.load(ours, storage_reader=StorageReader(tmp_path))
+        dcp.load(theirs, storage_reader=QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=dtype))
+        assert differ(ours, theirs) == [], f"{dtype} {placement}"
 
 
-def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path) -> None:
-    fp8.store(tmp_path)
-    all_fine(ranks.run(2, fp8_loads, tmp_path))
+def load(state: dict[str, Any], path: Path, **options: Any) -> None:
+    dcp.load(state, storage_reader=StorageReader(path), no_dist=True, **options)
+
+
+def refused(text: str, state: dict[str, Any], path: Path, **options: Any) -> None:
+    with pytest.raises(dcp.api.CheckpointException, match=text):
+        load(state, path, **options)
 
 
 def test_fp8_weights_stay_fp8_in_fp8_and_need_their_scales_elsewhere(tmp_path: Path) -> None:
     weight, scale = fp8.weight(3)
     save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
     state = {"w": torch.zeros_like(weight), "w_scale_inv": torch.zeros_like(scale)}
-    dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    load(state, tmp_path)
     assert torch.equal(state["w"].float(), weight.float())
     assert torch.equal(state["w_scale_inv"], scale)
     save_file({"w": weight, "v": scale}, tmp_path / "model.safetensors")
     wide = {"v": torch.zeros_like(scale), "w": torch.zeros(weight.shape)}
-    with pytest.raises(dcp.api.CheckpointException, match="but its scale w_scale_inv is not in the checkpoint"):
-        dcp.load(wide, storage_reader=StorageReader(tmp_path), no_dist=True)
+    refused("but its scale w_scale_inv is not in the checkpoint", wide, tmp_path)
     assert not wide["v"].any()
 
 
 def test_quantized_integers_are_not_converted(tmp_path: Path) -> None:
     packed = torch.arange(12, dtype=torch.int8).reshape(3, 4)
-    save_file(
-        {"l.weight": packed, "l.weight_scale": torch.ones(3, 1), "ids": packed.clone()}, tmp_path / "model.safetensors"
-    )
-    state = {"ids": torch.zeros(3, 4)}
-    dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    source = {"l.weight": packed, "l.weight_scale": torch.ones(3, 1), "ids": packed.clone()}
+    save_file(source, tmp_path / "model.safetensors")
+    state, quantized = {"ids": torch.zeros(3, 4)}, {"l.weight": torch.zeros(3, 4)}
+    load(state, tmp_path)
     assert torch.equal(state["ids"], packed.float())
-    state = {"l.weight": torch.zeros(3, 4)}
-    with pytest.raises(dcp.api.CheckpointException, match=r"a quantized weight that l\.weight_scale belongs to"):
-        dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
-    assert not state["l.weight"].any()
+    refused(r"a quantized weight that l\.weight_scale belongs to", quantized, tmp_path)
+    assert not quantized["l.weight"].any()
 
 
 # ---- one process ----
@@ -193,7 +167,7 @@ def test_planners_are_asked_for_tensors_and_told_of_each(tmp_path: Path) -> None
     save_file({"w": torch.arange(12.0).reshape(3, 4)}, tmp_path / "model.safetensors")
     planner, state = Transposed(), {"w": torch.zeros(3, 4)}
     planner.committed = []
-    dcp.load(state, storage_reader=StorageReader(tmp_path), planner=planner, no_dist=True)
+    load(state, tmp_path, planner=planner)
     assert torch.equal(state["w"], 2 * torch.arange(12.0).reshape(3, 4))
     assert planner.committed == ["w"]
 
@@ -201,8 +175,7 @@ def test_planners_are_asked_for_tensors_and_told_of_each(tmp_path: Path) -> None
 def test_a_part_of_the_state_may_be_missing_where_the_planner_allows_it(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(3.0), "step": 3}, checkpoint_id=tmp_path, no_dist=True)
     state = {"w": torch.zeros(3), "other": torch.ones(2), "step": 0}
-    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: other"):
-        dcp.load(state, storage_reader=StorageReader(tmp_path), no_dist=True)
+    refused("Missing key in checkpoint state_dict: other", state, tmp_path)
     planner = DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=tmp_path, storage_reader=StorageReader(), planner=planner, no_dist=True)
     assert state["w"].tolist() == [0.0, 1.0, 2.0]
@@ -228,8 +201,7 @@ def test_a_file_that_changes_during_the_load_is_an_error(tmp_path: Path) -> None
             save_file({"w": torch.zeros(12)}, path)
             return super().resolve_tensor(read_item)
 
-    with pytest.raises(dcp.api.CheckpointException, match=r"was replaced .* while it was loaded"):
-        dcp.load({"w": torch.ones(12)}, storage_reader=StorageReader(tmp_path), planner=Replacing(), no_dist=True)
+    refused("was replaced .* while it was loaded", {"w": torch.ones(12)}, tmp_path, planner=Replacing())
 
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
@@ -265,16 +237,14 @@ class Choosing(DefaultLoadPlanner):
         return replace(plan, items=[item for item in plan.items if item.dest_index.fqn != "skipped"])
 
 
-def chosen(rank: int, folder: Path) -> list[str]:
-    problems = []
+def save_two(folder: Path) -> None:
+    save_file({"loaded": torch.arange(5.0), "skipped": torch.ones(5)}, folder / "model.safetensors")
+
+
+@on_ranks(2, save_two)
+def test_planners_may_choose_what_is_read(rank: int, tmp_path: Path) -> None:
     for when in ("global", "in place", "own", "never"):
         state = {"loaded": torch.zeros(5), "skipped": torch.zeros(5)}
-        dcp.load(state, storage_reader=StorageReader(folder), planner=Choosing(when))
-        expected = {"loaded": torch.arange(5.0), "skipped": torch.zeros(5) if when != "never" else torch.ones(5)}
-        problems += [f"{when}{text}" for text in differ(state, expected)]
-    return problems
-
-
-def test_planners_may_choose_what_is_read(tmp_path: Path) -> None:
-    save_file({"loaded": torch.arange(5.0), "skipped": torch.ones(5)}, tmp_path / "model.safetensors")
-    all_fine(ranks.run(2, chosen, tmp_path))
+        dcp.load(state, storage_reader=StorageReader(tmp_path), planner=Choosing(when))
+        skipped = torch.ones(5) if when == "never" else torch.zeros(5)
+        assert differ(state, {"loaded": torch.arange(5.0), "skipped": skipped}) == [], when

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 
 import epload
 from epload.integrations.engine import load_engine
-from support import ranks
 from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint
-from support.recordings import same_bits, tensors_of
+from support.findings import differing
+from support.on_ranks import on_ranks
+from support.recordings import tensors_of
 
 
 def saved(folder: Path, dtype: torch.dtype, without: str = "") -> tuple[Path, dict[str, Tensor]]:
@@ -24,6 +27,14 @@ def saved(folder: Path, dtype: torch.dtype, without: str = "") -> tuple[Path, di
     weights["unused"] = torch.ones(3)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder, weights
+
+
+def save_as_float32(folder: Path) -> None:
+    saved(folder, torch.float32)
+
+
+def load(model: Any, path: Path, **options: Any) -> epload.LoadReport:
+    return load_engine(epload.EngineModel(model), path, **options)
 
 
 @pytest.mark.parametrize("kind", [Engine, Computing])
@@ -37,9 +48,8 @@ def test_the_model_is_as_load_weights_makes_it(
     with torch.no_grad():
         expected.load_weights(iter(weights.items()))
     for _ in range(2):
-        report = load_engine(epload.EngineModel(model), path, verify=verify)
-        for name, tensor in tensors_of(expected).items():
-            assert same_bits(tensors_of(model)[name], tensor), name
+        report = load(model, path, verify=verify)
+        assert differing(tensors_of(model), tensors_of(expected)) == []
     assert (report.missing_keys, report.unexpected_keys, report.verify) == ([], [], verify)
     assert "unused" in report.ignored_keys
     experts = [name for name in report.ignored_keys if name.startswith("experts.")]
@@ -50,17 +60,17 @@ def test_buffers_that_are_not_saved_are_the_engines(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32)
     model = Engine(0)
     model.register_buffer("table", torch.arange(4.0), persistent=False)
-    assert load_engine(epload.EngineModel(model), path).warnings == []
+    assert load(model, path).warnings == []
     assert torch.equal(model.table, torch.arange(4.0))
 
-    def load(model: Loader, weights: Weights) -> None:
+    def fill_table(model: Loader, weights: Weights) -> None:
         for _, tensor in weights:
             model.table.copy_(tensor)
 
-    model = Loader(load)
+    model = Loader(fill_table)
     model.register_buffer("table", torch.zeros(2), persistent=False)
     save_file({"w": torch.tensor([1.0, 2.0])}, tmp_path / "w.safetensors")
-    load_engine(epload.EngineModel(model), tmp_path / "w.safetensors")
+    load(model, tmp_path / "w.safetensors")
     assert model.table.tolist() == [1, 2]
 
 
@@ -70,26 +80,30 @@ def test_a_model_that_is_partly_on_meta_is_refused(persistent: bool, tmp_path: P
     model = Engine(0)
     model.register_buffer("table", torch.zeros(2, device="meta"), persistent=persistent)
     with pytest.raises(epload.ModelMismatch, match=r"partly on meta \(1 tensor: table\)"):
-        load_engine(epload.EngineModel(model), path, strict=False)
+        load(model, path, strict=False)
 
 
 def test_what_is_not_written_is_an_error(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, torch.float32, without="norm")
     for kind in (Engine, Computing):
         with pytest.raises(epload.ModelMismatch, match=r"leaves 1 of the engine's parameters unwritten.*norm\.weight"):
-            load_engine(epload.EngineModel(kind(0)), path)
+            load(kind(0), path)
         engine = kind(0)
-        load_engine(epload.EngineModel(engine), path, strict=False)
+        load(engine, path, strict=False)
         assert torch.all(engine.norm.weight == -1)
     save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
-    for value in (lambda tensor: tensor, lambda tensor: float(tensor.sum())):  # recorded; not recorded
-
-        def load(model: Loader, weights: Weights, value: Callable[[Tensor], Any] = value) -> None:
-            for _, tensor in weights:
-                model.a.data[1:] = value(tensor)
-
+    for value in RECORDED.values():
+        engine = Loader(partial(fill, value, lambda model, name: model.a.data[1:]), a=(3,), b=(0,))
         with pytest.raises(epload.ModelMismatch, match=r"in part or as a whole \(a\)"):
-            load_engine(epload.EngineModel(Loader(load, a=(3,), b=(0,))), tmp_path / "w.safetensors")
+            load(engine, tmp_path / "w.safetensors")
+
+
+RECORDED = {"recorded": lambda tensor: tensor, "not recorded": lambda tensor: float(tensor.sum())}
+
+
+def fill(value: Any, target: Any, model: Loader, weights: Weights) -> None:
+    for name, tensor in weights:
+        target(model, name)[:] = value(tensor)
 
 
 class Processing(epload.EngineModel):
@@ -99,23 +113,14 @@ class Processing(epload.EngineModel):
         return [["a", "b"], ["c"]]
 
 
-@pytest.mark.parametrize(
-    "value", [lambda tensor: tensor, lambda tensor: float(tensor.sum())], ids=["recorded", "not recorded"]
-)
+@pytest.mark.parametrize("value", RECORDED.values(), ids=RECORDED)
 def test_what_is_processed_together_is_filled_as_a_whole(value: Callable[[Tensor], Any], tmp_path: Path) -> None:
-    def load(model: Loader, weights: Weights) -> None:
-        for name, tensor in weights:
-            getattr(model, name).data[:] = value(tensor)
-
+    function = partial(fill, value, lambda model, name: getattr(model, name).data)
     for names, torn in (("a", "b"), ("c", ""), ("ab", "")):
         save_file({name: torch.ones(2) for name in names}, tmp_path / "w.safetensors")
-        engine = Processing(Loader(load, a=(2,), b=(2,), c=(2,)))
-        if torn:
-            with pytest.raises(
-                epload.ModelMismatch, match=r"leaves 1 tensor: b unwritten.*send these layers as a whole"
-            ):
-                load_engine(engine, tmp_path / "w.safetensors", strict=False)
-        else:
+        engine = Processing(Loader(function, a=(2,), b=(2,), c=(2,)))
+        text = r"leaves 1 tensor: b unwritten.*send these layers as a whole"
+        with pytest.raises(epload.ModelMismatch, match=text) if torn else nullcontext():
             load_engine(engine, tmp_path / "w.safetensors", strict=False)
 
 
@@ -136,7 +141,7 @@ class TiedByMemory(nn.Module):
 def test_a_weight_that_is_tied_by_its_memory_is_written_once(tmp_path: Path) -> None:
     save_file({"embedding.weight": torch.arange(12.0).view(4, 3)}, tmp_path / "m.safetensors")
     model = TiedByMemory()
-    load_engine(epload.EngineModel(model), tmp_path / "m.safetensors")
+    load(model, tmp_path / "m.safetensors")
     assert torch.equal(model.head.weight, torch.arange(12.0).view(4, 3))
 
 
@@ -145,7 +150,7 @@ def test_experts_that_move_while_the_engine_runs_are_for_loads_alone(tmp_path: P
     path, _ = saved(tmp_path, torch.float32)
     model = Engine(0)
     model.w13.eplb_state = object()
-    load_engine(epload.EngineModel(model), path)
+    load(model, path)
     with pytest.raises(epload.ModelMismatch, match="vLLM moves experts of w13 while it runs"):
         epload.WeightReceiver(epload.EngineModel(model), "127.0.0.1:1", timeout=5)
 
@@ -164,18 +169,15 @@ def test_a_file_that_changes_before_the_last_tensors_are_read(tmp_path: Path) ->
         load_engine(epload.EngineModel(model, load_weights), path)
 
 
-def by_itself(rank: int, path: Path, weights: dict[str, Tensor]) -> bool:
+@on_ranks(2, save_as_float32)
+def test_ranks_of_a_job_load_by_themselves(rank: int, tmp_path: Path) -> None:
     """Rank 0 comes first, and waits for nobody."""
     if rank == 1:
         torch.distributed.barrier()
     engine, expected = Engine(rank), Engine(rank)
-    load_engine(epload.EngineModel(engine), path)
+    load(engine, tmp_path)
     if rank == 0:
         torch.distributed.barrier()
     with torch.no_grad():
-        expected.load_weights(iter(weights.items()))
-    return all(same_bits(tensors_of(engine)[name], tensor) for name, tensor in tensors_of(expected).items())
-
-
-def test_ranks_of_a_job_load_by_themselves(tmp_path: Path) -> None:
-    assert ranks.run(2, by_itself, *saved(tmp_path, torch.float32)) == [True, True]
+        expected.load_weights(iter(engine_checkpoint(torch.float32).items()))
+    assert differing(tensors_of(engine), tensors_of(expected)) == []

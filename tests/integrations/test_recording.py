@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,16 @@ from support.engines import Engine, Loader, Weights, engine_checkpoint, unique
 from support.recordings import by_name, check_recording, manifest_of, record_model, tensors_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def each(load: Callable[[Loader, str, Tensor], Any]) -> Callable[[Loader, Weights], None]:
+    """A ``load_weights`` that takes one tensor after another."""
+
+    def load_weights(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            load(model, name, tensor)
+
+    return load_weights
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -47,11 +58,11 @@ def test_autograd_modes(mode: Callable[[], Any]) -> None:
     assert sorted(box for _, box, _ in recording.constants) == [((i, i), (1, 1)) for i in range(3)]
 
 
-def in_threads(model: Loader, weights: Weights) -> None:
-    for name, tensor in weights:
-        thread = threading.Thread(target=lambda: model.get_parameter(name).data.copy_(tensor))  # noqa: B023
-        thread.start()
-        thread.join()
+@each
+def in_threads(model: Loader, name: str, tensor: Tensor) -> None:
+    thread = threading.Thread(target=lambda: model.get_parameter(name).data.copy_(tensor))
+    thread.start()
+    thread.join()
 
 
 def lookahead(model: Loader, weights: Weights) -> None:
@@ -87,10 +98,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("load", VIEWS.values(), ids=VIEWS)
 def test_views_and_copies_are_recorded(load: Callable[[Tensor, Tensor], Any]) -> None:
-    def load_weights(model: Loader, weights: Weights) -> None:
-        for _, tensor in weights:
-            load(model.p, tensor)
-
+    load_weights = each(lambda model, _, tensor: load(model.p, tensor))
     recording = check_recording(lambda: Loader(load_weights, p=(6, 8)), unique({"w": (4, 12)}))
     assert recording.passed_through == {}
     filled = sum(prod(view.size) for _, view in recording.regions[0])
@@ -150,12 +158,9 @@ def sign(tensor: Tensor) -> bool:
 def test_what_is_not_a_copy_goes_through_load_weights(load: Callable[[Loader, Tensor], Any]) -> None:
     """Views beside it are recorded, unless an effect cannot be said to be that of one tensor."""
 
-    def load_weights(model: Loader, weights: Weights) -> None:
-        for name, tensor in weights:
-            if name == "view":
-                model.q.data.copy_(tensor)
-            else:
-                load(model, tensor)
+    @each
+    def load_weights(model: Loader, name: str, tensor: Tensor) -> None:
+        model.q.data.copy_(tensor) if name == "view" else load(model, tensor)
 
     weights = unique({"w.0": (3, 4), "view": (5,)})
     recording = check_recording(lambda: Loader(load_weights, p=(3, 4), q=(5,)), weights)
@@ -174,16 +179,16 @@ def computed_from_two(model: Loader, weights: Weights) -> None:
         model.a.data.copy_(pending["weight"] * pending["scale"].reciprocal())
 
 
-def two_in_one_place(model: Loader, weights: Weights) -> None:
-    for name, tensor in weights:
-        (model.other if name == "other" else model.a).data[:].copy_(tensor)
+@each
+def two_in_one_place(model: Loader, name: str, tensor: Tensor) -> None:
+    (model.other if name == "other" else model.a).data[:].copy_(tensor)
 
 
-def filled_between(model: Loader, weights: Weights) -> None:
-    for name, tensor in weights:
-        if name == "scale":
-            model.a.data[:1].fill_(7)
-        (model.other if name == "other" else model.a).data[: len(tensor)].copy_(tensor)
+@each
+def filled_between(model: Loader, name: str, tensor: Tensor) -> None:
+    if name == "scale":
+        model.a.data[:1].fill_(7)
+    (model.other if name == "other" else model.a).data[: len(tensor)].copy_(tensor)
 
 
 @pytest.mark.parametrize("load", [computed_from_two, two_in_one_place, filled_between])
@@ -236,23 +241,16 @@ def test_tensors_that_are_not_targets_are_not_written() -> None:
     assert "add_ writes to a tensor that is not one of the targets" in recording.passed_through["a"]
 
 
-def through_another_tensor(model: Loader) -> None:
-    between = torch.empty(1)
-    between.copy_(model.scale)
-    model.copy.data.copy_(between)
-
-
-def through_an_output(model: Loader) -> None:
-    between = torch.empty(1)
-    torch.mul(model.scale.data, 2, out=between)
+def through(between: Tensor, model: Loader, compute: Callable[..., Any]) -> None:
+    compute(between, model.scale.data)
     model.copy.data.copy_(between)
 
 
 FINISH: dict[str, Callable[[Loader], Any]] = {
     "direct": lambda m: m.copy.data.copy_(m.scale),
     "through a view": lambda m: m.copy.data.fill_(m.scale.data[0]),
-    "through another tensor": through_another_tensor,
-    "through an output": through_an_output,
+    "through another tensor": lambda m: through(torch.empty(1), m, Tensor.copy_),
+    "through an output": lambda m: through(torch.empty(1), m, lambda between, scale: torch.mul(scale, 2, out=between)),
 }
 
 
@@ -261,8 +259,8 @@ def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], No
     """It is that of the version that is loaded, not of the one while it was recorded."""
 
     def load(model: Loader, weights: Weights) -> None:
-        for name, tensor in weights:
-            model.get_parameter(name).data.copy_(tensor)
+        for _, tensor in weights:
+            model.scale.data.copy_(tensor)
         finish(model)
 
     recording = check_recording(lambda: Loader(load, scale=(1,), copy=(1,)), unique({"scale": (1,)}))
@@ -270,25 +268,26 @@ def test_a_value_that_the_model_has_is_no_constant(finish: Callable[[Loader], No
     assert "reads a parameter's values" in recording.passed_through["scale"]
 
 
-def by_map(model: Loader, weights: Weights) -> None:
+@each
+def by_map(model: Loader, name: str, tensor: Tensor) -> None:
     """Fills the rows of which a map of integers has the numbers, as engines do with their own experts."""
-    for name, tensor in weights:
-        row = model.rows[int(name[1:])].item()
-        if row >= 0:
-            model.p.data[row].copy_(tensor)
+    row = model.rows[int(name[1:])].item()
+    if row >= 0:
+        model.p.data[row].copy_(tensor)
 
 
-def mapped() -> Loader:
-    model = Loader(by_map, p=(2, 3))
-    model.register_buffer("rows", torch.tensor([1, -1, 0, -1]), persistent=False)
+def mapped(load: Callable[[Loader, Weights], None], *rows: int) -> Loader:
+    model = Loader(load, p=(2, 3))
+    model.register_buffer("rows", torch.tensor(rows), persistent=False)
     return model
 
 
 def test_integers_that_the_model_has_may_choose_where_a_tensor_goes() -> None:
-    recording = check_recording(mapped, unique({f"w{i}": (3,) for i in range(4)}))
+    make = partial(mapped, by_map, 1, -1, 0, -1)
+    recording = check_recording(make, unique({f"w{i}": (3,) for i in range(4)}))
     assert recording.passed_through == {}
     assert [[view.start for _, view in places] for places in recording.regions] == [[(1, 0)], [], [(0, 0)], []]
-    model = mapped()
+    model = make()
     assert recording.changed_input(tensors_of(model)) is None
     model.rows[1] = 1
     assert recording.changed_input(tensors_of(model)) == "rows"
@@ -303,12 +302,8 @@ def test_integers_that_are_read_and_written_are_passed_through(written_first: bo
         by_map(model, [weight])
         model.rows.copy_(rows)
 
-    def make() -> Loader:
-        model = Loader(load, p=(2, 3))
-        model.register_buffer("rows", torch.tensor([1]))
-        return model
-
-    recording = check_recording(make, {"rows": torch.tensor([0]), **unique({"w0": (3,)})})
+    weights = {"rows": torch.tensor([0]), **unique({"w0": (3,)})}
+    recording = check_recording(partial(mapped, load, 1), weights)
     assert sorted(recording.passed_through) == ["rows", "w0"]
 
 
@@ -316,11 +311,11 @@ def test_integers_that_are_read_and_written_are_passed_through(written_first: bo
 
 
 def test_an_error_of_the_engine_is_an_error_at_once() -> None:
-    def load(model: Loader, weights: Weights) -> None:
-        for name, tensor in weights:
-            if name == "x":
-                raise KeyError("no parameter x")
-            model.a.data.copy_(tensor)
+    @each
+    def load(model: Loader, name: str, tensor: Tensor) -> None:
+        if name == "x":
+            raise KeyError("no parameter x")
+        model.a.data.copy_(tensor)
 
     with pytest.raises(ModelMismatch, match=r"KeyError after it took x, and nothing was written: 'no parameter x'"):
         record_model(Loader(load, a=(3,)), unique({"a": (3,), "x": (2,)}))
@@ -351,10 +346,7 @@ def test_targets_that_share_memory_are_refused() -> None:
 def test_a_view_of_a_whole_target_is_that_target() -> None:
     """vLLM's Mamba-2 keeps such a view of its convolution's weight for a kernel."""
 
-    def load(model: Loader, weights: Weights) -> None:
-        for name, tensor in weights:
-            model.get_parameter(name).data[1:3].copy_(tensor)
-
+    load = each(lambda model, name, tensor: model.get_parameter(name).data[1:3].copy_(tensor))
     model = Loader(load, weight=(4, 1, 3))
     model.register_buffer("flat", model.weight.view(4, 3), persistent=False)
     model.register_buffer("turned", model.weight.data[:, 0].T, persistent=False)

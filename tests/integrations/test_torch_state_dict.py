@@ -22,11 +22,11 @@ import epload
 from epload.integrations import skyrl, verl
 from epload.integrations import torch as ours
 from epload.integrations.full_state import find_custom_loading
-from support import ranks
-from support.checks import all_fine, full_values, local_of
+from support.checks import full_values, local_of
 from support.drop_ins import everywhere, on_rank_0, raised, sharded, wrong
-from support.findings import differing, not_refused_by_all
+from support.findings import differing, must_be_refused_by_all
 from support.models import Block, Mlp, Rotary, Stack, Tied, mesh, on_meta, place
+from support.on_ranks import on_ranks
 from support.recordings import tensors_of
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -73,46 +73,42 @@ def sharded_net(make: Callable[[], nn.Module] = Net) -> Any:
 # ---- keys that do not fit ----
 
 
-def texts(rank: int) -> list[str]:
-    problems = []
+def load(model: Any, state: dict[Any, Any], options: StateDictOptions = BROADCAST) -> Any:
+    return ours.set_model_state_dict(model, on_rank_0(state), options=options)
+
+
+@on_ranks(3)
+def test_keys_that_do_not_fit_are_reported_as_torch_does(rank: int) -> None:
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "second.bias"}
     odd = {**short, "stray": torch.ones(2), "first.weight": torch.ones(4, 4)}
     expected = raised(lambda: Net().load_state_dict(odd)).split("\n\t")  # what torch reports for a plain model
     model = sharded_net()
-    text = raised(lambda: ours.set_model_state_dict(model, on_rank_0(odd), options=BROADCAST))
+    text = raised(partial(load, model, odd))
     lines = text.split("\n\t")
-    if not lines[0].startswith("ModelMismatch: Error(s) in loading state_dict for ") or lines[1:3] != expected[1:3]:
-        problems.append(f"{lines} for {expected}")
-    if not lines[3].startswith("size mismatch for first.weight: "):
-        problems.append(text)
-    if not issubclass(epload.ModelMismatch, RuntimeError):
-        problems.append("not torch's kind of error")
-    if any(not p.is_meta for p in model.parameters()) or len(set(everywhere(text))) > 1:
-        problems.append(f"something was moved, or ranks differ: {everywhere(text)}")
-    for stray in ({"stray": 5}, {nn.ReLU(): {"weight": torch.ones(1)}}):
-        state = on_rank_0({**short, **stray})
-        name = "stray" if "stray" in stray else "<ReLU, which is a module and not a name>"
-        load = partial(ours.set_model_state_dict, sharded_net(), state, options=BROADCAST)
-        problems += not_refused_by_all(load, '"second.bias"', f'Unexpected key(s) in state_dict: "{name}"')
-    keys = ours.set_model_state_dict(sharded_net(), on_rank_0(short | {"stray": torch.ones(1)}), options=LENIENT)
-    if (keys.missing_keys, keys.unexpected_keys) != (["second.bias"], ["stray"]):
-        problems.append(str(keys))
-    load = partial(ours.set_model_state_dict, sharded_net(), on_rank_0(odd), options=LENIENT)
-    return problems + not_refused_by_all(
-        load, "size mismatch for first.weight"
-    )  # torch's strict=False is for keys, too
-
-
-def test_keys_that_do_not_fit_are_reported_as_torch_does() -> None:
-    all_fine(ranks.run(3, texts))
+    assert {*everywhere(text)} == {text}
+    assert lines[0].startswith("ModelMismatch: Error(s) in loading state_dict for ")
+    assert lines[1:3] == expected[1:3]
+    assert lines[3].startswith("size mismatch for first.weight: ")
+    assert issubclass(epload.ModelMismatch, RuntimeError), "not torch's kind of error"
+    assert all(p.is_meta for p in model.parameters())
+    for stray, name in (
+        ({"stray": 5}, "stray"),
+        ({nn.ReLU(): {"weight": torch.ones(1)}}, "<ReLU, which is a module and not a name>"),
+    ):
+        call = partial(load, sharded_net(), {**short, **stray})
+        must_be_refused_by_all(call, '"second.bias"', f'Unexpected key(s) in state_dict: "{name}"')
+    keys = load(sharded_net(), short | {"stray": torch.ones(1)}, LENIENT)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["second.bias"], ["stray"])
+    # torch's strict=False is for keys, too
+    must_be_refused_by_all(partial(load, sharded_net(), odd, LENIENT), "size mismatch for first.weight")
 
 
 # ---- kinds of models ----
 
 
-def extra_state(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_extra_state(rank: int) -> None:
     for state in ({"step": 3, "names": ["a"]}, None, 7):
         full = {**values(Net(Counting)), "second._extra_state": state}
         models = []
@@ -122,24 +118,19 @@ def extra_state(rank: int) -> list[str]:
             model.second.seen = "old"
             function(model, on_rank_0(full), options=BROADCAST)
             models.append(model)
-            problems += [f"{function.__module__}: {name}" for name in differing(model, values(Net(Counting)))]
-        if [model.second.seen for model in models] != [state, state]:
-            problems.append(f"{[model.second.seen for model in models]}, not {state}")
+            assert differing(model, values(Net(Counting))) == [], function.__module__
+        assert [model.second.seen for model in models] == [state, state]
     full = values(Net(Counting))
     model = sharded_net(lambda: Net(Counting))
-    load = partial(ours.set_model_state_dict, model, on_rank_0(full), options=BROADCAST)
-    problems += not_refused_by_all(load, 'Missing key(s) in state_dict: "second._extra_state"')
+    must_be_refused_by_all(partial(load, model, full), 'Missing key(s) in state_dict: "second._extra_state"')
     model.second.seen = "old"
-    ours.set_model_state_dict(model, on_rank_0(full), options=LENIENT)
-    return problems + differing(model, full) + ([] if model.second.seen == "old" else ["extra state was changed"])
+    load(model, full, LENIENT)
+    assert differing(model, full) == []
+    assert model.second.seen == "old", "extra state was changed"
 
 
-def test_extra_state() -> None:
-    all_fine(ranks.run(2, extra_state))
-
-
-def wrapped(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_wrapped_models(rank: int) -> None:
     full = values(Net())
     wrappers: dict[str, Callable[[nn.Module], Any]] = {
         "DDP": DistributedDataParallel,
@@ -150,11 +141,11 @@ def wrapped(rank: int) -> list[str]:
         for function in BOTH:
             plain = Net()
             function(wrap(plain), on_rank_0(full), options=BROADCAST)
-            problems += [f"{name}, {function.__module__}: {text}" for text in differing(plain, full)]
+            assert differing(plain, full) == [], f"{name}, {function.__module__}"
     inside = Net(lambda: DistributedDataParallel(nn.Linear(5, 2)))  # a module of the model
-    ours.set_model_state_dict(inside, on_rank_0(full), options=BROADCAST)
+    load(inside, full)
     expected = {name.replace("second.", "second.module."): value for name, value in full.items()}
-    problems += [f"inside: {text}" for text in differing(inside, expected)]
+    assert differing(inside, expected) == [], "inside"
 
     make = partial(Stack, [{"w": (5, 3)}, {"w": (2, 3)}])
     stack: Any = on_meta(make)
@@ -163,13 +154,9 @@ def wrapped(rank: int) -> list[str]:
         fully_shard(layer, mesh=mesh(("all", 2)))
     compiled: Any = torch.compile(fully_shard(stack, mesh=mesh(("all", 2))))
     full = full_values(on_meta(make))
-    ours.set_model_state_dict(compiled, on_rank_0(full), options=BROADCAST)
+    load(compiled, full)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in compiled.state_dict().items()}
-    return problems + [f"compiled: {name}" for name in differing(state, full)]
-
-
-def test_wrapped_models() -> None:
-    all_fine(ranks.run(2, wrapped))
+    assert differing(state, full) == [], "compiled"
 
 
 class Outer(nn.Module):
@@ -214,37 +201,29 @@ class Turned(nn.Linear):
         module.sum = float(module.weight.sum())
 
 
-def left_to_torch(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_what_only_torch_can_load_is_left_to_it(rank: int) -> None:
     full = values(Net(Turned))
     models: list[Any] = [Net(Turned), Net(Turned)]
     for function, model in zip(BOTH, models, strict=True):
         function(model, on_rank_0(full), options=BROADCAST)
-    problems += [f"hooks: {name}" for name in differing(models[1], models[0])]
-    if models[1].second.sum != float(full["second.weight"].sum()):
-        problems.append("the hook has not run")
-    for load in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):  # which have no original to call
-        model = sharded_net(lambda: Net(Turned))
+    assert differing(models[1], models[0]) == [], "hooks"
+    assert models[1].second.sum == float(full["second.weight"].sum()), "the hook has not run"
+    for other in (verl.fsdp2_load_full_state_dict, skyrl.fsdp2_load_full_state_dict):  # which have no original to call
         text = "ModelMismatch: second (Turned) has a load_state_dict hook"
-        problems += not_refused_by_all(partial(load, model, on_rank_0(full)), text)
+        must_be_refused_by_all(partial(other, sharded_net(lambda: Net(Turned)), on_rank_0(full)), text)
 
     full = {"outer.weight": torch.arange(15.0).reshape(5, 3), "outer.bias": torch.arange(5.0)}
     model = nn.Module()
     model.outer = Outer()
-    ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)
-    if not torch.equal(model.outer.wrapped.weight, full["outer.weight"]):
-        problems.append("modifiers")
+    load(model, full)
+    assert torch.equal(model.outer.wrapped.weight, full["outer.weight"]), "modifiers"
 
     flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     state = values(Net())
-    ours.set_model_state_dict(flat, on_rank_0(state), options=BROADCAST)
+    load(flat, state)
     with FullyShardedDataParallel.summon_full_params(flat):
-        problems += [f"FSDP1: {n}" for n, value in state.items() if not torch.equal(flat.get_parameter(n), value)]
-    return problems
-
-
-def test_what_only_torch_can_load_is_left_to_it() -> None:
-    all_fine(ranks.run(2, left_to_torch))
+        assert [f"FSDP1: {n}" for n, value in state.items() if not torch.equal(flat.get_parameter(n), value)] == []
 
 
 def test_hooks_that_only_rename_are_accepted() -> None:
@@ -258,68 +237,62 @@ def test_hooks_that_only_rename_are_accepted() -> None:
 # ---- where torch's function is wrong ----
 
 
-def right(rank: int) -> list[str]:
-    problems = []
-
-    def load(model: Any, state: dict[str, Tensor]) -> Any:
-        ours.set_model_state_dict(model, on_rank_0(dict(state)), options=BROADCAST)
+@on_ranks(4)
+def test_where_torchs_function_is_wrong(rank: int) -> None:
+    def loaded(model: Any, state: dict[str, Tensor]) -> Any:
+        load(model, state)
         return model
 
     state = full_values(on_meta(lambda: Mlp(7, 5, 3)))  # torch adopts the checkpoint's dtype
-    problems += wrong(load(sharded(torch.bfloat16), state), {name: value.bfloat16() for name, value in state.items()})
+    narrow = {name: value.bfloat16() for name, value in state.items()}
+    assert wrong(loaded(sharded(torch.bfloat16), state), narrow) == []
 
     state = full_values(on_meta(Tied))  # it breaks ties
-    model = load(fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), state)
-    problems += wrong(model, state) + ([] if model.head.weight is model.embed.weight else ["the tie is broken"])
+    model = loaded(fully_shard(on_meta(Tied), mesh=mesh(("all", 4))), state)
+    assert wrong(model, state) == []
+    assert model.head.weight is model.embed.weight, "the tie is broken"
 
     state = full_values(on_meta(Rotary))  # it leaves buffers on meta that rank 0 has
-    model = load(fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), state)
-    problems += wrong(model, state) + ([] if torch.equal(model.inv_freq, Rotary().inv_freq) else [str(model.inv_freq)])
-    model = load(fully_shard(on_meta(Rotary), mesh=mesh(("all", 4))), state)  # as torch's, if no rank has them
-    problems += [] if model.inv_freq.is_meta and not model.w.is_meta else [f"{model.inv_freq} {model.w}"]
+    model = loaded(fully_shard(Rotary() if rank == 0 else on_meta(Rotary), mesh=mesh(("all", 4))), state)
+    assert wrong(model, state) == []
+    assert torch.equal(model.inv_freq, Rotary().inv_freq), str(model.inv_freq)
+    model = loaded(fully_shard(on_meta(Rotary), mesh=mesh(("all", 4))), state)  # as torch's, if no rank has them
+    assert model.inv_freq.is_meta
+    assert not model.w.is_meta
 
     model = nn.Module()  # rows of a _StridedShard that is not one of FSDP's over another
     model.inner = on_meta(lambda: Block({"w": (16, 3)}))
     place(model.inner, mesh(("tp", 4)), [_StridedShard(0, split_factor=2)])
     w = torch.arange(48.0).reshape(16, 3)
     rows = torch.cat([w[2 * rank : 2 * rank + 2], w[8 + 2 * rank : 10 + 2 * rank]])
-    if not torch.equal(local_of(load(model, {"inner.w": w}).inner.w), rows):
-        problems.append(f"strided: {model.inner.w}")
+    assert torch.equal(local_of(loaded(model, {"inner.w": w}).inner.w), rows), f"strided: {model.inner.w}"
 
     model = nn.Module()  # it multiplies a Partial by the number of ranks
     model.w = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh(("all", 4)), [Partial()], run_check=False))
     text = "w has placement P(sum), which cannot be loaded into"
-    return problems + not_refused_by_all(lambda: load(model, {"w": torch.ones(3)}), text)
-
-
-def test_where_torchs_function_is_wrong() -> None:
-    all_fine(ranks.run(4, right))
+    must_be_refused_by_all(partial(load, model, {"w": torch.ones(3)}), text)
 
 
 # ---- what stays as it is ----
 
 
-def stays_on_meta(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_nobody_has_stays_on_meta(rank: int) -> None:
     """Like torch's: what a dict lacks keeps its value, and where there is none, the parameter is on meta still."""
-    problems = []
     full = values(Net())
     short = {name: value for name, value in full.items() if name != "first.weight"}
     model = sharded_net()
-    keys = ours.set_model_state_dict(model, on_rank_0(short), options=LENIENT)
-    if not model.first.weight.is_meta or keys.missing_keys != ["first.weight"]:
-        problems.append(f"first.weight holds what nobody wrote: {model.first.weight}, {keys}")
+    keys = load(model, short, LENIENT)
+    assert model.first.weight.is_meta, f"first.weight holds what nobody wrote: {model.first.weight}, {keys}"
+    assert keys.missing_keys == ["first.weight"], f"first.weight holds what nobody wrote: {model.first.weight}, {keys}"
     state = model.state_dict()
-    problems += [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)]
-    ours.set_model_state_dict(model, on_rank_0(full), options=BROADCAST)  # and can be filled later
-    problems += [f"later: {name}" for name in differing(model, full)]
+    assert [name for name, value in short.items() if not torch.equal(state[name].full_tensor(), value)] == []
+    load(model, full)  # and can be filled later
+    assert differing(model, full) == [], "later"
     again = values(Net(), start=50)
     del again["first.weight"]
-    ours.set_model_state_dict(model, on_rank_0(again), options=LENIENT)
-    return problems + [f"again: {name}" for name in differing(model, {**again, "first.weight": full["first.weight"]})]
-
-
-def test_what_nobody_has_stays_on_meta() -> None:
-    all_fine(ranks.run(2, stays_on_meta))
+    load(model, again, LENIENT)
+    assert differing(model, {**again, "first.weight": full["first.weight"]}) == [], "again"
 
 
 class Shares(nn.Module):
@@ -334,37 +307,40 @@ class Shares(nn.Module):
             module.scale = self.first.scale
 
 
-def lacks(rank: int, missing: set[str]) -> list[str]:
+MISSING = {
+    "first.weight second.weight": ["first.weight"],
+    "first.scale second.scale": ["first.scale"],
+    "third.bias": ["third.bias"],
+    "first.weight": [],  # which the dict has under its other name
+}
+"""What a dict lacks, and what ours says of it; torch's says nothing."""
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@on_ranks(2)
+def test_what_a_dict_lacks_stays_as_torch_leaves_it(rank: int, missing: str) -> None:
     """Rank 0 has the model, the others have it on meta; or all have it there."""
     full = {name: torch.full_like(value, i) for i, (name, value) in enumerate(Shares().state_dict().items())}
     full |= {f"second.{name}": full[f"first.{name}"] for name in ("weight", "scale")}
-    problems = []
+    short = {name: value for name, value in full.items() if name not in missing.split()}
     for all_on_meta in (False, True):
         held = []
         for function in BOTH:
             torch.manual_seed(0)
             with torch.device("meta" if rank or all_on_meta else "cpu"):
                 model = Shares()
-            keys = function(
-                model, on_rank_0({name: full[name] for name in full if name not in missing}), options=LENIENT
-            )
-            state = {name: None if value.is_meta else value.tolist() for name, value in model.state_dict().items()}
-            shares = model.first.weight is model.second.weight, model.first.scale is model.second.scale
-            held.append((state, sorted(keys.missing_keys)))
-            if function is ours.set_model_state_dict and shares != (True, True):
-                problems.append(f"{missing}: no longer shared: {shares}")
-        problems += [f"{missing}, {all_on_meta}: {held}"] if held[0] != held[1] else []
-    return problems
+            keys = function(model, on_rank_0(short), options=LENIENT)
+            held.append({n: None if value.is_meta else value.tolist() for n, value in model.state_dict().items()})
+        if not MISSING[missing]:
+            held[0][missing] = full[missing].tolist()  # torch's leaves it on meta
+        assert held[0] == held[1], all_on_meta
+        assert keys.missing_keys == MISSING[missing]
+        assert model.first.weight is model.second.weight
+        assert model.first.scale is model.second.scale
 
 
-@pytest.mark.parametrize(
-    "missing", [{"first.weight", "second.weight"}, {"first.scale", "second.scale"}, {"third.bias"}, {"first.weight"}]
-)
-def test_what_a_dict_lacks_stays_as_torch_leaves_it(missing: set[str]) -> None:
-    all_fine(ranks.run(2, lacks, (missing,)))
-
-
-def as_torch(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_from_pretrained_would_do_is_not_done(rank: int) -> list[str]:
     """A transformers model of bfloat16, whose routers ``from_pretrained`` would keep in float32, and a changed buffer."""
     from transformers import Ernie4_5_MoeForCausalLM
 
@@ -383,7 +359,3 @@ def as_torch(rank: int) -> list[str]:
         function(model, on_rank_0(dict(state)), options=BROADCAST)
         states.append(tensors_of(model))
     return differing(*states)
-
-
-def test_what_from_pretrained_would_do_is_not_done() -> None:
-    all_fine(ranks.run(2, as_torch))

@@ -1,4 +1,5 @@
-"""Loads again and again into a model whose tensors change between loads, or are of no use to any load."""
+"""Loads again and again into a model whose tensors change between loads, or are of no use to any load; and from a path whose
+file, or which file it stands for, changes between loads. See tests/model/test_snapshot.py, too."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import epload
-from epload import HierarchicalLoader, LoadError, Topology
+from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
 from support import ranks
-from support.checks import all_fine
+from support.on_ranks import on_ranks
 from support.readers import saved
 from support.small_model import BUCKET, NODES, State, meta_net, state_for, wrong
 
@@ -49,33 +51,40 @@ class Wrapped(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        unwrapped, options = tree_map_only(cls, lambda it: it.inner, (args, kwargs or {}))
-        result = func(*unwrapped, **options)
-        return cls(result) if func is torch.ops.aten.detach.default else result
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        unwrapped, options = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*unwrapped, **options)
+
+    def whole(self) -> Tensor:
+        """What operations get that the class does not know."""
+        return self.inner
 
 
 class Halved(Wrapped):
-    """Keeps half of its elements' values, and hands ops that it does not know the whole values, as a quantized weight does."""
+    """Keeps half of its elements' values, and hands out the whole values, as a quantized weight does."""
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        unwrapped, options = tree_map_only(cls, lambda it: it.inner * 2, (args, kwargs or {}))
-        return func(*unwrapped, **options)
+    def whole(self) -> Tensor:
+        return self.inner * 2
+
+
+class Opaque(Wrapped):
+    """Knows no operation that reads its elements."""
+
+    def whole(self) -> Tensor:
+        raise NotImplementedError
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
 
 def test_a_tensor_that_hands_out_copies_is_refused() -> None:
-    net, state = (
-        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
-        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict(),
-    )
+    net, state = two_layers(), two_layers().state_dict()
     net[1].weight = nn.Parameter(Halved(torch.ones(2, 3)), requires_grad=False)
     before = net[0].weight.clone()
     for verify in (False, True):
-        with pytest.raises(
-            epload.ModelMismatch, match=r"1\.weight is a Halved, which hands out copies of its elements"
-        ):
+        with pytest.raises(epload.ModelMismatch, match=r"1\.weight is a Halved, which hands out copies of its elem"):
             epload.load(net, state, verify=verify, progress=False)
     assert torch.equal(net[0].weight, before)
     net[1].weight = nn.Parameter(Wrapped(torch.ones(2, 3)), requires_grad=False)
@@ -83,78 +92,49 @@ def test_a_tensor_that_hands_out_copies_is_refused() -> None:
     assert torch.equal(net[1].weight.inner, state["1.weight"])
 
 
-class Opaque(Wrapped):
-    """Knows no operation that reads its elements."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        raise NotImplementedError(func)
-
-
 def test_a_tensor_that_cannot_be_read_is_refused_before_anything_is_loaded() -> None:
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    net, state = two_layers(), two_layers().state_dict()
     before = net[0].weight.clone()
-    state: dict[str, Tensor] = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).state_dict()
     state["1.weight"] = Opaque(state["1.weight"])
-    with pytest.raises(epload.CheckpointError, match=r"1\.weight is a Opaque, whose elements cannot be read as bytes"):
+    with pytest.raises(CheckpointError, match=r"1\.weight is a Opaque, whose elements cannot be read as bytes"):
         epload.load(net, state, progress=False)
     assert torch.equal(net[0].weight, before)
 
 
-def plain_net() -> nn.Module:
+def plain_net() -> Any:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def between_loads(rank: int, folder: Path, states: list[State], readers: str, algorithm: str) -> list[str]:
+def between_loads(rank: int, folder: Path, states: list[State], readers: str, algorithm: str) -> None:
     """Changes a model between loads as a training loop may; every load has to be seen in the model."""
     model = plain_net()
     for name, make in UNUSABLE.items():  # buffers that the checkpoint lacks and that no load could fill
         model.register_buffer(name, make())
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=256)
-    problems = []
-    turn = 0
+    turn, linear = 0, model[2]
 
     def load(what: str) -> None:
         nonlocal turn
         turn += 1
         report = loader.load(model, folder / f"{turn % 2}.safetensors", strict=False)
-        if sorted(report.missing_keys) != sorted(UNUSABLE):
-            problems.append(f"{what}: {report.missing_keys}")
+        assert sorted(report.missing_keys) == sorted(UNUSABLE), what
         for name, value in states[turn % 2].items():
             tensor = model.state_dict()[name]
-            if not torch.equal(tensor.inner if isinstance(tensor, Wrapped) else tensor, value):
-                problems.append(f"{what}: {name}")
+            assert torch.equal(tensor.inner if isinstance(tensor, Wrapped) else tensor, value), f"{what}: {name}"
 
     for again in range(3):
         load(f"load {again}")
-    linear = model[2]
-    assert isinstance(linear, nn.Linear)
     swapped = nn.Parameter(torch.zeros(3, 4))
     torch.utils.swap_tensors(linear.weight, swapped)
     load("swapped")
-    if swapped.detach().eq(states[turn % 2]["2.weight"]).all():
-        problems.append("the tensor that was swapped out was filled")
-    linear.weight.data = torch.zeros(4, 3).t()
-    load("other strides")
-    linear.weight = nn.Parameter(torch.zeros(3, 4))
-    load("a new parameter")
+    assert not swapped.detach().eq(states[turn % 2]["2.weight"]).all(), "the tensor that was swapped out was filled"
     alive = weakref.ref(linear.weight)
     linear.weight = nn.Parameter(Wrapped(torch.zeros(3, 4)))
     gc.collect()
-    if alive() is not None:
-        problems.append("a parameter that was replaced is kept")
+    assert alive() is None, "a parameter that was replaced is kept"
     load("a tensor that is filled by way of its class")
     load("and again")
     linear.weight = nn.Parameter(torch.zeros(3, 4))
-    for name in UNUSABLE:
-        model.register_buffer(name, None)
-    model.double()
-    model.float()
-    for name, make in UNUSABLE.items():
-        model.register_buffer(name, make())
-    load("converted there and back")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -166,7 +146,6 @@ def between_loads(rank: int, folder: Path, states: list[State], readers: str, al
     if rank == 1:
         linear.bias.untyped_storage().resize_(12)
     load("back again")
-    return problems
 
 
 @pytest.mark.parametrize("way", [("every", "two_level"), ("one", "two_level"), ("partitioned", "striped")])
@@ -176,39 +155,106 @@ def test_models_change_between_loads(way: tuple[str, str], tmp_path: Path) -> No
         torch.manual_seed(number)
         states.append({name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_net().state_dict().items()})
         save_file(states[-1], tmp_path / f"{number}.safetensors")
-    all_fine(ranks.run(4, between_loads, tmp_path, states, *way))
+    ranks.run(4, between_loads, tmp_path, states, *way)
 
 
 def test_weights_that_are_tied_after_a_load() -> None:
     """One load would write the values of both to the same memory."""
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     state = {"0.weight": torch.ones(3, 3), "1.weight": torch.full((3, 3), 2.0)}
     with HierarchicalLoader(progress=False) as loader:
         for _ in range(2):
             loader.load(model, state)
-        model[1].weight.data = model[0].weight.data  # type: ignore[assignment]
+        model[1].weight.data = model[0].weight.data
         with pytest.raises(LoadError, match=r"the model ties 0\.weight and 1\.weight, but"):
             loader.load(model, state)
         loader.load(model, {name: torch.ones(3, 3) for name in state})
-        model[1].weight.data = torch.zeros(1, 3).expand(3, 3)  # type: ignore[assignment]
+        model[1].weight.data = torch.zeros(1, 3).expand(3, 3)
         with pytest.raises(LoadError, match=r"1\.weight is expanded"):
             loader.load(model, state)
 
 
-def two_models(rank: int, folder: Path) -> list[str]:
+# ---- files ----
+
+
+def save_elsewhere(folder: Path) -> None:
+    save_file(state_for(0), saved(folder) / "longer.safetensors", metadata={"note": "x" * 1000})
+
+
+@on_ranks(4, save_elsewhere)
+def test_files_that_lie_otherwise_are_read_as_they_lie(rank: int, tmp_path: Path) -> None:
     """One loader loads in turns from files that lie otherwise: with a header of another length, and in two parts."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="every", bucket_bytes=BUCKET)
     models = [meta_net(), meta_net()]
     sources = (("1/one.safetensors", 1), ("longer.safetensors", 0), ("2/parts", 2))
-    problems = []
     for turn in range(6):
         for number, model in enumerate(models):
             path, seed = sources[(turn + number) % 3]
-            loader.load(model, folder / path)
-            problems += [f"turn {turn}, model {number}: {text}" for text in wrong(model, state_for(seed))]
-    return problems
+            loader.load(model, tmp_path / path)
+            assert wrong(model, state_for(seed)) == [], f"turn {turn}, model {number}"
 
 
-def test_files_that_lie_otherwise_are_read_as_they_lie(tmp_path: Path) -> None:
-    save_file(state_for(0), saved(tmp_path) / "longer.safetensors", metadata={"note": "x" * 1000})
-    all_fine(ranks.run(4, two_models, tmp_path))
+@pytest.mark.parametrize("readers", ["every", "auto"])
+@on_ranks(2)
+def test_a_file_that_was_replaced_for_some_ranks(rank: int, tmp_path: Path, readers: str) -> None:
+    """Each rank has a copy of its own. First that of the source alone is replaced, then all are."""
+    loader = HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+    model, path = meta_net(), tmp_path / f"{rank}.safetensors"
+    for versions in ((1, 1), (1, 1), (2, 1), (2, 2), (2, 2)):
+        save_file(state_for(versions[rank]), f"{path}.new")
+        Path(f"{path}.new").replace(path)
+        torch.distributed.barrier()
+        if versions == (2, 1) and readers == "every":
+            with pytest.raises(CheckpointError, match="is not the file that the source rank has"):
+                loader.load(model, path)
+            continue
+        loader.load(model, path)
+        assert wrong(model, state_for(versions[0])) == [], versions
+
+
+def alike(value: float) -> State:
+    """Two of these differ in no sample by which ranks compare files."""
+    tensor = torch.zeros(1 << 16)
+    tensor[200:300] = value
+    return {"w": tensor}
+
+
+def save_alike(folder: Path, readers: str) -> None:
+    hub = folder / "models--org--name"
+    for name, value in (
+        ("own/a", 1.0),
+        (f"{hub}/snapshots/{'a' * 40}/model", 1.0),
+        (f"{hub}/snapshots/{'b' * 40}/model", 2.0),
+    ):
+        (folder / name).parent.mkdir(parents=True)
+        save_file(alike(value), folder / f"{name}.safetensors")
+    for name in ("blobs", "refs"):
+        (hub / name).mkdir()
+
+
+@pytest.mark.parametrize("readers", ["partitioned", "every"])
+@on_ranks(2, save_alike)
+def test_another_file_or_commit_that_looks_alike(rank: int, tmp_path: Path, readers: str) -> None:
+    """Loads files that look alike: a folder that gets another file, and commits of a model in the cache of the hub."""
+    from huggingface_hub import constants
+
+    model = nn.ParameterDict({"w": nn.Parameter(torch.full((1 << 16,), -1.0), requires_grad=False)})
+    with (
+        mock.patch.multiple(constants, HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE=True),
+        HierarchicalLoader(Topology.from_nodes([[0], [1]]), readers=readers, timeout=60.0) as loader,
+    ):
+
+        def load(source: Path | str, value: float) -> None:
+            loader.load(model, source)
+            assert torch.equal(model["w"], alike(value)["w"]), f"{source}: {model['w'][250].item()} for {value}"
+
+        load(tmp_path / "own", 1.0)
+        torch.distributed.barrier()
+        if rank == 0:
+            save_file(alike(2.0), tmp_path / "own/model.safetensors")
+        torch.distributed.barrier()
+        load(tmp_path / "own", 2.0)
+        load(tmp_path / "own/a.safetensors", 1.0)
+        load(tmp_path / "own", 2.0)
+        for commit, value in (("a", 1.0), ("b", 2.0), ("a", 1.0)):
+            load(f"hf://org/name@{commit * 40}", value)

@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,9 @@ from support import fakedev, ranks
 from support.accelerator import ExternalStream, run_on
 from support.checks import all_fine, as_bytes, local_of
 from support.failures import Failing, Failure, Outcome, check, error_of, outcome, unpack_breaks_once
+from support.findings import not_refused_by_all
+from support.memory import mapped_memfds
+from support.on_ranks import on_ranks
 from support.readers import small_waves
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
 
@@ -49,8 +53,13 @@ def moved(model: nn.Module, before: dict[str, Tensor | None]) -> list[str]:
 # ---- found before data moves ----
 
 
-def model_of(**shapes: tuple[int, ...]) -> nn.Module:
-    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in sorted(shapes.items())})
+def model_of(names: str = "abc", shapes: dict[str, tuple[int, ...]] | None = None, **dtypes: torch.dtype) -> nn.Module:
+    """A parameter for each letter, in this order, of shape [3] where no other is given."""
+    model = nn.Module()
+    for name in names:
+        tensor = torch.zeros((shapes or {}).get(name, (3,)), dtype=dtypes.get(name))
+        model.register_parameter(name, nn.Parameter(tensor))
+    return model
 
 
 Case = tuple[str, list[str], dict[str, Any]]
@@ -71,18 +80,22 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
     def nodes(**options: Any) -> dict[str, Any]:
         return {"loader": {"readers": "per_node"}, **options}
 
-    good = {"a": torch.ones(3), "b": torch.ones(4, 2)}
-    other_name = {"model": model_of(a=(3,), **({"c": (4, 2)} if at_1 else {"b": (4, 2)})), "source": good}
-    other_shape = {"model": model_of(a=(3,), b=(2, 4) if at_1 else (4, 2)), "source": good}
-    other_dtype = {"model": model_of(a=(3,), b=(4, 2)).to(torch.bfloat16 if at_1 else torch.float32), "source": good}
-    renames = Mapping((Rename("^a$", "b" if at_1 else "a"), Rename("^c$", "a" if at_1 else "b")))
-    renamed = {"model": model_of(a=(2,), b=(2,)), "source": {"a": torch.ones(2), "c": torch.ones(2)}}
+    good = {name: torch.ones(3) for name in "abc"}
+    lenient = {"load": {"strict": False}}
+
+    def other(odd: nn.Module, *lines: str, **options: Any) -> Case:
+        """Rank 1 has another model; the message lists these differences, and no others."""
+        return DIFFER, ["\n  " + "\n  ".join(lines)], {"model": odd if at_1 else model_of(), "source": good, **options}
+
+    renames = Mapping((Rename("^a$", "b" if at_1 else "a"), Rename("^d$", "a" if at_1 else "b")))
+    renamed = {"model": model_of("ab"), "source": {"a": torch.ones(3), "d": torch.ones(3)}}
     typed = {"a": torch.ones(3).to(torch.bfloat16 if at_2 else torch.float32)}
     longer = {"a": torch.ones(3), **({"c": torch.ones(1)} if at_2 else {})}
     turned = dict(sorted(good.items(), reverse=at_2))
     keys = ["1 parameter missing from the checkpoint: scale", "1 unexpected checkpoint key: stray", "strict=False"]
-    names = ["model b", "model c", "rank 0", "rank 1"]
-    two_dtypes = ["a: float32", "a: bfloat16"]
+    whole = "[3] on mesh [] whole"
+    two_dtypes = f"rank 0 has 'model c: float32 {whole}' where rank 1 has 'model c: float64 {whole}'"
+    two_shapes = f"rank 0 has 'model b: float32 {whole}' where rank 1 has 'model b: float32 [2, 4] on mesh [] whole'"
     return {
         "missing file": (CANNOT, [str(folder / "absent"), "rank 0"], {"source": folder / "absent"}),
         "truncated file": (CANNOT, [str(folder / "cut.safetensors"), "truncated"], {"source": folder / "cut.safetensors"}),
@@ -107,10 +120,16 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
             CANNOT, [str(folder / "absent"), "rank 2"], nodes(source=folder / ("absent" if at_2 else "one.safetensors")),
         ),
         "two bad readers": (CANNOT, ["absent-0", "rank 0"], nodes(source=folder / f"absent-{rank}")),  # the source rank first
-        "another name": (DIFFER, names, other_name),
-        "another name, not strict": (DIFFER, names, {**other_name, "load": {"strict": False}}),
-        "another shape": (DIFFER, ["b: ", "[4, 2]", "[2, 4]", "rank 0", "rank 1"], other_shape),
-        "another dtype": (DIFFER, [f"model {text}" for text in two_dtypes] + ["rank 0", "rank 1"], other_dtype),
+        "one more": other(model_of("xabc"), "rank 1 has 'model x', which rank 0 lacks"),
+        "one less, not strict": other(model_of("ac"), "rank 0 has 'model b', which rank 1 lacks", **lenient),
+        "another order": other(
+            model_of("bac"), "rank 0 has the same names in another order than rank 1: 'model a' where it has 'model b'"
+        ),
+        "another shape": other(model_of(shapes={"b": (2, 4)}), two_shapes),
+        "another name and dtype": other(
+            model_of("xbc", c=torch.float64),
+            "rank 0 has 'model a', which rank 1 lacks", "rank 1 has 'model x', which rank 0 lacks", two_dtypes,
+        ),
         "bucket_bytes differ": (
             DIFFER, [f"bucket_bytes={BUCKET}", f"bucket_bytes={BUCKET + 16}"], {"loader": {"bucket_bytes": BUCKET + 16 * at_2}},
         ),
@@ -122,13 +141,11 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
         "strict differs": (DIFFER, ["strict=True", "strict=False", "rank 0", "rank 2"], {"load": {"strict": not at_2}}),
         "mappings differ": (DIFFER, ["Rename"], {**renamed, "load": {"mapping": renames}}),
         "nodes read another dtype": (
-            DIFFER, [*(f"checkpoint {text}" for text in two_dtypes), "rank 2"], nodes(model=model_of(a=(3,)), source=typed),
+            DIFFER, ["checkpoint a: float32", "checkpoint a: bfloat16", "rank 2"], nodes(model=model_of("a"), source=typed),
         ),
-        "nodes read other names": (
-            DIFFER, ["checkpoint c", "rank 2"], nodes(model=model_of(a=(3,)), source=longer, load={"strict": False}),
-        ),
+        "nodes read other names": (DIFFER, ["checkpoint c", "rank 2"], nodes(model=model_of("a"), source=longer, **lenient)),
         "nodes read another order": (
-            DIFFER, ["checkpoint a", "checkpoint b", "rank 2"], nodes(model=model_of(a=(3,), b=(4, 2)), source=turned),
+            DIFFER, ["checkpoint a", "checkpoint c", "rank 2"], nodes(model=model_of(), source=turned),
         ),
     }  # fmt: skip
 
@@ -204,7 +221,7 @@ def test_a_load_that_cannot_be_right_is_refused_before_anything_moves(place: str
     check([outcome for outcome, _ in by_rank], by_rank[0][1])
 
 
-def other_orders(rank: int) -> list[tuple[Failure, list[str]]]:
+def other_orders(rank: int) -> list[str]:
     """Every rank reads; first its dict, then its model, names the tensors in an order of its own."""
     names = [f"w{i}" for i in range(12)]
     turned = names[rank:] + names[:rank]
@@ -213,21 +230,18 @@ def other_orders(rank: int) -> list[tuple[Failure, list[str]]]:
     for in_state, in_model in ((turned, names), (names, turned)):
         state = {name: torch.arange(20.0) + 100 * names.index(name) for name in in_state}
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(20)) for name in in_model})
-        failure = outcome(lambda: loader.load(model, state))  # noqa: B023
-        results.append((failure, [name for name in names if not torch.equal(model[name].detach(), state[name])]))
+        results.append(error_of(lambda: loader.load(model, state)))  # noqa: B023
+        wrong = [name for name in names if not torch.equal(model[name].detach(), state[name])]
+        assert results[-1] or not wrong, wrong
     return results
 
 
 def test_verl_6365_6002_another_order_on_each_rank() -> None:
     """No deadlock: the load is right, or all ranks refuse it before anything moves, naming what differs."""
-    for case in zip(*ranks.run(4, other_orders), strict=True):
-        first = case[0][0]
-        assert [failure for failure, _ in case] == [first] * 4
-        if first is None:
-            assert [bad for _, bad in case] == [[]] * 4
-        else:
-            assert first[0] == "ManifestMismatch"
-            assert re.search(r"\bw\d.*rank|rank.*\bw\d", first[1], re.DOTALL), first
+    by_rank = ranks.run(4, other_orders)
+    assert by_rank == [by_rank[0]] * 4
+    for text in by_rank[0]:
+        assert not text or re.search(r"^ManifestMismatch.*(\bw\d.*rank|rank.*\bw\d)", text, re.DOTALL), text
 
 
 # ---- files that differ between ranks ----
@@ -389,7 +403,8 @@ def test_a_failure_in_the_middle(place: str, readers: str, algorithm: str, nodes
     check(outcomes, expected)
 
 
-def _consumed(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_consumed_source_can_be_retried(rank: int) -> list[str]:
     """A load that failed inside the first tensor has consumed nothing, so the same source can be loaded again."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
     model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(384))})
@@ -400,10 +415,6 @@ def _consumed(rank: int) -> list[str]:
             return ["the load did not fail"]
     failure = outcome(lambda: loader.load(model, source))
     return [] if failure is None and torch.equal(model["w"].detach(), full) else [f"the second load: {failure}"]
-
-
-def test_a_consumed_source_can_be_retried() -> None:
-    all_fine(ranks.run(4, _consumed))
 
 
 def test_failures_without_a_process_group() -> None:
@@ -419,17 +430,10 @@ def test_failures_without_a_process_group() -> None:
     assert torch.equal(model["w"].detach(), state["w"])
 
 
-def topologies_that_differ(rank: int) -> str:
-    nodes = [[0, 2], [1, 3]] if rank == 3 else [[0, 1], [2, 3]]
-    return error_of(lambda: epload.coalesced_bcast([torch.ones(3)], 0, epload.Topology.from_nodes(nodes)))
-
-
-def test_topologies_that_differ_between_ranks() -> None:
-    texts = ranks.run(4, topologies_that_differ)
-    assert len(set(texts)) == 1
-    assert texts[0].startswith("ManifestMismatch")
-    assert "topologies differ" in texts[0]
-    assert "rank 3" in texts[0]
+@on_ranks(4)
+def test_topologies_that_differ_between_ranks(rank: int) -> list[str]:
+    make = partial(Topology.from_nodes, [[0, 2], [1, 3]] if rank == 3 else NODES)
+    return not_refused_by_all(make, "ManifestMismatch", "topologies differ", "rank 3")
 
 
 def test_a_load_that_fails_frees_model_and_checkpoint(tmp_path: Path) -> None:
@@ -458,3 +462,28 @@ def test_a_load_that_fails_frees_model_and_checkpoint(tmp_path: Path) -> None:
             assert [reference() for reference in references] == [None, None], fails
     finally:
         gc.enable()
+
+
+def shared_buffers() -> int:
+    gc.collect()
+    return len(mapped_memfds())
+
+
+@on_ranks(2)
+def test_a_closed_loader_frees_its_memory_and_loads_no_more(rank: int) -> None:
+    options: dict[str, Any] = {"topology": Topology.from_nodes([[0, 1]]), "readers": "one", "bucket_bytes": BUCKET}
+    with HierarchicalLoader(**options) as loader:
+        loader.load(meta_net(), only_readers(state_for(1)))
+        assert shared_buffers(), "no memory is shared, so that nothing can be freed"
+    assert not shared_buffers()
+    loader.close()
+    half_closed = HierarchicalLoader(**options, timeout=20)
+    if rank == 1:
+        half_closed.close()
+    model = meta_net()
+    for unusable in (loader, half_closed):
+        with pytest.raises(ValueError, match="got one that was closed; make a new one"):
+            unusable.load(model, only_readers(state_for(3)))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    HierarchicalLoader(**options).load(model, only_readers(state_for(4)))
+    assert wrong(model, state_for(4)) == []

@@ -4,6 +4,7 @@ copied bit for bit where the model has the packed tensors."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from transformers.integrations.bitnet import BitLinear
 
 import epload
 from epload import ModelMismatch
-from support import ranks
-from support.checks import as_bytes
-from support.failures import error_of
+from support.findings import differing, must_be_refused, must_be_refused_by_all
 from support.fp8 import Tree
-from support.models import mesh
+from support.models import mesh, on_meta
+from support.on_ranks import on_ranks
 from support.pretrained import config
 
 LAX = {"strict": False, "ignore_mismatched_shapes": True}
@@ -109,34 +109,25 @@ def test_packed_weights_are_refused_by_a_plain_model_and_copied_into_a_packed_on
         assert all(p.is_meta if device == "meta" else bool((p == 7).all()) for p in model.parameters())
     packed = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     epload.load_state(packed, state, progress=False)
-    for name, tensor in packed.items():
-        assert torch.equal(as_bytes(tensor), as_bytes(state[name])), name
+    assert differing(packed, state) == []
 
 
-def test_int8_weights_are_not_copied_as_integers() -> None:
+@pytest.mark.parametrize("scale", ["weight_scale", "SCB"])
+def test_int8_weights_are_not_copied_as_integers(scale: str) -> None:
     """Scales of integers are not applied, and their values alone are not the weight."""
-    for scale in ("weight_scale", "SCB"):
-        state = {"layer.weight": torch.ones(WEIGHT, dtype=I8), f"layer.{scale}": torch.ones(32), "norm": torch.ones(3)}
-        with pytest.raises(ModelMismatch, match=r"layer\.weight is int8 in the checkpoint"):
-            epload.load(plain(), state, progress=False, **LAX)
+    state = {"layer.weight": torch.ones(WEIGHT, dtype=I8), f"layer.{scale}": torch.ones(32), "norm": torch.ones(3)}
+    with pytest.raises(ModelMismatch, match=r"layer\.weight is int8 in the checkpoint"):
+        epload.load(plain(), state, progress=False, **LAX)
 
 
 def test_the_method_of_an_unknown_format_is_named(tmp_path: Path) -> None:
     """The configuration tells that these are parts of weights, though there are no integers."""
-    state = {
-        "layer.a": torch.ones(32, 4),
-        "layer.b": torch.ones(4, 64),
-        "norm": torch.ones(3),
-        "steps": torch.ones(2).int(),
-    }
-    save_file(state, tmp_path / "model.safetensors")
-    report = epload.load(plain(), tmp_path, strict=False, progress=False)
-    assert report.missing_keys == ["layer.weight"]
+    state = {"layer.a": torch.ones(32, 4), "layer.b": torch.ones(4, 64), "norm": torch.ones(3)}
+    save_file(state | {"steps": torch.ones(2).int()}, tmp_path / "model.safetensors")
+    load = partial(epload.load, plain(), tmp_path, strict=False, progress=False)
+    assert load().missing_keys == ["layer.weight"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "new_method"}}))
-    with pytest.raises(
-        ModelMismatch, match=r"has layer\.weight as a packed weight of new_method \(layer\.a, float32\)"
-    ):
-        epload.load(plain(), tmp_path, strict=False, progress=False)
+    must_be_refused(load, "ModelMismatch", "has layer.weight as a packed weight of new_method (layer.a, float32)")
 
 
 def test_what_only_resembles_packed_weights_is_loaded() -> None:
@@ -160,10 +151,10 @@ def test_what_only_resembles_packed_weights_is_loaded() -> None:
     assert torch.equal(model.layer.weight, state["layer.weight"])
 
 
-def _experts(rank: int) -> str:
+@on_ranks(2)
+def test_packed_experts_are_refused_on_every_rank(rank: int) -> None:
     """Experts that are fused in the model, and not in the checkpoint."""
-    with torch.device("meta"):
-        model = MixtralForCausalLM(config("mixtral", num_hidden_layers=1, num_local_experts=2))
+    model = on_meta(lambda: MixtralForCausalLM(config("mixtral", num_hidden_layers=1, num_local_experts=2)))
     state = {n: torch.zeros(t.shape) for n, t in model.state_dict().items() if ".experts." not in n}
     for expert, name in product(range(2), ("w1", "w2", "w3")):
         state |= values(LAYOUTS["GPTQ"][0], f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.")
@@ -171,15 +162,9 @@ def _experts(rank: int) -> str:
     state["model.layers.0.block_sparse_moe.gate.weight"] = state.pop(gate)
     fully_shard(model, mesh=mesh(("all", 2)))
     loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), progress=False)
-    text = error_of(lambda: loader.load(model, state if rank == 0 else None, **LAX))
+    load = partial(loader.load, model, state if rank == 0 else None, **LAX)
+    must_be_refused_by_all(load, "gate_up_proj as packed int4 weights of GPTQ or AWQ")
     assert all(parameter.is_meta for parameter in model.parameters())
-    return text
-
-
-def test_packed_experts_are_refused_on_every_rank() -> None:
-    first, second = ranks.run(2, _experts)
-    assert first == second
-    assert "gate_up_proj as packed int4 weights of GPTQ or AWQ" in first
 
 
 def test_mxfp4_experts_of_gpt_oss_are_refused() -> None:
@@ -200,5 +185,4 @@ def test_a_quantized_layer_of_transformers_is_copied() -> None:
     state = values({name: (tuple(b.shape), b.dtype) for name, b in model.layer.named_buffers()})
     assert state["layer.weight"].dtype is U8
     epload.load(model, state, progress=False)
-    for name, buffer in model.state_dict().items():
-        assert torch.equal(as_bytes(buffer), as_bytes(state[name])), name
+    assert differing(model, state) == []

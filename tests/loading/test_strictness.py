@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from transformers import MarianConfig, MarianMTModel
 
 import epload
-from epload import LocalModules, Mapping
+from epload import LocalModules, Mapping, ModelMismatch
 from epload.mapping import Concatenate, Convert, Rename, Split, Stack, Unstack
-from support import ranks
-from support.checks import all_fine, as_bytes, full_values, local_of
+from support.checks import as_bytes, full_values, local_of
+from support.drop_ins import everywhere
 from support.failures import error_of
+from support.findings import differing
 from support.fp8 import Tree
-from support.models import Block, mesh, on_meta
+from support.models import Block, Tied, mesh, on_meta
+from support.on_ranks import on_ranks
+from support.pretrained import build
+from support.recordings import tensors_of
 from support.small_model import NODES, only_readers
 
 State = dict[str, Tensor]
@@ -49,47 +56,25 @@ def parts(model: nn.Module) -> State:
     return {name: local_of(tensor) for name, tensor in model.state_dict().items()}
 
 
-def refused(like: State, good: State, bad: State, mapping: Mapping | str = "auto", **options: Any) -> list[str]:
-    """Returns the error's text and what the refused load has changed, of a model on meta and of one that holds ``good``."""
-    texts = []
+def refused(like: State, good: State, bad: State, said: Any, unsaid: Any = (), **options: Any) -> None:
+    """One text on all ranks, and nothing has moved: neither in a model on meta nor in one that holds ``good``."""
     for loaded in (False, True):
         model, run = sharded(like), loader()
         if loaded:
             run.load(model, only_readers(good))
         before = {name: tensor.clone() for name, tensor in parts(model).items()}
-        texts.append(error_of(lambda: run.load(model, only_readers(bad), mapping=mapping, **options)))  # noqa: B023
+        texts = everywhere(error_of(partial(run.load, model, only_readers(bad), mapping=MAPPING, **options)))
+        assert {*texts} == {texts[0]}
+        assert texts[0].startswith("ModelMismatch")
+        assert [part for part in said if part not in texts[0]] == [], texts[0]
+        assert [part for part in unsaid if part in texts[0]] == [], texts[0]
         for name, tensor in parts(model).items():
-            if tensor.is_meta is loaded or (loaded and not torch.equal(as_bytes(tensor), as_bytes(before[name]))):
-                texts.append(f"{name} was changed")
-    return texts
+            assert torch.equal(as_bytes(tensor), as_bytes(before[name])) if loaded else tensor.is_meta, name
 
 
-# ---- mistakes ----
-
-EXPERTS = target(e__gate_up=(4, 6, 3), norm=(5,))
-
-
-def expert(number: int) -> State:
-    return values(target(**{f"e__{number}__gate": (3, 3), f"e__{number}__up": (3, 3)}))
-
-
-ALL = {**expert(0), **expert(1), **expert(2), **expert(3), "norm": torch.arange(5.0)}
-PLAIN = target(w=(5, 3), norm=(5,))
-MISTAKES: dict[str, tuple[State, State, Mapping | str, tuple[str, ...]]] = {
-    "an incomplete set of experts": (
-        EXPERTS, {name: t for name, t in ALL.items() if name != "e.2.up"}, MAPPING,
-        ("cannot make e.gate_up of shape [4, 6, 3]", "the checkpoint lacks 1 of 8 sources, the first is e.2.up"),
-    ),
-    "two keys for one region": (
-        PLAIN, values(PLAIN) | {"old.w": torch.zeros(5, 3)}, MAPPING, ("w and old.w both map to the model's w",)
-    ),
-}  # fmt: skip
-
-
-# ---- missing, unexpected, mismatched ----
-
+EXPERTS, PLAIN = target(e__gate_up=(4, 6, 3), norm=(5,)), target(w=(5, 3), norm=(5,))
+EACH = target(**{f"e__{number}__{part}": (3, 3) for number in range(4) for part in ("gate", "up")}, norm=(5,))
 LIKE = target(a=(5, 3), b=(4,), c=(2, 2), e__gate_up=(4, 6, 3))
-SHORT = {name: t[:2] if name.endswith("gate") else t for name, t in ALL.items() if name != "norm"}
 KEYS = (
     "1 parameter missing from the checkpoint: c\n", "1 unexpected checkpoint key: d\n",
     "strict=False ignores missing and unexpected keys",
@@ -99,53 +84,39 @@ SHAPES = (
     "from 8 checkpoint tensors (e.0.gate, e.0.up, ..., e.3.up; shapes [2, 3], [3, 3]): the result has shape [4, 5, 3]",
     "ignore_mismatched_shapes=True skips parameters of mismatched shape",
 )
-OPTIONS = {
-    (True, False): ((*KEYS, *SHAPES), ()),
-    (False, False): (SHAPES, KEYS),
-    (True, True): (KEYS, SHAPES),
-}
-"""Values of strict and ignore_mismatched_shapes, with the texts that are in the error and those that are not."""
+LENIENT: dict[str, Any] = {"strict": False, "ignore_mismatched_shapes": True}
 
 
 def odd() -> State:
     """``a`` fits, ``b`` and ``e.gate_up`` have another shape, ``c`` is missing, and ``d`` unexpected."""
-    return {"a": values(LIKE)["a"], "b": torch.zeros(3), "d": torch.zeros(1), **SHORT}
+    short = {name: t[:2] if name.endswith("gate") else t for name, t in values(EACH).items() if name != "norm"}
+    return {"a": values(LIKE)["a"], "b": torch.zeros(3), "d": torch.zeros(1), **short}
 
 
-def _refusals(rank: int) -> dict[Any, list[str]]:
-    texts: dict[Any, list[str]] = {}
-    for (case, (like, bad, mapping, _)), strict in product(MISTAKES.items(), (True, False)):
-        texts[case, strict] = refused(like, values(like), bad, mapping, strict=strict)
-    for strict, ignore in OPTIONS:
-        texts[strict, ignore] = refused(
-            LIKE, values(LIKE), odd(), MAPPING, strict=strict, ignore_mismatched_shapes=ignore
-        )
-    return texts
-
-
-def test_what_does_not_fit_is_named_and_moves_nothing() -> None:
-    by_rank = ranks.run(4, _refusals)
-    assert all(texts == by_rank[0] for texts in by_rank)
-    for case, texts in by_rank[0].items():
-        expected, absent = OPTIONS.get(case) or (MISTAKES[case[0]][3], ())
-        assert len(texts) == 2, f"{case}: {texts}"  # on meta and loaded, and nothing was changed
-        assert texts[0] == texts[1], case
-        assert texts[0].startswith("ModelMismatch"), case
-        assert [part for part in expected if part not in texts[0]] == [], f"{case}: {texts[0]}"
-        assert [part for part in absent if part in texts[0]] == [], f"{case}: {texts[0]}"
+@on_ranks(4)
+def test_what_does_not_fit_is_named_and_moves_nothing(rank: int) -> None:
+    incomplete = {name: t for name, t in values(EACH).items() if name != "e.2.up"}
+    lacks = "cannot make e.gate_up of shape [4, 6, 3]", "the checkpoint lacks 1 of 8 sources, the first is e.2.up"
+    twice, both = values(PLAIN) | {"old.w": torch.zeros(5, 3)}, ["w and old.w both map to the model's w"]
+    for strict in (True, False):
+        refused(EXPERTS, values(EXPERTS), incomplete, lacks, strict=strict)
+        refused(PLAIN, values(PLAIN), twice, both, strict=strict)
+    refused(LIKE, values(LIKE), odd(), (*KEYS, *SHAPES))
+    refused(LIKE, values(LIKE), odd(), SHAPES, KEYS, strict=False)
+    refused(LIKE, values(LIKE), odd(), KEYS, SHAPES, ignore_mismatched_shapes=True)
 
 
 def keys_of(report: epload.LoadReport) -> tuple[list[str], list[str], list[str]]:
     return report.missing_keys, report.unexpected_keys, list(report.mismatched_keys)
 
 
-def _lenient(rank: int) -> list[str]:
-    problems: list[str] = []
-    calls: list[tuple[str, ...]] = []
+@on_ranks(4)
+def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook(rank: int) -> None:
+    calls: list[str] = []
 
     def hook(module: nn.Module, path: str, names: tuple[str, ...]) -> None:
-        calls.extend((path, name) for name in names)
         for name in names:
+            calls.append(f"{path}.{name}".removeprefix("."))
             local_of(getattr(module, name)).fill_(-1)
 
     good = values(LIKE)
@@ -153,70 +124,43 @@ def _lenient(rank: int) -> list[str]:
         model, run = sharded(LIKE), loader()
         run.load(model, only_readers(good))
         before = {name: tensor.clone() for name, tensor in parts(model).items()}
-        calls.clear()
-        lenient = {"strict": False, "ignore_mismatched_shapes": True}
-        report = run.load(model, only_readers(odd()), mapping=MAPPING, **lenient, init_missing=init)
-        if keys_of(report) != (["c"], ["d"], ["b", "e.gate_up"]) or not re.search(
-            r"\n  mismatched +2 tensors: b, e\.gate_up\n", str(report)
-        ):
-            problems.append(str(report))
-        left = [] if init is None else [("", "b"), ("", "c"), ("e", "gate_up")]
-        if sorted(calls) != left or sorted(report.initialized) != [".".join(p for p in c if p) for c in left]:
-            problems.append(f"{calls} {report.initialized}")
+        report = run.load(model, only_readers(odd()), mapping=MAPPING, **LENIENT, init_missing=init)
+        assert keys_of(report) == (["c"], ["d"], ["b", "e.gate_up"])
+        assert re.search(r"\n  mismatched +2 tensors: b, e\.gate_up\n", str(report)), str(report)
+        assert sorted(calls) == sorted(report.initialized) == ([] if init is None else ["b", "c", "e.gate_up"])
         for name, got in parts(model).items():
             expected = torch.full_like(got, -1) if init is not None and name != "a" else before[name]
-            if not torch.equal(as_bytes(got), as_bytes(expected)):
-                problems.append(f"{name} is {got} where {expected} was expected")
+            assert torch.equal(as_bytes(got), as_bytes(expected)), f"{name} is {got}, not {expected}"
     # In a strict load mismatched shapes alone are listed and skipped, if they are to be ignored.
     changed = {name: value + 1 for name, value in good.items()} | {"b": torch.zeros(3)}
     run.load(model, only_readers(good))
     report = run.load(model, only_readers(changed), ignore_mismatched_shapes=True)
-    problems += [] if keys_of(report) == ([], [], ["b"]) else [str(report)]
-    problems += [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))]
+    assert keys_of(report) == ([], [], ["b"])
+    assert [n for n, t in parts(model).items() if not torch.equal(t, before[n] + (n != "b"))] == []
     for option in ("strict", "ignore_mismatched_shapes"):
         with pytest.raises(TypeError, match=f"expected {option} to be a bool, got 'shapes'"):
             run.load(model, only_readers(good), **{option: "shapes"})  # type: ignore[arg-type]
-    return problems
 
 
-def _local(rank: int) -> list[str]:
-    """Loads modules that each rank has of its own."""
-    model = Block({f"x{rank}": (3,), f"y{rank}": (2,)})
-    file = {"x0": torch.zeros(4), "x1": torch.ones(3), "x2": torch.zeros(1), "x3": torch.ones(3), "y0": torch.ones(2)}
-    file |= {"y1": torch.ones(2), "y3": torch.ones(2), "z": torch.ones(1)}
-    lenient = {"strict": False, "ignore_mismatched_shapes": True}
-    report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], **lenient)
-    problems = [] if keys_of(report) == (["y2"], ["z"], ["x0", "x2"]) else [str(report)]
-    for name in (f"x{rank}", f"y{rank}"):
-        if name not in ("y2", "x0", "x2") and not torch.equal(getattr(model, name), file[name]):
-            problems.append(f"{name} is wrong")
-    return problems
-
-
-def _both(rank: int) -> list[str]:
-    return _lenient(rank) + _local(rank)
-
-
-def test_what_does_not_fit_is_listed_on_all_ranks_and_left_to_a_hook() -> None:
-    all_fine(ranks.run(4, _both))
+@on_ranks(4)
+def test_what_does_not_fit_in_modules_of_each_rank(rank: int) -> None:
+    model: Any = Block({f"x{rank}": (3,), f"y{rank}": (2,)})
+    file = {"x0": torch.zeros(4), "x1": torch.ones(3), "x2": torch.zeros(1), "x3": torch.ones(3)}
+    file |= {name: torch.ones(2) for name in ("y0", "y1", "y3")} | {"z": torch.ones(1)}
+    report = loader().load(model, only_readers(file), local_modules=[LocalModules("")], **LENIENT)
+    assert keys_of(report) == (["y2"], ["z"], ["x0", "x2"])
+    for name in {f"x{rank}", f"y{rank}"} - {"y2", "x0", "x2"}:
+        assert torch.equal(getattr(model, name), file[name]), name
 
 
 # ---- one process ----
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, 2)
-        self.head = nn.Linear(2, 4, bias=False)
-        self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize("kind", ["on meta", "reset", "hook"])
 @pytest.mark.parametrize("mismatched", ["embed.weight", "head.weight"])
 def test_what_one_name_fills_is_not_initialized_because_another_does_not_fit(mismatched: str, kind: str) -> None:
-    values = torch.arange(8.0).reshape(4, 2)
-    state = {"embed.weight": values, "head.weight": values} | {mismatched: torch.zeros(6, 2)}
+    state = full_values(Tied())
+    values, state[mismatched] = state["embed.weight"], torch.zeros(6, 3)
     model: Any = Tied() if kind == "reset" else on_meta(Tied)
     called = []
     init: Any = {"on meta": None, "reset": "reset_parameters", "hook": lambda *args: called.append(args)}[kind]
@@ -227,14 +171,14 @@ def test_what_one_name_fills_is_not_initialized_because_another_does_not_fit(mis
 
 
 SPLIT = Mapping(converts=(Convert(("qkv",), ("q", "k", "v"), (Split(0),)),))
-EACH = Mapping(converts=(Convert((r"e\.w",), ("e.{index}",), (Unstack(0),)),))
+UNSTACK = Mapping(converts=(Convert((r"e\.w",), ("e.{index}",), (Unstack(0),)),))
 
 
 @pytest.mark.parametrize(
     ("mapping", "state", "own", "left"),
     [
         (SPLIT, {"qkv": torch.arange(6.0)}, {"q": (2,), "k": (2,)}, ["v"]),
-        (EACH, {"e.w": torch.arange(8.0).reshape(4, 2)}, {"e.0": (2,), "e.2": (2,)}, ["e.1", "e.3"]),
+        (UNSTACK, {"e.w": torch.arange(8.0).reshape(4, 2)}, {"e.0": (2,), "e.2": (2,)}, ["e.1", "e.3"]),
     ],
     ids=["split", "experts"],
 )
@@ -244,7 +188,7 @@ def test_parts_of_a_tensor_that_the_model_lacks_are_unexpected(
     model = Tree(target(**own)).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    with pytest.raises(epload.ModelMismatch) as refused:
+    with pytest.raises(ModelMismatch) as refused:
         epload.load(model, state, mapping=mapping, progress=False)
     assert refused.value.unexpected_keys == left
     assert f"{left[0]} (which a conversion makes)" in str(refused.value)
@@ -257,7 +201,95 @@ def test_parts_of_a_tensor_that_the_model_lacks_are_unexpected(
 
 @pytest.mark.parametrize("pattern", ["(?i)^MTP", r"^(m)t(p)", "^(?P<a>m)"])
 def test_patterns_of_ignored_keys_are_independent(pattern: str) -> None:
-    model = Tree({"w": torch.zeros(2)}).to_empty(device="cpu")
     state = {"w": torch.ones(2), "mtp.x": torch.ones(1), "aa": torch.ones(1)}
     mapping = Mapping(ignore_unexpected=(pattern, r"^(?P<a>a)\1$"))
-    assert epload.load(model, state, mapping=mapping, progress=False).ignored_keys == ["mtp.x", "aa"]
+    assert epload.load(Tree({"w": torch.zeros(2)}), state, mapping=mapping, progress=False).ignored_keys == [
+        "mtp.x",
+        "aa",
+    ]
+
+
+def test_a_mapping_ignores_what_it_says() -> None:
+    model = nn.Linear(3, 2)
+    state = {"w": torch.ones(2, 3), "bias": torch.zeros(2), "old.steps": torch.ones(1)}
+    rename = (Rename("^w$", "weight"),)
+    with pytest.raises(ModelMismatch, match=r"old\.steps"):
+        epload.load(model, state, mapping=Mapping(rename), progress=False)
+    ignoring = Mapping(rename, ignore_unexpected=(r"^old\.",), ignore_missing=("^bias$",))
+    assert epload.load(model, state, mapping=ignoring, progress=False).ignored_keys == ["old.steps"]
+    del state["bias"]
+    assert epload.load(model, state, mapping=ignoring, progress=False).ignored_keys == ["bias", "old.steps"]
+
+
+def test_load_takes_the_options_of_the_loader_and_of_its_load() -> None:
+    model = nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)})
+    state = {"a": torch.arange(3.0), "b": torch.arange(4.0), "d": torch.zeros(1)}
+    rare = epload.LoadOptions(algorithm="two_level", bucket_bytes=4096)
+    report = epload.load(model, state, readers="one", verify=True, progress=False, options=rare, **LENIENT)
+    assert torch.equal(model["a"].detach(), state["a"])
+    assert keys_of(report) == (["c"], ["d"], ["b"])
+    assert (report.readers, report.algorithm, report.verify) == ("one", "", True), "one rank sends nothing"
+    for wrong in ({"deadline": 3}, {"options": {"src": 0}}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            epload.load(model, state, **wrong)  # type: ignore[arg-type]
+
+
+# ---- keys that a class of transformers says to ignore ----
+
+
+def marian() -> Any:
+    sizes = {
+        "vocab_size": 33,
+        "d_model": 16,
+        "max_position_embeddings": 19,
+        "pad_token_id": 32,
+        "decoder_start_token_id": 32,
+    }
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 24}
+    return MarianMTModel(MarianConfig(**sizes)).eval()
+
+
+EXTRA = {
+    "old rotary frequencies": ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}),
+    "old position ids": ("bert", {"bert.embeddings.position_ids": (1, 512)}),
+    "an extra prediction layer": (
+        "deepseek_v3",
+        {"model.layers.61.eh_proj.weight": (16, 32), "model.layers.61.mlp.experts.0.gate_proj.weight": (8, 16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXTRA)
+def test_keys_that_the_class_ignores_may_be_left_over(case: str, tmp_path: Path) -> None:
+    kind, extra = EXTRA[case]
+    whole = build(kind)
+    whole.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {name: torch.ones(shape) for name, shape in extra.items()}, tmp_path / "model.safetensors")
+    model = on_meta(partial(build, kind))
+    report = epload.load(model, tmp_path, progress=False)
+    assert differing(tensors_of(model), tensors_of(whole)) == []
+    assert (sorted(report.ignored_keys), report.unexpected_keys, report.missing_keys) == (sorted(extra), [], [])
+    assert sorted(extra)[0] in str(report)
+
+
+def test_ignored_missing_keys_are_computed(tmp_path: Path) -> None:
+    """Marian saves no position tables: they are sines."""
+    whole, model = marian(), on_meta(marian)
+    whole.save_pretrained(tmp_path)
+    report = epload.load(model, tmp_path, progress=False)
+    assert differing(tensors_of(model), tensors_of(whole)) == []
+    tables = [f"model.{part}.embed_positions.weight" for part in ("decoder", "encoder")]
+    assert (sorted(report.ignored_keys), report.missing_keys) == (tables, [])
+    assert {*tables} <= {*report.initialized}
+
+
+def test_other_keys_are_still_an_error() -> None:
+    state = dict(build("llama").state_dict())
+    del state["lm_head.weight"], state["model.layers.1.mlp.up_proj.weight"]
+    state |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.extra.weight": torch.ones(2)}
+    text = error_of(partial(epload.load, on_meta(partial(build, "llama")), state, progress=False))
+    assert "model.layers.1.mlp.up_proj.weight" in text
+    assert "model.extra.weight" in text
+    assert "inv_freq" not in text

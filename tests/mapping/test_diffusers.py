@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.cli.main import main
-from support import ranks
 from support.checks import full_tensor
-from support.findings import differing
+from support.findings import differing, must_be_refused
+from support.on_ranks import on_ranks
 
 WAN: dict[str, Any] = {
     "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
@@ -80,12 +82,10 @@ def test_a_load_gives_the_dtypes_of_from_pretrained(folder: Path, dtype: torch.d
 
 
 def test_a_dict_of_dtypes_is_exact(folder: Path) -> None:
-    model = empty(folder)
-    epload.load(model, folder, dtype={"norm2|conv|linear": torch.bfloat16}, progress=False)
+    model, pattern = empty(folder), "norm2|conv|linear"
+    epload.load(model, folder, dtype={pattern: torch.bfloat16}, progress=False)
     for name, tensor in model.state_dict().items():
-        assert tensor.dtype == (
-            torch.bfloat16 if any(part in name for part in ("norm2", "conv", "linear")) else torch.float32
-        )
+        assert tensor.dtype == (torch.bfloat16 if re.search(pattern, name) else torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -102,21 +102,17 @@ def test_what_is_saved_is_what_save_pretrained_writes(folder: Path, tmp_path: Pa
     assert differing(pretrained(tmp_path / "ours", dtype or torch.float32), expected) == []
 
 
-def test_a_conversion_keeps_names_and_what_from_pretrained_keeps_in_float32(folder: Path, tmp_path: Path) -> None:
+def test_conversions_keep_names_and_what_from_pretrained_keeps_in_float32(folder: Path, tmp_path: Path) -> None:
     epload.convert(folder, tmp_path / "half", dtype="bf16", files=[folder / "config.json"])
-    assert sorted(os.listdir(tmp_path / "half")) == ["config.json", "diffusion_pytorch_model.safetensors"]
-    expected = pretrained(folder, torch.bfloat16)
-    assert differing(pretrained(tmp_path / "half", torch.bfloat16), expected) == []
-
-
-def test_a_flattened_delta_has_the_names_of_its_base(folder: Path, tmp_path: Path) -> None:
+    assert differing(pretrained(tmp_path / "half", torch.bfloat16), pretrained(folder, torch.bfloat16)) == []
     model = kind_of(folder).from_pretrained(folder)
     with torch.no_grad():
         next(model.parameters()).add_(1)
     epload.save(model, tmp_path / "delta", base=folder)
     epload.convert(tmp_path / "delta", tmp_path / "whole")
-    assert sorted(os.listdir(tmp_path / "whole")) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert differing(pretrained(tmp_path / "whole", torch.float32), model.state_dict()) == []
+    for name in ("half", "whole"):
+        assert sorted(os.listdir(tmp_path / name)) == ["config.json", "diffusion_pytorch_model.safetensors"]
 
 
 def test_the_plan_of_a_folder_builds_its_model(folder: Path) -> None:
@@ -145,9 +141,14 @@ def test_weights_that_are_offloaded_to_disk_are_rejected(folder: Path, tmp_path:
             call()
 
 
-def _sharded(rank: int, folder: str) -> list[str]:
-    expected = pretrained(Path(folder), torch.bfloat16)
-    model = empty(Path(folder))
+def save_wan(folder: Path) -> None:
+    WanTransformer3DModel(**WAN).save_pretrained(folder / "wan")
+
+
+@on_ranks(2, save_wan)
+def test_a_model_under_fsdp2_is_saved_under_its_own_class(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "wan"
+    expected, model = pretrained(folder, torch.bfloat16), empty(folder)
     for module in model.modules():  # each dtype in groups of its own
         if module is not model and (isinstance(module, nn.LayerNorm) or type(module).__name__ == "TimestepEmbedding"):
             fully_shard(module)
@@ -155,31 +156,18 @@ def _sharded(rank: int, folder: str) -> list[str]:
     exact = {"scale_shift_table": torch.bfloat16}  # which no group of its own can hold
     epload.load(model, folder, dtype={**exact, "time_emb|norm": torch.float32, ".": torch.bfloat16}, progress=False)
     state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
-    epload.save(model, f"{folder}-sharded")
-    again = kind_of(Path(folder)).from_pretrained(f"{folder}-sharded").state_dict()
+    epload.save(model, tmp_path / "sharded")
+    again = WanTransformer3DModel.from_pretrained(tmp_path / "sharded").state_dict()
+    assert json.loads((tmp_path / "sharded" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
     rounded = [name for name in expected if "scale_shift_table" in name]
-    problems = [name for name in rounded if not torch.equal(state[name], expected[name].bfloat16())]
-    problems += [name for name in expected if not torch.equal(again[name], state[name].float())]
-    return problems
+    assert [name for name in rounded if not torch.equal(state[name], expected[name].bfloat16())] == []
+    assert [name for name in expected if not torch.equal(again[name], state[name].float())] == []
 
 
-def test_a_model_under_fsdp2_is_saved_under_its_own_class(tmp_path: Path) -> None:
-    folder = tmp_path / "wan"
-    WanTransformer3DModel(**WAN).save_pretrained(folder)
-    assert ranks.run(2, _sharded, str(folder)) == [[], []]
-    saved = json.loads((tmp_path / "wan-sharded" / "config.json").read_text())
-    assert saved["_class_name"] == "WanTransformer3DModel"
-
-
-def test_a_group_of_two_dtypes_is_rejected(folder: Path) -> None:
-    assert ranks.run(1, _mixed, str(folder)) == [kind_of(folder) is WanTransformer3DModel]
-
-
-def _mixed(rank: int, folder: str) -> bool:
-    model = empty(Path(folder))
-    fully_shard(model)
-    try:
-        epload.load(model, folder, dtype=torch.bfloat16, progress=False)
-    except epload.ModelMismatch as error:
-        return "from_pretrained keeps" in str(error) and "FSDP2 needs one dtype" in str(error)
-    return False
+@on_ranks(1)
+def test_a_group_of_two_dtypes_is_rejected(rank: int, folder: Path) -> None:
+    load = partial(epload.load, fully_shard(empty(folder)), folder, dtype=torch.bfloat16, progress=False)
+    if kind_of(folder) is WanTransformer3DModel:
+        must_be_refused(load, "ModelMismatch", "from_pretrained keeps", "FSDP2 needs one dtype")
+    else:
+        load()

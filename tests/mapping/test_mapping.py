@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from epload import LocalModules, Mapping, ModelMismatch, OuterShard, load
-from epload.core.views import View
 from epload.mapping import Concatenate, Convert, Quantize, Rename, Reshape, Split, Stack, Transpose, Unstack, from_model
 from epload.mapping.resolve import resolve_mapping
 from epload.model.targets import collect
@@ -41,11 +40,6 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return set(got) == set(expected) and all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def test_what_the_model_does_not_have() -> None:
-    sources: Shapes = {"a": (2,), "stray": (3,), "layer.experts.0.gate.weight": (1, 2)}
-    assert place(EXPERTS, sources, {"a": (2,)}) == [(("a", View((0,), (2,), 0, (1,))),), (), ()]
-
-
 def test_a_name_whose_new_form_the_model_lacks_stays() -> None:
     mapping = Mapping(renames=(Rename("gamma", "weight"),))
     value = tensor(1, 2)
@@ -71,10 +65,22 @@ DOWNS = [tensor(i, 3, 4) for i in range(3)]
 GATES, UPS = [tensor(i, 3, 4) for i in range(12)], [tensor(100 + i, 2, 4) for i in range(12)]
 Q, K, V = tensor(1, 4, 3), tensor(2, 2, 3), tensor(3, 1, 3)
 QKV = {"l.q.weight": Q, "l.k.weight": K, "l.v.weight": V}
+# Fused in the file, gate and up interleaved by row and transposed; one module an expert in the model.
+EACH = {f"l.experts.{i}.{name}": t for i in range(5) for name, t in (("gate", GATES[i]), ("up", GATES[i] + 500))}
+PAIRS = {"l.experts.gate_up": torch.stack([torch.stack([t, t + 500], 1).reshape(6, 4).T for t in GATES[:5]])}
+UNFUSED = Convert(
+    (r"experts\.gate_up$",), (r"experts.{index}.gate", r"experts.{index}.up"),
+    (Transpose(1, 2), Reshape((5, 3, 2, 4)), Transpose(1, 2), Split(1), Reshape((5, 3, 4)), Unstack(0)),
+)  # fmt: skip
 Case = tuple[Mapping, dict[str, Tensor], dict[str, Tensor]]
 ASSEMBLED: dict[str, Case] = {
     "identity": (Mapping(), WHOLE, WHOLE),
     "targets that the model lacks": (EXPERTS, WHOLE, WHOLE),
+    "what the model does not have": (EXPERTS, {**WHOLE, "stray": V, "layer.experts.0.gate.weight": Q}, {"a": WHOLE["a"]}),
+    "one module an expert": (one_of(UNFUSED), PAIRS, EACH),
+    "one module for each of a rank's experts": (
+        one_of(UNFUSED), PAIRS, {name: t for name, t in EACH.items() if ".1." in name or ".4." in name}
+    ),
     "renames": (
         Mapping(renames=(Rename(r"^transformer\.", "model."), Rename(r"\.h\.(\d+)\.", r".layers.\1."))),
         {"transformer.h.10.w": Q, "same": V}, {"model.layers.10.w": Q, "same": V},
@@ -181,24 +187,6 @@ def test_refusals_name_the_keys(case: str) -> None:
     assert [text for text in message if text not in str(caught.value)] == [], str(caught.value)
 
 
-def test_fused_experts_to_one_module_each() -> None:
-    """Fused in the file, gate and up interleaved by row and transposed; one module an expert in the model."""
-    gates, ups = [tensor(i, 3, 4) for i in range(5)], [tensor(50 + i, 3, 4) for i in range(5)]
-    pairs = [torch.stack([gate, up], 1).reshape(6, 4).T for gate, up in zip(gates, ups, strict=True)]
-    mapping = one_of(
-        Convert(
-            (r"experts\.gate_up$",),
-            (r"experts.{index}.gate", r"experts.{index}.up"),
-            (Transpose(1, 2), Reshape((5, 3, 2, 4)), Transpose(1, 2), Split(1), Reshape((5, 3, 4)), Unstack(0)),
-        )
-    )
-    expected = {f"l.experts.{i}.{name}": t for name, ts in (("gate", gates), ("up", ups)) for i, t in enumerate(ts)}
-    got = assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(expected))
-    assert equal(got, expected)
-    local = {name: t for name, t in expected.items() if ".1." in name or ".4." in name}  # this rank's experts only
-    assert equal(assemble(mapping, {"l.experts.gate_up": torch.stack(pairs)}, shapes_of(local)), local)
-
-
 def test_from_model_gives_what_auto_uses() -> None:
     llama = on_meta(lambda: build("llama"))
     for model in (nn.Linear(2, 2), llama, torch.compile(llama), nn.DataParallel(llama)):
@@ -214,25 +202,6 @@ def test_a_plain_model_does_not_import_transformers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     assert resolve_mapping("auto", nn.Linear(1, 1), []) == Mapping()
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: Mapping(ignore_missing="head"),
-            r"ignore_missing of a Mapping to be a tuple of str, got 'head'; write \('head',\)",
-        ),
-        (lambda: Mapping(renames=Rename("a", "b")), r"renames of a Mapping to be a tuple of Rename, .* write \("),
-        (lambda: Mapping(renames=("a", "b")), r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$"),
-        (lambda: Mapping(renames={"a": 3}), "expected renames from regular expressions to strings, got 'a': 3"),
-        (lambda: Convert("a$", ("b",)), "sources of a Convert to be a tuple of str"),
-        (lambda: Convert(("a$",), ("b",), Concatenate(0)), "operations of a Convert"),
-    ],
-)
-def test_a_tuple_of_one_without_its_comma(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        make()
 
 
 def test_lists_and_dicts_are_taken_for_tuples() -> None:
@@ -254,51 +223,39 @@ def test_lists_and_dicts_are_taken_for_tuples() -> None:
     assert torch.equal(model["new"].weight, state["old.weight"])
 
 
-# ---- rules ----
+NO_PATTERN = r"expected valid regular expressions, and targets that refer to groups they define, got (Rename|Convert)"
+NOWHERE = r"as regular expressions, got '\(': missing \)"
+EMPTY = "expected at least one source and one target"
+MISTAKES: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    # a tuple of one without its comma
+    (TypeError, r"ignore_missing of a Mapping .*, got 'head'; write \('head',\)", lambda: Mapping(ignore_missing="head")),
+    (TypeError, r"renames of a Mapping to be a tuple of Rename, .* write \(", lambda: Mapping(renames=Rename("a", "b"))),
+    (TypeError, r"renames of a Mapping to be a tuple of Rename, got \('a', 'b'\)$", lambda: Mapping(renames=("a", "b"))),
+    (TypeError, "expected renames from regular expressions to strings, got 'a': 3", lambda: Mapping(renames={"a": 3})),
+    (TypeError, "sources of a Convert to be a tuple of str", lambda: Convert("a$", ("b",))),
+    (TypeError, "operations of a Convert", lambda: Convert(("a$",), ("b",), Concatenate(0))),
+    # rules, checked when made
+    (ValueError, NO_PATTERN, lambda: Rename("(a", "b")),
+    (ValueError, NO_PATTERN, lambda: Rename("(a)", r"\2")),
+    (ValueError, NO_PATTERN, lambda: Rename("(a)", r"\g<layer>")),
+    (ValueError, NO_PATTERN, lambda: Convert(("a", "b["), ("c",))),
+    (ValueError, NO_PATTERN, lambda: Convert(("(a)", "b"), (r"\1",))),
+    (ValueError, EMPTY, lambda: Convert((), ("a",))),
+    (ValueError, EMPTY, lambda: Convert(("a",), ())),
+    (ValueError, "expected sizes to be 'targets', 'equal' or a tuple of sizes, got 'tagrets'", lambda: Split(0, "tagrets")),
+    # expressions, checked where they are passed
+    (ValueError, NOWHERE, lambda: Mapping(ignore_missing=("head",), ignore_unexpected=["a", "("])),
+    (ValueError, NOWHERE, lambda: Quantize(weights=("(",))),
+    (ValueError, NOWHERE, lambda: LocalModules("(")),
+    (ValueError, NOWHERE, lambda: OuterShard("(", None)),  # type: ignore[arg-type]
+    (ValueError, NOWHERE, lambda: load(nn.Linear(2, 2), {}, dtype={"(": torch.float32})),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Rename("(a", "b"),
-        lambda: Rename("(a)", r"\2"),
-        lambda: Rename("(a)", r"\g<layer>"),
-        lambda: Convert(("a", "b["), ("c",)),
-        lambda: Convert(("(a)", "b"), (r"\1",)),
-    ],
-)
-def test_a_rule_is_checked_when_made(make: Callable[[], object]) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"expected valid regular expressions, and targets that refer to groups they define, got (Rename|Convert)",
-    ):
+@pytest.mark.parametrize(("kind", "text", "make"), MISTAKES)
+def test_mistakes_are_found_at_once(kind: type[Exception], text: str, make: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=text):
         make()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Mapping(ignore_missing=("head",), ignore_unexpected=["a", "("]),
-        lambda: Quantize(weights=("(",)),
-        lambda: LocalModules("("),
-        lambda: OuterShard("(", None),  # type: ignore[arg-type]
-        lambda: load(nn.Linear(2, 2), {}, dtype={"(": torch.float32}),
-    ],
-)
-def test_an_expression_is_checked_where_it_is_passed(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"as regular expressions, got '\(': missing \)"):
-        make()
-
-
-def test_a_split_knows_two_words() -> None:
-    with pytest.raises(ValueError, match="expected sizes to be 'targets', 'equal' or a tuple of sizes, got 'tagrets'"):
-        Split(0, "tagrets")
-
-
-def test_a_conversion_has_sources_and_targets() -> None:
-    for sources, targets in (((), ("a",)), (("a",), ())):
-        with pytest.raises(ValueError, match="expected at least one source and one target"):
-            Convert(sources, targets)
 
 
 @pytest.mark.parametrize("reference", [r"\1", r"\g<1>", r"\g<n>"])

@@ -58,10 +58,8 @@ def test_fused_attention_is_divided_also_within_groups(size: int, kind: str) -> 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_padding_has_no_place(rank: int) -> None:
-    embedding = numbered(0, 5, HIDDEN)
-    shard = MegatronShard(
-        "embedding.word_embeddings.weight", "p", (8, HIDDEN), (rank * 2, 0), (2, HIDDEN), 0, (HIDDEN, 1)
-    )
+    embedding, name = numbered(0, 5, HIDDEN), "embedding.word_embeddings.weight"
+    shard = MegatronShard(name, "p", (8, HIDDEN), (rank * 2, 0), (2, HIDDEN), 0, (HIDDEN, 1))
     wanted = torch.cat([embedding, torch.full((3, HIDDEN), -1.0)]).chunk(4)[rank]
     assert torch.equal(fill(shard, {"model.embed_tokens.weight": embedding}, (2, HIDDEN)), wanted)
 
@@ -69,42 +67,33 @@ def test_padding_has_no_place(rank: int) -> None:
 def test_parts_of_a_parameter_and_columns_go_where_they_are_in_memory() -> None:
     """The second half of a gated projection, and a transposed part."""
     up = numbered(0, 4, HIDDEN)
-    name = "model.layers.0.mlp.up_proj.weight"
-    half = MegatronShard(
-        "decoder.layers.0.mlp.linear_fc1.weight_v", "p", (4, HIDDEN), (2, 0), (2, HIDDEN), 6, (HIDDEN, 1)
-    )
+    name, target = "model.layers.0.mlp.up_proj.weight", "decoder.layers.0.mlp.linear_fc1.weight_v"
+    half = MegatronShard(target, "p", (4, HIDDEN), (2, 0), (2, HIDDEN), 6, (HIDDEN, 1))
     assert torch.equal(fill(half, {name: up}, (4, HIDDEN)), torch.cat([torch.full((2, HIDDEN), -1.0), up[2:]]))
     columns = half._replace(start=(0, 1), size=(4, 2), offset=0, strides=(1, 4))
     assert torch.equal(fill(columns, {name: up}, (2, 4)), up[:, 1:].T)
 
 
 def test_layers_for_prediction_follow_the_others() -> None:
-    names = [
-        ("model.layers.62.mlp.experts.7.up_proj.weight",),
-        ("model.layers.62.block_sparse_moe.experts.7.w3.weight",),
-    ]
-    for layer in ("transformer_layer", "mtp_model_layer"):
-        assert list(alternatives(f"mtp.layers.1.{layer}.mlp.experts.experts.7.linear_fc1.weight_v", 61)) == names
-    assert list(alternatives("mtp.layers.0.final_layernorm.weight", 61)) == [
-        ("model.layers.61.shared_head.norm.weight",)
-    ]
-    assert list(alternatives("decoder.layers.0.mlp.linear_fc1.weight", 61)) == []  # not gated
-    assert list(alternatives("decoder.layers.x.input_layernorm.weight", 61)) == []
-    checkpoint = [
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.2.eh_proj.weight",
-        "model.layers.2.embed_tokens.weight",
-    ]
-    assert unknown_names([*checkpoint, "model.rotary_emb.inv_freq", "visual.x"], CONFIG) == (
-        [*checkpoint[1:], "model.rotary_emb.inv_freq"], ["visual.x"],
-    )  # fmt: skip
+    at = "model.layers.62"
+    names = [(f"{at}.mlp.experts.7.up_proj.weight",), (f"{at}.block_sparse_moe.experts.7.w3.weight",)]
+    for target, expected in {
+        "mtp.layers.1.transformer_layer.mlp.experts.experts.7.linear_fc1.weight_v": names,
+        "mtp.layers.1.mtp_model_layer.mlp.experts.experts.7.linear_fc1.weight_v": names,
+        "mtp.layers.0.final_layernorm.weight": [("model.layers.61.shared_head.norm.weight",)],
+        "decoder.layers.0.mlp.linear_fc1.weight": [],  # not gated
+        "decoder.layers.x.input_layernorm.weight": [],
+    }.items():
+        assert list(alternatives(target, 61)) == expected
+    parts = ("0.input_layernorm", "2.eh_proj", "2.embed_tokens")
+    checkpoint, other = [f"model.layers.{part}.weight" for part in parts], "model.rotary_emb.inv_freq"
+    assert unknown_names([*checkpoint, other, "visual.x"], CONFIG) == ([*checkpoint[1:], other], ["visual.x"])
     predicting = SimpleNamespace(**vars(CONFIG) | {"mtp_num_layers": 1})
     assert unknown_names(checkpoint, predicting) == (checkpoint[2:], [])
 
 
 def test_a_shorter_vocabulary_than_padding_explains_is_refused() -> None:
     shard = MegatronShard("output_layer.weight", "p", (4096, HIDDEN), (0, 0), (2048, HIDDEN), 0, (HIDDEN, 1))
-    with pytest.raises(
-        ModelMismatch, match=r"lm_head.weight has shape \[2048, 3\] in the checkpoint, expected \[4096, 3\]"
-    ):
+    text = r"lm_head.weight has shape \[2048, 3\] in the checkpoint, expected \[4096, 3\]"
+    with pytest.raises(ModelMismatch, match=text):
         fill(shard, {"lm_head.weight": torch.ones(2048, HIDDEN)}, (2048, HIDDEN))

@@ -29,26 +29,15 @@ import epload
 from epload import ModelMismatch
 from epload.cli.main import main
 from epload.mapping import Concatenate, Convert, Mapping, Quantize, Reshape
-from support import fakedev, fp8, ranks
+from support import fakedev, fp8, quantized, ranks
 from support.accelerator import DEVICE, SEMANTICS
-from support.checks import all_fine, local_of
+from support.checks import local_of
 from support.fakedev import build
 from support.fp8 import Tree
-from support.models import mesh
+from support.models import mesh, on_meta
+from support.on_ranks import on_ranks
 from support.pretrained import config
-from support.quantized import (
-    BF16,
-    FORMATS,
-    FP8,
-    Trainer,
-    as_bits,
-    assert_same,
-    compressed,
-    expected,
-    fine_grained,
-    reference,
-    with_skipped,
-)  # fmt: skip
+from support.quantized import BF16, FORMATS, FP8, Trainer, as_bits, assert_same, expected, fine_grained, reference
 
 # ---- layouts ----
 
@@ -100,22 +89,41 @@ def pairs() -> list[tuple[str, list[str]]]:
     return [(layout, ["128 x 128", *(others[(i + j) % 7] for j in (0, 3))]) for i, layout in enumerate(LAYOUTS)]
 
 
-def save_layouts(rank: int, folder: Path) -> None:
-    for layout, formats in pairs():
-        model = LAYOUTS[layout](Trainer())
-        for name in formats:
-            epload.save(model, folder / layout / name, mapping=Quantize(with_skipped(FORMATS[name])))
-    model = fully_shard(Tree(fp8.expected(fp8.checkpoint(), torch.float32)), mesh=mesh(("all", 4)))
-    epload.load(model, mapped(), mapping=fp8.MAPPING, progress=False)
-    rule = Quantize(FORMATS["128 x 128"], weights=(r"weight$",))
-    epload.save(
-        model, folder / "mapped", mapping=replace(fp8.MAPPING, quantize=rule), names_from=folder / "names.safetensors"
-    )
+def save_sources(folder: Path) -> None:
+    masters = {name: tensor.contiguous() for name, tensor in Trainer().state_dict().items()}
+    for name, tensors in {"masters": masters, "mapped": mapped(), "one": {"w": one_scale()}}.items():
+        save_file(tensors, folder / f"{name}.safetensors")
 
-    flat = fully_shard(nn.ParameterDict({"flat": one_scale().flatten()}), mesh=mesh(("all", 4)))
-    as_flat = Convert(("^w$",), ("flat",), (Reshape((-1,)),))
-    one = Mapping(converts=(as_flat,), quantize=Quantize(FORMATS["one"], weights=("^w$",)))
-    epload.save(flat, folder / "flat", mapping=one, names_from=folder / "w.safetensors")
+
+@on_ranks(4, save_sources)
+def test_every_layout_is_saved_and_loaded_as_the_whole_tensor_is_quantized(rank: int, tmp_path: Path) -> None:
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    for i, (layout, formats) in enumerate(pairs()):
+        readers = ("one", "every", "partitioned", "per_node")[i % 4]
+        options: dict[str, Any] = {"readers": readers, "bucket_bytes": 40_000, "verify": i % 3 == 0, "progress": False}
+        with epload.HierarchicalLoader(topology, **options) as loader:
+            for name in formats:
+                case, make = f"{layout}, {name}", LAYOUTS[layout]
+                wanted, config = expected(Trainer(), FORMATS[name]), quantized.with_skipped(FORMATS[name])
+                epload.save(make(Trainer()), tmp_path / case, mapping=Quantize(config))
+                if rank == 0:
+                    saved_as_declared(tmp_path / case, config, wanted)
+                model = make(Tree(wanted))
+                report = loader.load(model, tmp_path / "masters.safetensors", mapping=Quantize(config))
+                assert report.missing_keys + report.unexpected_keys == [], case
+                whole = Tree(wanted).to_empty(device="cpu")
+                whole.load_state_dict(wanted)
+                for (key, tensor), other in zip(model.named_parameters(), make(whole).parameters(), strict=True):
+                    assert torch.equal(as_bits(local_of(tensor)), as_bits(local_of(other))), f"{case}: {key} differs"
+
+
+def saved_as_declared(folder: Path, config: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    assert_same(load_file(folder / "model.safetensors"), wanted, folder.name)
+    declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+    key, listed = ("ignore", "re:kep") if "ignore" in declared else ("modules_to_not_convert", "kept")
+    # as what else is not quantized
+    assert set(declared.pop(key)) - {"down", "row"} == {listed, "gate", "lm_head"}
+    assert declared == {k: v for k, v in json.loads(json.dumps(config)).items() if k != key}
 
 
 def one_scale() -> Tensor:
@@ -126,78 +134,31 @@ def one_scale() -> Tensor:
 def mapped() -> dict[str, Tensor]:
     """A checkpoint whose tensors are fused, transposed and reshaped in the model."""
     file = fp8.checkpoint()
-    return {
-        name: fp8.dequantized(tensor, file[f"{name}_scale_inv"], torch.float32)
-        if f"{name}_scale_inv" in file
-        else tensor
-        for name, tensor in file.items()
-        if "scale" not in name
-    }
+    scales = {name: file.get(f"{name}_scale_inv") for name in file if "scale" not in name}
+    return {n: file[n] if s is None else fp8.dequantized(file[n], s, torch.float32) for n, s in scales.items()}
 
 
-def test_every_layout_is_quantized_as_the_whole_tensor(tmp_path: Path) -> None:
-    save_file(mapped(), tmp_path / "names.safetensors")
-    save_file({"w": one_scale()}, tmp_path / "w.safetensors")
-    ranks.run(4, save_layouts, tmp_path)
-    whole = reference("w", one_scale(), FORMATS["one"])
-    assert_same(load_file(tmp_path / "flat" / "model.safetensors"), whole, "a flat parameter with one scale")
-    wanted_of_mapped = mapped()
-    for name in [name for name in mapped() if name.endswith("weight")]:
-        wanted_of_mapped |= reference(name, wanted_of_mapped[name], FORMATS["128 x 128"])
-    assert_same(load_file(tmp_path / "mapped" / "model.safetensors"), wanted_of_mapped)
-    wanted = {name: expected(Trainer(), config) for name, config in FORMATS.items()}
-    for layout, formats in pairs():
-        for name in formats:
-            assert_same(load_file(tmp_path / layout / name / "model.safetensors"), wanted[name], f"{layout}, {name}")
-            declared = json.loads((tmp_path / layout / name / "config.json").read_text())["quantization_config"]
-            key, listed = ("ignore", "re:kep") if "ignore" in declared else ("modules_to_not_convert", "kept")
-            assert set(declared.pop(key)) - {"down", "row"} == {
-                listed,
-                "gate",
-                "lm_head",
-            }  # as what else is not quantized
-            assert declared == {
-                k: v for k, v in json.loads(json.dumps(with_skipped(FORMATS[name]))).items() if k != key
-            }
+@on_ranks(4, save_sources)
+def test_what_the_model_has_in_another_form_is_quantized_as_it_is_stored(rank: int, tmp_path: Path) -> None:
+    model = fully_shard(Tree(fp8.expected(fp8.checkpoint(), torch.float32)), mesh=mesh(("all", 4)))
+    epload.load(model, mapped(), mapping=fp8.MAPPING, progress=False)
+    flat = fully_shard(nn.ParameterDict({"flat": one_scale().flatten()}), mesh=mesh(("all", 4)))
+    as_flat = Mapping(converts=(Convert(("^w$",), ("flat",), (Reshape((-1,)),)),))
+    for name, source, each, mapping, kind, pattern in (
+        ("mapped", mapped(), model, fp8.MAPPING, "128 x 128", "weight$"),
+        ("one", {"w": one_scale()}, flat, as_flat, "one", "^w$"),
+    ):
+        mapping = replace(mapping, quantize=Quantize(FORMATS[kind], weights=(pattern,)))
+        epload.save(each, tmp_path / name, mapping=mapping, names_from=tmp_path / f"{name}.safetensors")
+        if rank == 0:
+            wanted = dict(source)
+            for key, tensor in source.items():
+                wanted |= reference(key, tensor, FORMATS[kind]) if re.search(pattern, key) else {}
+            assert_same(load_file(tmp_path / name / "model.safetensors"), wanted, name)
 
 
-# ---- loads ----
-
-
-def load_layouts(rank: int, folder: Path) -> list[str]:
-    problems = []
-    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
-    for i, (layout, formats) in enumerate(pairs()):
-        readers = ("one", "every", "partitioned", "per_node")[i % 4]
-        with epload.HierarchicalLoader(
-            topology, readers=readers, bucket_bytes=40_000, verify=i % 3 == 0, progress=False
-        ) as loader:
-            for name in formats:
-                wanted, config = expected(Trainer(), FORMATS[name]), with_skipped(FORMATS[name])
-                model = LAYOUTS[layout](Tree(wanted))
-                report = loader.load(model, folder / "masters.safetensors", mapping=Quantize(config))
-                problems += [f"{layout}, {name}: {key}" for key in report.missing_keys + report.unexpected_keys]
-                placed = LAYOUTS[layout](filled(wanted))
-                for (key, tensor), other in zip(model.named_parameters(), placed.parameters(), strict=True):
-                    if not torch.equal(as_bits(local_of(tensor)), as_bits(local_of(other))):
-                        problems.append(f"{layout}, {name}: {key} differs")
-    return problems
-
-
-def filled(tensors: dict[str, Tensor]) -> nn.Module:
-    model = Tree(tensors).to_empty(device="cpu")
-    model.load_state_dict(tensors)
-    return model
-
-
-def test_a_load_quantizes_into_every_layout(tmp_path: Path) -> None:
-    save_file(
-        {name: tensor.contiguous() for name, tensor in Trainer().state_dict().items()}, tmp_path / "masters.safetensors"
-    )
-    all_fine(ranks.run(4, load_layouts, tmp_path))
-
-
-def load_own_experts(rank: int) -> None:
+@on_ranks(2)
+def test_a_load_quantizes_experts_of_each_rank(rank: int) -> None:
     """Each rank has experts that others lack, and a part of a stack that does not say so; loaded again and again."""
     config = FORMATS["128 x 128"]
     like = {f"experts.{i}.w.weight": torch.empty(150, 140, dtype=FP8) for i in range(2)}
@@ -221,36 +182,27 @@ def load_own_experts(rank: int) -> None:
             assert_same(dict(model.state_dict()), wanted)
 
 
-def test_a_load_quantizes_experts_of_each_rank() -> None:
-    ranks.run(2, load_own_experts)
-
-
 # ---- models of transformers ----
 
 BLOCKS = fine_grained((16, 16), modules_to_not_convert=["lm_head", "model.layers.0.mlp"])
 
 
-def pretrained(folder: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_config(config("qwen3_moe", moe_intermediate_size=32), dtype=BF16)
-    model.save_pretrained(folder)
-    return model
+def qwen() -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config("qwen3_moe", moe_intermediate_size=32), dtype=BF16)
 
 
 def in_fp8() -> Any:
     """The model as the library makes it for an fp8 checkpoint, with experts and their scales fused."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config("qwen3_moe", moe_intermediate_size=32), dtype=BF16)
-    settings = transformers.FineGrainedFP8Config(
-        weight_block_size=(16, 16), modules_to_not_convert=BLOCKS["modules_to_not_convert"]
-    )
-    skip = BLOCKS["modules_to_not_convert"]
+    model, skip = on_meta(qwen), BLOCKS["modules_to_not_convert"]
+    settings = transformers.FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=skip)
     model = replace_with_fp8_linear(model, modules_to_not_convert=skip, quantization_config=settings)
     model.config.quantization_config = settings
     return model
 
 
 def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transformers(tmp_path: Path) -> None:
-    model, rule = pretrained(tmp_path / "bf16"), Quantize(BLOCKS)
+    model, rule = qwen(), Quantize(BLOCKS)
+    model.save_pretrained(tmp_path / "bf16")
     epload.save(model, tmp_path / "saved", mapping=rule)
     epload.convert(tmp_path / "bf16", tmp_path / "converted", quantize=rule)
     original, found = (load_file(tmp_path / name / "model.safetensors") for name in ("bf16", "saved"))
@@ -261,8 +213,7 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
         wanted |= {} if re.search(stays, name) else reference(name, value, BLOCKS)
     assert_same(found, wanted)
     wide = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=BF16)
-    with torch.device("meta"):
-        loaded = transformers.AutoModelForCausalLM.from_config(model.config, dtype=BF16)
+    loaded = on_meta(qwen)
     epload.load(loaded, tmp_path / "saved", progress=False)
     assert_same(dict(loaded.state_dict()), dict(wide.state_dict()))
     for quantizes in (True, False):  # the bf16 checkpoint, and the one in fp8
@@ -278,7 +229,7 @@ def test_saved_converted_and_loaded_are_the_same_and_dequantize_as_in_transforme
 
 def test_wrapped_models(tmp_path: Path) -> None:
     """Activation checkpointing hides its wrapper in the state dict; torch.compile and PEFT do not."""
-    rule, wanted = Quantize(with_skipped(FORMATS["128 x 128"])), expected(Trainer(), FORMATS["128 x 128"])
+    rule, wanted = Quantize(quantized.with_skipped(FORMATS["128 x 128"])), expected(Trainer(), FORMATS["128 x 128"])
     model = Trainer()
     model.up = checkpoint_wrapper(model.up)
     wanted["down.weight"].view(torch.uint8)[0, 0] = 0  # merging adds 0 to -0.0
@@ -304,10 +255,11 @@ def test_the_command(tmp_path: Path) -> None:
 # ---- memory ----
 
 
-def peak_of_a_load(rank: int, folder: Path) -> int:
-    """Bytes that are held at once for weights before they are quantized."""
+def test_a_load_holds_few_weights_at_once(tmp_path: Path) -> None:
     names, shape = [f"w{i}.weight" for i in range(8)], (512, 2048)
-    save_file({name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, folder / "w.safetensors")
+    save_file(
+        {name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, tmp_path / "w.safetensors"
+    )
     like = {name: torch.empty(shape, dtype=FP8) for name in names}
     like |= {f"{name}_scale_inv": torch.empty(4, 16) for name in names}
     model, held, sizes = Tree(like), [0], list[int]()
@@ -323,17 +275,12 @@ def peak_of_a_load(rank: int, folder: Path) -> int:
 
     with mock.patch.object(torch, "empty", count):
         epload.load(
-            model, folder / "w.safetensors", mapping=Quantize(), readers="one", progress=False,
+            model, tmp_path / "w.safetensors", mapping=Quantize(), readers="one", progress=False,
             options=epload.LoadOptions(bucket_bytes=1 << 20),
         )  # fmt: skip
     for name, tensor in model.state_dict().items():
         assert "scale" in name or bool((tensor.float() == 448).all()), name
-    return max(sizes)
-
-
-def test_a_load_holds_few_weights_at_once(tmp_path: Path) -> None:
-    (peak,) = ranks.run(1, peak_of_a_load, tmp_path)
-    assert peak <= 2 * 512 * 2048 * 2
+    assert max(sizes) <= 2 * 512 * 2048 * 2
 
 
 # ---- refusals ----
@@ -343,7 +290,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no size of blocks": ({"quant_method": "fp8"}, "expected weight_block_size in the quantization_config"),
     "static activations": (fine_grained((128, 128), activation_scheme="static"), "activation_scheme to be 'dynamic'"),
     "fp4 experts": (fine_grained((128, 128), expert_dtype="fp4"), "expert_dtype to be 'fp8'"),
-    "integers": (compressed(strategy="channel", type="int"), "type to be 'float'"),
+    "integers": (quantized.compressed(strategy="channel", type="int"), "type to be 'float'"),
     "no configuration": ({"hidden_size": 3}, "has none; pass a dict"),
 }
 
@@ -392,7 +339,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
 
 
 def on_a_device(rank: int, folder: Path) -> None:
-    config = with_skipped(FORMATS["128 x 128"])
+    config = quantized.with_skipped(FORMATS["128 x 128"])
     wanted = expected(Trainer(), FORMATS["128 x 128"])
     for verify in (False, True):
         model = Tree(wanted).to_empty(device=DEVICE)

@@ -1,8 +1,11 @@
-"""Scales of fp8 weights: their dtypes and their blocks, as the checkpoint's configuration declares them; else refused by name."""
+"""fp8 weights with scales: kept as they are, or dequantized while loading, by blocks and dtypes of scales as the checkpoint's
+configuration declares them; else refused by name. And dtypes by pattern."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,35 +18,38 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import epload
-from epload import CheckpointError, ModelMismatch
-from support import ranks
-from support.checks import all_fine, as_bytes, local_of
+from epload import CheckpointError, Mapping, ModelMismatch
+from epload.mapping import Convert, Reshape, Split
+from support import fp8 as mapped
+from support.checkpoint_kinds import folder_without_index, the_index_itself, torch_folder
+from support.checks import as_bytes, local_of
+from support.findings import differing
 from support.fp8 import BF16, FP8, Tree
 from support.models import mesh
+from support.on_ranks import on_ranks
+
+
+def configured(method: str, **more: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **more}}
+
+
+def declare(rows: int, columns: int, **more: Any) -> dict[str, Any]:
+    return configured("fp8", weight_block_size=[rows, columns], **more)
+
 
 GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-MX: dict[str, tuple[str, dict[str, Any]]] = {
-    "mxfp8": ("config.json", {"quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}}),
-    "mxfp8 alone": ("config.json", {"quantization_config": {"quant_method": "mxfp8"}}),
-    "ue8m0": (
-        "config.json",
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}},
-    ),
-    "compressed-tensors": (
-        "config.json",
-        {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "format": "mxfp8-quantized",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
-            }
-        },
-    ),
-    "text": ("config.json", {"text_config": {"quantization_config": {"quant_method": "mxfp8"}}}),
-    "modelopt": ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MXFP8"}}),
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": GROUP}}
+MX: dict[str, dict[str, Any]] = {
+    "mxfp8": configured("mxfp8", weight_block_size=[1, 32]),
+    "mxfp8 alone": configured("mxfp8"),
+    "ue8m0": declare(1, 32, scale_fmt="ue8m0"),
+    "compressed-tensors": configured("compressed-tensors", format="mxfp8-quantized", config_groups=GROUPS),
+    "text": {"text_config": configured("mxfp8")},
+    "modelopt": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MXFP8"}},
 }
 
 
@@ -51,10 +57,12 @@ def fp8(*shape: int, dtype: torch.dtype = FP8) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def expand(scale: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
-    """The scale of each element of a weight of this shape."""
-    full = scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
-    return full.repeat_interleave(block[1], -1)[..., : shape[-1]]
+def dequantized(value: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The reference: every element times the scale of its block, exponents as torch converts them."""
+    factors = scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
+    factors = factors.float().reshape((*scale.shape, *[1] * (value.ndim - scale.ndim)))
+    full = factors.repeat_interleave(block[0], -2)[..., : value.shape[-2], :]
+    return (value.float() * full.repeat_interleave(block[1], -1)[..., : value.shape[-1]]).to(BF16)
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: Any = None, name: str = "config.json") -> Path:
@@ -72,8 +80,13 @@ def load(source: Any, *shape: int, model: nn.Module | None = None, **options: An
     return model.state_dict()["w"]
 
 
-def declare(rows: int, columns: int, **more: Any) -> dict[str, Any]:
-    return {"quantization_config": {"quant_method": "fp8", "weight_block_size": [rows, columns], **more}}
+def check(
+    folder: Path, value: Tensor, scale: Tensor, block: tuple[int, int], config: Any = None, name: str = "config.json",
+    suffix: str = "_scale_inv",
+) -> Tensor:  # fmt: skip
+    got = load(write(folder, {"w": value, f"w{suffix}": scale}, config, name), *value.shape)
+    assert torch.equal(as_bytes(got), as_bytes(dequantized(value, scale, block)))
+    return got
 
 
 # ---- dtypes ----
@@ -82,23 +95,18 @@ def declare(rows: int, columns: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", MX)
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 def test_mx_exponents(case: str, suffix: str, tmp_path: Path) -> None:
-    name, config = MX[case]
     value, scale = fp8(6, 128), torch.arange(100, 124, dtype=torch.uint8).reshape(6, 4)
-    got = load(write(tmp_path, {"w": value, f"w{suffix}": scale}, config, name), 6, 128)
-    assert torch.equal(got, (value.float() * expand(2.0 ** (scale.float() - 127), (1, 32), (6, 128))).to(BF16))
+    name = "hf_quant_config.json" if case == "modelopt" else "config.json"
+    got = check(tmp_path, value, scale, (1, 32), MX[case], name, suffix)
     assert torch.equal(got, Fp8Dequantize(None)._dequantize_one(value, scale, BF16))
 
 
 def test_every_exponent(tmp_path: Path) -> None:
-    """Exponents as torch converts them, from 2^-127 to 2^127, and 255, which is NaN."""
+    """Exponents from 2^-127 to 2^127, and 255, which is NaN."""
     scale = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
-    value = torch.ones(8, 1024).to(FP8)
-    factors = scale.view(torch.float8_e8m0fnu).float()
-    assert bool(factors[-1, -1].isnan())
-    full = expand(factors, (1, 32), (8, 1024)).to(BF16)
-    for stored, config in ((scale, MX["mxfp8"][1]), (scale.view(torch.float8_e8m0fnu), declare(1, 32))):
-        got = load(write(tmp_path, {"w": value, "w_scale_inv": stored}, config), 8, 1024)
-        assert torch.equal(as_bytes(got), as_bytes(full))
+    for stored, config in ((scale, MX["mxfp8"]), (scale.view(torch.float8_e8m0fnu), declare(1, 32))):
+        got = check(tmp_path, torch.ones(8, 1024).to(FP8), stored, (1, 32), config)
+        assert bool(got[-1, -1].isnan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
@@ -106,209 +114,231 @@ def test_every_exponent(tmp_path: Path) -> None:
 def test_float_scales_are_factors_in_an_mx_checkpoint_too(
     dtype: torch.dtype, kind: torch.dtype, tmp_path: Path
 ) -> None:
-    value, scale = fp8(6, 128, dtype=kind), (torch.rand(6, 4) + 0.1).to(dtype)
-    got = load(write(tmp_path, {"w": value, "w_scale_inv": scale}, MX["ue8m0"][1]), 6, 128)
-    assert torch.equal(got, (value.float() * expand(scale.float(), (1, 32), (6, 128))).to(BF16))
-
-
-@pytest.mark.parametrize("config", [None, declare(1, 32), {"quantization_config": {"quant_method": "fp8"}}, {}])
-def test_undeclared_uint8_scales_are_refused(config: Any, tmp_path: Path) -> None:
-    tensors = {"w": fp8(6, 128), "w_scale_inv": torch.full((6, 4), 126, dtype=torch.uint8)}
-    with pytest.raises(ModelMismatch, match="w_scale_inv is uint8, which may hold exponents or factors"):
-        load(write(tmp_path, tensors, config), 6, 128)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.float64, FP8, torch.bool])
-def test_scales_of_other_dtypes_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"w": fp8(6, 128), "w_scale": torch.ones(6, 4).to(dtype)}
-    with pytest.raises(ModelMismatch, match=r"w_scale is \w+, expected a scale of one of the dtypes float32, "):
-        load(write(tmp_path, tensors, MX["mxfp8"][1]), 6, 128)
+    check(tmp_path, fp8(6, 128, dtype=kind), (torch.rand(6, 4) + 0.1).to(dtype), (1, 32), MX["ue8m0"])
 
 
 # ---- blocks ----
 
 
-@pytest.mark.parametrize("shape", [(192, 64), (200, 130), (96, 64), (95, 1), (288, 63), (2, 200, 130)], ids=str)
-@pytest.mark.parametrize("block", [(96, 64), (128, 128), (1, 32), (7, 200)], ids=str)
-def test_declared_blocks(shape: tuple[int, ...], block: tuple[int, int], tmp_path: Path) -> None:
-    grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-    value, scale = fp8(*shape), torch.rand(grid) + 0.1
-    got = load(write(tmp_path, {"w": value, "w_scale_inv": scale}, declare(*block)), *shape)
-    assert torch.equal(got, (value.float() * expand(scale, block, shape)).to(BF16))
-
-
-GROUPS = {
+SHAPES = [(192, 64), (200, 130), (96, 64), (95, 1), (288, 63), (2, 200, 130)]
+SOME = {
     "all": {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [96, 64]}},
     "some": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}},
 }
+ROWS = {"rows": {"weights": {"strategy": "group", "group_size": 64}}}
+BLOCKS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int], Any]] = [
+    (shape, (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])), block, declare(*block))
+    for shape, block in product(SHAPES, [(96, 64), (128, 128), (1, 32), (7, 200)])
+]
+# compressed-tensors declares each group's blocks, and not which tensors are in it. A row is as well divided into groups of 64
+# as into blocks of 96 x 64.
+GROUPED, ALSO_ROWS = (configured("compressed-tensors", config_groups=groups) for groups in (SOME, SOME | ROWS))
+BLOCKS += [
+    ((192, 100), (2, 2), (96, 64), GROUPED), ((192, 100), (192, 1), (1, 100), GROUPED), ((192, 100), (192,), (1, 100), GROUPED),
+    ((192, 100), (1,), (192, 100), GROUPED), ((192, 100), (), (192, 100), GROUPED), ((192, 100), (1, 1), (192, 100), GROUPED),
+    ((1, 130), (1, 3), (1, 64), ALSO_ROWS),
+]  # fmt: skip
+# Shapes that leave no doubt.
+BLOCKS += [
+    ((256, 384), (2, 3), (128, 128), None), ((64, 512), (64, 16), (1, 32), None), ((6, 4), (1, 4), (6, 1), None),
+    ((3, 8, 6), (3,), (8, 6), None), ((3, 8, 6), (3, 1, 1), (8, 6), None), ((3, 8, 6), (3, 8), (1, 6), None),
+    ((0, 6), (0, 1), (1, 6), None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (192, 1), (192,), (1,), (), (1, 1)], ids=str)
-def test_groups_of_weights(grid: tuple[int, ...], tmp_path: Path) -> None:
-    """compressed-tensors declares each group's blocks, and not which tensors are in it."""
-    value, scale = fp8(192, 100), torch.rand(grid) + 0.1
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": GROUPS}}
-    rows = scale.reshape(grid if len(grid) == 2 else (*grid, 1) if grid else (1, 1))
-    block = (96, 64) if grid == (2, 2) else (192 // rows.shape[0], 100)
-    got = load(write(tmp_path, {"w": value, "w_scale": scale}, config), 192, 100)
-    assert torch.equal(got, (value.float() * expand(rows, block, (192, 100))).to(BF16))
-
-
-def test_declared_blocks_that_are_the_same_for_a_weight(tmp_path: Path) -> None:
-    """A row is as well divided into groups of 64 as into blocks of 96 x 64."""
-    groups = GROUPS | {"rows": {"weights": {"strategy": "group", "group_size": 64}}}
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
-    value, scale = fp8(1, 130), torch.rand(1, 3) + 0.1
-    got = load(write(tmp_path, {"w": value, "w_scale": scale}, config), 1, 130)
-    assert torch.equal(got, (value.float() * expand(scale, (1, 64), (1, 130))).to(BF16))
-
-
-UNKNOWN = {
-    "equal blocks or blocks of 128": ((192, 256), (2, 2)),
-    "uneven rows": ((129, 256), (2, 2)),
-    "uneven columns": ((256, 576), (2, 5)),
-    "parts of a fused weight": ((384, 64), (3,)),
-    "parts as a column": ((384, 64), (3, 1)),
-    "parts of experts": ((5, 384, 64), (5, 3)),
-    "more dims than the weight": ((8, 6), (1, 8, 6)),
-    "too many": ((8, 6), (9, 6)),
-    "none": ((8, 6), (0, 6)),
-}
-
-
-@pytest.mark.parametrize("case", UNKNOWN)
-@pytest.mark.parametrize("options", [{}, {"strict": False, "ignore_mismatched_shapes": True}])
-def test_unknown_blocks_are_refused(case: str, options: dict[str, bool], tmp_path: Path) -> None:
-    shape, grid = UNKNOWN[case]
-    tensors = {"w": fp8(*shape), "w_scale": torch.ones(grid)}
-    for source in (tensors, write(tmp_path, tensors), write(tmp_path, tensors, {}) / "model.safetensors"):
-        with pytest.raises(ModelMismatch, match=r"w_scale has shape .* in exactly one way.*pass the folder"):
-            load(source, *shape, **options)
-
-
-@pytest.mark.parametrize("grid", [(3, 2), (2, 3), (3,), (2,), (192, 64)], ids=str)
-def test_scales_that_contradict_the_configuration_are_refused(grid: tuple[int, ...], tmp_path: Path) -> None:
-    tensors = {"w": fp8(192, 128), "w_scale": torch.ones(grid)}
-    with pytest.raises(ModelMismatch, match=r"does not divide w of shape \[192, 128\] into blocks of \[96, 64\]"):
-        load(write(tmp_path, tensors, declare(96, 64)), 192, 128)
-
-
-@pytest.mark.parametrize(
-    ("shape", "grid", "block"),
-    [
-        ((256, 384), (2, 3), (128, 128)),
-        ((64, 512), (64, 16), (1, 32)),
-        ((6, 4), (1, 4), (6, 1)),
-        ((3, 8, 6), (3,), (8, 6)),
-        ((3, 8, 6), (3, 1, 1), (8, 6)),
-        ((3, 8, 6), (3, 8), (1, 6)),
-        ((0, 6), (0, 1), (1, 6)),
-    ],
-    ids=str,
-)
-def test_blocks_that_shapes_leave_no_doubt_about(
-    shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int]
+@pytest.mark.parametrize(("shape", "grid", "block", "config"), BLOCKS)
+def test_blocks(
+    shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int], config: Any, tmp_path: Path
 ) -> None:
-    value, scale = fp8(*shape), torch.rand(grid) + 0.1
-    rows = scale.reshape((*grid, *[1] * (len(shape) - len(grid))))
-    got = load({"w": value, "w_scale_inv": scale}, *shape)
-    assert torch.equal(got, (value.float() * expand(rows, block, shape)).to(BF16))
+    for suffix in ("_scale_inv", "_scale"):
+        check(tmp_path / suffix, fp8(*shape), torch.rand(grid) + 0.1, block, config, suffix=suffix)
 
 
-# ---- which tensors ----
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_one_scale_is_for_any_part_of_a_weight(shape: tuple[int, ...]) -> None:
+    value = fp8(6, 4)
+    mapping = Mapping(converts=(Convert(("^w$",), ("a", "b"), (Reshape((24,)), Split(0, "targets"))),))
+    model = Tree({"a": torch.empty(5, dtype=BF16), "b": torch.empty(19, dtype=BF16)})
+    epload.load(model, {"w": value, "w_scale_inv": torch.full(shape, 3.0)}, mapping=mapping, progress=False)
+    assert torch.equal(torch.cat([model.a, model.b]), (value.float() * 3).to(BF16).flatten())
 
 
-@pytest.mark.parametrize("other", ["_zero_point", "_scale_2", "_global_scale", "_g_idx"])
-def test_what_a_product_alone_does_not_give_is_refused(other: str) -> None:
-    source = {"w": fp8(6, 4), "w_scale": torch.ones(6, 1), f"w{other}": torch.ones(6, 1)}
-    with pytest.raises(ModelMismatch, match=f"cannot dequantize w: it has w{other} besides its scale"):
-        load(source, 6, 4, strict=False)
+# ---- refusals ----
+
+LAX = {"strict": False, "ignore_mismatched_shapes": True}
+Refused = tuple[dict[str, Tensor], Any, str]
+"""The checkpoint's tensors, its configuration, and the message."""
+TWO, WIDE = torch.full((6, 1), 2.0), torch.ones(6, 4, dtype=BF16)
+EXPONENTS = {"w": fp8(6, 128), "w_scale_inv": torch.full((6, 4), 126, dtype=torch.uint8)}
+REFUSED: dict[str, Refused] = {
+    f"uint8, declared as {config}": (EXPONENTS, config, "w_scale_inv is uint8, which may hold exponents or factors")
+    for config in (None, declare(1, 32), configured("fp8"), {})
+}
+REFUSED |= {
+    f"a scale in {dtype}": (
+        {"w": fp8(6, 128), "w_scale": torch.ones(6, 4).to(dtype)}, MX["mxfp8"],
+        r"w_scale is \w+, expected a scale of one of the dtypes float32, ",
+    )
+    for dtype in (torch.int8, torch.int32, torch.int64, torch.float64, FP8, torch.bool)
+}  # fmt: skip
+REFUSED |= {
+    f"{grid} scales for blocks of 96 x 64": (
+        {"w": fp8(192, 128), "w_scale": torch.ones(grid)}, declare(96, 64),
+        r"does not divide w of shape \[192, 128\] into blocks of \[96, 64\]",
+    )
+    for grid in ((3, 2), (2, 3), (3,), (2,), (192, 64))
+}  # fmt: skip
+REFUSED |= {
+    name: (
+        {"w": fp8(*shape), "w_scale": torch.ones(grid)}, None, "w_scale has shape .* in exactly one way.*pass the folder"
+    )
+    for name, shape, grid in (
+        ("equal blocks or blocks of 128", (192, 256), (2, 2)),
+        ("uneven rows", (129, 256), (2, 2)),
+        ("uneven columns", (256, 576), (2, 5)),
+        ("parts of a fused weight", (384, 64), (3,)),
+        ("parts as a column", (384, 64), (3, 1)),
+        ("parts of experts", (5, 384, 64), (5, 3)),
+        ("more dims than the weight", (8, 6), (1, 8, 6)),
+        ("too many", (8, 6), (9, 6)),
+        ("none", (8, 6), (0, 6)),
+    )
+}  # fmt: skip
+REFUSED |= {
+    f"also {other}": (
+        {"w": fp8(6, 4), "w_scale": TWO, f"w{other}": TWO + 1}, None, f"cannot dequantize w: it has w{other} besides its scale"
+    )
+    for other in ("_zero_point", "_scale_2", "_global_scale", "_g_idx")
+}  # fmt: skip
+REFUSED |= {
+    "two scales": (
+        {"w": fp8(6, 4), "w_scale": TWO, "w_scale_inv": TWO + 1}, None, "w: it has w_scale besides its scale w_scale_inv"
+    ),
+    "of a wide weight": (
+        {"w": WIDE, "w_scale_inv": TWO}, None, "w_scale_inv is a scale, but w is bfloat16 in the checkpoint"
+    ),
+    "a weight without its scale": ({"w": fp8(6, 4)}, None, "its scale w_scale_inv is not in the checkpoint"),
+    "a scale without its weight": ({"w": WIDE, "b_scale_inv": TWO}, None, "b_scale_inv is a scale without a weight"),
+    "a scale of the wrong shape": (
+        {"w": fp8(300, 200), "w_scale_inv": torch.ones(3, 7)}, mapped.CONFIG,
+        r"w_scale_inv has shape \[3, 7\].*w of shape \[300, 200\]",
+    ),
+}  # fmt: skip
 
 
-def test_two_scales_are_refused() -> None:
-    source = {"w": fp8(6, 4), "w_scale": torch.full((6, 1), 2.0), "w_scale_inv": torch.full((6, 1), 3.0)}
-    with pytest.raises(ModelMismatch, match="w: it has w_scale besides its scale w_scale_inv"):
-        load(source, 6, 4, strict=False)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_dequantized_is_refused(case: str, tmp_path: Path) -> None:
+    tensors, config, message = REFUSED[case]
+    sources: list[Any] = [write(tmp_path, tensors, config)]
+    if config is None:
+        sources += [tensors, write(tmp_path / "alone", tensors, {}) / "model.safetensors"]
+    for source in sources:
+        for options in ({}, {"strict": False}, LAX):
+            with pytest.raises(ModelMismatch, match=message):
+                load(source, *tensors["w"].shape, **options)
 
 
-def test_a_scale_of_a_wide_weight_is_refused() -> None:
-    with pytest.raises(ModelMismatch, match="w_scale_inv is a scale, but w is bfloat16 in the checkpoint"):
-        load({"w": torch.ones(6, 4, dtype=BF16), "w_scale_inv": torch.full((6, 1), 3.0)}, 6, 4, strict=False)
+def test_an_integer_in_the_model_is_refused() -> None:
+    model = Tree({"w": torch.empty(6, 4, dtype=torch.int32)})
+    with pytest.raises(ModelMismatch, match="cannot dequantize w to int32"):
+        load({"w": fp8(6, 4), "w_scale_inv": TWO}, model=model)
+
+
+def test_a_view_across_rows_is_refused() -> None:
+    value, scale = mapped.weight(0, 256, 384)
+    mapping = Mapping(converts=(Convert(("w$",), ("w",), (Reshape((384, 256)),)),))
+    model = Tree({"w": torch.empty(384, 256, dtype=BF16)})
+    with pytest.raises(ModelMismatch, match="across its rows"):
+        load({"w": value, "w_scale_inv": scale}, model=model, mapping=mapping)
+    assert model.w.is_meta
 
 
 def test_scales_of_activations_are_not_those_of_weights() -> None:
     value, names = fp8(6, 4), ("layer.input_scale", "layer.activation_scale", "layer.k_scale", "layer.v_scale")
     source = {"layer.weight": value, **dict.fromkeys(names, torch.tensor(7.0))}
-    target = {"layer.weight": torch.empty(6, 4, dtype=BF16)}
+    model = Tree({"layer.weight": torch.empty(6, 4, dtype=BF16)})
     with pytest.raises(ModelMismatch, match=r"its scale layer\.weight_scale_inv is not in the checkpoint"):
-        epload.load(Tree(target), source, strict=False, progress=False)
-    model = Tree(target)
+        epload.load(model, source, strict=False, progress=False)
     report = epload.load(model, {**source, "layer.weight_scale": torch.tensor([0.5])}, strict=False, progress=False)
     assert report.unexpected_keys == list(names)
     assert torch.equal(model.layer.weight, (value.float() * 0.5).to(BF16))
 
 
+def test_the_scale_of_a_weight_that_is_skipped_is_not_unexpected() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 3, bias=False)})
+    values = {f"{name}.weight": torch.ones(2, 2).to(FP8) for name in "ab"}
+    values |= {f"{name}.weight_scale_inv": torch.full((1,), 0.5) for name in "ab"}
+    report = epload.load(model, values, ignore_mismatched_shapes=True, progress=False)
+    assert (report.mismatched_keys, report.unexpected_keys) == (["b.weight"], [])
+    assert torch.equal(model["a"].weight, torch.full((2, 2), 0.5))
+
+
+# ---- dtypes of the model ----
+
+
 def test_dtype_does_not_round_scales() -> None:
     """``dtype=`` is for weights: as in from_pretrained, what they are decoded with keeps the model's dtype."""
-    names = ("layer.weight_scale_inv", "layer.activation_scale")
-    source = {"layer.weight": fp8(6, 4), "norm": torch.rand(3), **{name: torch.rand(6, 1) for name in names}}
+    scales = {name: torch.rand(6, 1) for name in ("layer.weight_scale_inv", "layer.activation_scale")}
+    source = {"layer.weight": fp8(6, 4), "norm": torch.rand(3), **scales}
     for dtype in (BF16, {"": BF16}):
         model = Tree(source)
         epload.load(model, source, dtype=dtype, progress=False)
-        state = model.state_dict()
-        assert torch.equal(as_bytes(state["layer.weight"]), as_bytes(source["layer.weight"]))
-        assert torch.equal(state["norm"], source["norm"].to(BF16))
-        assert all(state[name].dtype is torch.float32 and torch.equal(state[name], source[name]) for name in names)
+        assert differing(model, source | {"norm": source["norm"].to(BF16)}) == []
+
+
+def test_dtypes_by_pattern() -> None:
+    source = {name: torch.randn(4, 3) for name in ("layer.norm", "layer.weight", "gate.weight")}
+    source |= {"count": torch.arange(3), "flag": torch.tensor([True, False])}
+    model = Tree(source)
+    dtypes = {r"gate\.": torch.float16, r"weight$": BF16, "": torch.float64}
+    epload.load(model, source, dtype=dtypes, progress=False)
+    kinds = {"layer.norm": torch.float64, "layer.weight": BF16, "gate.weight": torch.float16}
+    assert differing(model, {name: t.to(kinds.get(name, t.dtype)) for name, t in source.items()}) == []
+    for pattern in ("nowhere", "count"):
+        with pytest.raises(ValueError, match=f"the pattern '{pattern}' matches no floating-point parameter"):
+            epload.load(Tree(source), source, dtype={pattern: BF16}, progress=False)
 
 
 # ---- the configuration ----
 
 VALUE, SCALE = fp8(192, 64), torch.tensor([[0.5], [3.0]])
-RIGHT = (VALUE.float() * expand(SCALE, (96, 64), (192, 64))).to(BF16)
+TENSORS, RIGHT = {"w": VALUE, "w_scale_inv": SCALE}, dequantized(VALUE, SCALE, (96, 64))
 
 
 @pytest.mark.parametrize("as_object", [False, True])
 def test_the_model_declares_what_the_checkpoint_does_not(as_object: bool, tmp_path: Path) -> None:
-    from transformers import FineGrainedFP8Config
-
     declared = declare(96, 64)["quantization_config"]
-    tensors = {"w": VALUE, "w_scale_inv": SCALE}
-    for source in (tensors, write(tmp_path, tensors)):
+    for source in (TENSORS, write(tmp_path, TENSORS)):
         model = Tree({"w": torch.empty(192, 64, dtype=BF16)})
         quantization = FineGrainedFP8Config(weight_block_size=(96, 64)) if as_object else declared
         model.config = SimpleNamespace(quantization_config=quantization)
         assert torch.equal(load(source, model=model), RIGHT)
     model.config.quantization_config = declare(128, 128)["quantization_config"]
-    assert torch.equal(load(write(tmp_path, tensors, declare(96, 64)), model=model), RIGHT)
+    assert torch.equal(load(write(tmp_path, TENSORS, declare(96, 64)), model=model), RIGHT)
 
 
-def _stored(kind: str, folder: Path) -> Any:
-    """VALUE and SCALE in one of the formats of a folder, next to a configuration."""
-    tensors = {"w": VALUE, "w_scale_inv": SCALE}
-    if kind == "dcp":
-        dcp.save({"model": tensors}, checkpoint_id=folder, no_dist=True)
-    elif kind == "torch":
-        torch.save(tensors, folder / "pytorch_model.bin")
-    elif kind == "torch, mapped":
-        torch.save({**tensors, "w": VALUE.T.contiguous().T}, folder / "pytorch_model.bin")
-    else:
-        save_file({"w": VALUE}, folder / "model-00001-of-00002.safetensors")
-        save_file({"w_scale_inv": SCALE}, folder / "model-00002-of-00002.safetensors")
-    if kind == "index":
-        where = {"w": "model-00001-of-00002.safetensors", "w_scale_inv": "model-00002-of-00002.safetensors"}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    (folder / "config.json").write_text(json.dumps(declare(96, 64)))
-    if kind == "objects":
-        remote = fsspec.filesystem("memory")
-        for file in folder.iterdir():
-            remote.pipe(f"/scales/{file.name}", file.read_bytes())
-        return "memory://scales"
-    return folder / "model.safetensors.index.json" if kind == "index" else folder
+def in_dcp(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    dcp.save({"model": tensors}, checkpoint_id=folder, no_dist=True)
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["files", "index", "torch", "torch, mapped", "dcp", "objects"])
-def test_the_configuration_of_every_format(kind: str, tmp_path: Path) -> None:
-    assert torch.equal(load(_stored(kind, tmp_path), 192, 64), RIGHT)
+def torch_folder_with_strides(folder: Path, tensors: dict[str, Tensor]) -> Any:
+    return torch_folder(folder, {**tensors, "w": tensors["w"].T.contiguous().T})
+
+
+def objects(folder: Path, tensors: dict[str, Tensor]) -> str:
+    remote = fsspec.filesystem("memory")
+    for file in write(folder, tensors).iterdir():
+        remote.pipe(f"/scales/{file.name}", file.read_bytes())
+    return "memory://scales"
+
+
+@pytest.mark.parametrize(
+    "store", [folder_without_index, the_index_itself, torch_folder, torch_folder_with_strides, in_dcp, objects]
+)
+def test_the_configuration_of_every_format(store: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(declare(96, 64)))
+    assert torch.equal(load(store(tmp_path, TENSORS), 192, 64), RIGHT)
 
 
 MALFORMED = {
@@ -329,59 +359,75 @@ MALFORMED = {
 def test_a_malformed_configuration(case: str, tmp_path: Path) -> None:
     """An error where fp8 weights depend on it, and of no interest elsewhere."""
     with pytest.raises(CheckpointError, match=r"cannot read the quantization of fp8 weights from .*config\.json"):
-        load(write(tmp_path, {"w": VALUE, "w_scale_inv": SCALE}, MALFORMED[case]), 192, 64)
+        load(write(tmp_path, TENSORS, MALFORMED[case]), 192, 64)
     for other in ({}, {"mask": torch.ones(3, dtype=torch.uint8)}):
         assert torch.equal(load(write(tmp_path, {"w": RIGHT, **other}, MALFORMED[case]), 192, 64, strict=False), RIGHT)
 
 
-def _load_on_ranks(rank: int, folder: Path) -> list[str]:
-    problems = []
-    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
-    cases = {
-        "mx": (MX["mxfp8"][1], (1, 32), torch.arange(110, 110 + 200 * 5).remainder(150).byte().reshape(200, 5)),
-        "ragged": (declare(96, 64), (96, 64), torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) + 0.1),
-    }
-    value = fp8(200, 160)
-    for name, (config, block, scale) in cases.items():
-        factors = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
-        right = (value.float() * expand(factors, block, (200, 160))).to(BF16)
+# ---- on ranks ----
+
+
+def loader(readers: str = "auto", bucket_bytes: int = 8192) -> epload.HierarchicalLoader:
+    nodes = [[0, 1], [2, 3]] if torch.distributed.get_world_size() == 4 else [[0], [1]]
+    topology = epload.Topology.from_nodes(nodes)
+    return epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=bucket_bytes, progress=False)
+
+
+@on_ranks(4)
+def test_ranks_take_the_declaration_of_the_one_that_reads(rank: int, tmp_path: Path) -> None:
+    value, exponents = fp8(200, 160), torch.arange(110, 110 + 200 * 5).remainder(150).byte().reshape(200, 5)
+    factors = torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) + 0.1
+    for config, block, scale in ((MX["mxfp8"], (1, 32), exponents), (declare(96, 64), (96, 64), factors)):
+        right = dequantized(value, scale, block)
         if rank == 0:
-            write(folder, {"w": value, "w_scale_inv": scale}, config)
+            write(tmp_path, {"w": value, "w_scale_inv": scale}, config)
         torch.distributed.barrier()
         for readers in ("one", "every", "partitioned"):
-            loader = epload.HierarchicalLoader(topology, readers=readers, bucket_bytes=8192, progress=False)
             fsdp, tensor_parallel = (Tree({"w": right}) for _ in range(2))
             fully_shard(fsdp, mesh=mesh(("all", 4)))
             tensor_parallel.w = nn.Parameter(distribute_tensor(tensor_parallel.w, mesh(("tp", 4)), [Shard(1)]))
             for model in (fsdp, tensor_parallel):
-                loader.load(model, folder)
+                loader(readers).load(model, tmp_path)
                 got = model.state_dict()["w"]
                 wanted = local_of(distribute_tensor(right, got.device_mesh, got.placements))
-                if not torch.equal(as_bytes(local_of(got)), as_bytes(wanted)):
-                    problems.append(f"{name}, readers={readers}, {got.placements}")
+                assert torch.equal(as_bytes(local_of(got)), as_bytes(wanted)), f"{block} {readers} {got.placements}"
         torch.distributed.barrier()
-    return problems
 
 
-def test_ranks_take_the_declaration_of_the_one_that_reads(tmp_path: Path) -> None:
-    all_fine(ranks.run(4, _load_on_ranks, tmp_path))
-
-
-def _reload(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_another_declaration_of_the_same_tensors(rank: int, tmp_path: Path) -> None:
     """The same tensors under another configuration, with the same loader."""
-    problems = []
-    loader = epload.HierarchicalLoader(epload.Topology.from_nodes([[0], [1]]), progress=False)
-    model = Tree({"w": torch.empty(192, 64, dtype=BF16)})
+    runs, model = loader(), Tree({"w": torch.empty(192, 64, dtype=BF16)})
     for block in ((96, 64), (128, 64), (96, 64), (96, 128)):
         if rank == 0:
-            write(folder, {"w": VALUE, "w_scale_inv": SCALE}, declare(*block))
+            write(tmp_path, TENSORS, declare(*block))
         torch.distributed.barrier()
-        loader.load(model, folder)
-        if not torch.equal(model.w, (VALUE.float() * expand(SCALE, block, (192, 64))).to(BF16)):
-            problems.append(str(block))
+        runs.load(model, tmp_path)
+        assert torch.equal(model.w, dequantized(VALUE, SCALE, block)), block
         torch.distributed.barrier()
-    return problems
 
 
-def test_another_declaration_of_the_same_tensors(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, _reload, tmp_path))
+def shard(dim: int, parameter: Tensor) -> Shard:
+    """torch wants even shards along other dims than the first."""
+    return Shard(dim if parameter.ndim > dim and parameter.shape[dim] % 4 == 0 else 0)
+
+
+@on_ranks(4, mapped.store)
+def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(rank: int, tmp_path: Path) -> None:
+    """With a mapping that fuses, transposes and reshapes them; in shards along either dim."""
+    file = mapped.checkpoint()
+    for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
+        runs, values = loader(readers, 20000), mapped.expected(file, dtype)
+        for dim in (0, 1):
+            model, whole = Tree(values), Tree(values)
+            for name, tensor in values.items():
+                path, _, leaf = name.rpartition(".")
+                whole.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            for each in (model, whole):
+                fully_shard(each, mesh=mesh(("all", 4)), shard_placement_fn=partial(shard, dim))
+            report = runs.load(model, tmp_path, mapping=mapped.MAPPING)
+            assert report.missing_keys + report.unexpected_keys == [], str(report)
+            assert differing(model, whole) == [], f"{dtype} dim {dim}"
+    kept = Tree(file)
+    runs.load(kept, tmp_path)
+    assert differing(kept, file) == [], "not kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import epload
 from epload import Mapping
 from epload.mapping import Rename
 from epload.mapping.place import place
-from support import ranks
-from support.checks import all_fine
+from support.checks import full_values
 from support.findings import differing
+from support.initialized_models import llama
+from support.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -27,15 +29,6 @@ class Net(nn.Module):
         self.first = nn.Linear(3, 5)
         self.module = nn.Linear(5, 2)  # called as a wrapper's
         self.register_buffer("step", torch.zeros(2))
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    """Each element unique."""
-    made, start = {}, 1
-    for name, tensor in model.state_dict().items():
-        made[name] = (torch.arange(tensor.numel()) + float(start)).reshape(tensor.shape)
-        start += tensor.numel()
-    return made
 
 
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
@@ -47,42 +40,26 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _around(rank: int) -> list[str]:
-    problems = []
-    whole = values(Net())
+@on_ranks(2)
+def test_a_wrapped_model_or_module_is_loaded_by_its_own_names(rank: int) -> None:
+    whole = full_values(Net())
+    as_saved_from_ddp = {f"module.{key}": value for key, value in whole.items()}
     for name, wrap in WRAPPED.items():
         plain = Net()
         wrapper = wrap(plain)
-        report = epload.load(wrapper, whole, progress=False)
-        problems += [f"{name}: {text}" for text in differing(plain, whole)]
-        if report.tensors != len(whole) or report.missing_keys or report.unexpected_keys:
-            problems.append(f"{name}: {report}")
-        plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
-        epload.load(
-            wrapper, {f"module.{key}": value for key, value in whole.items()}, progress=False
-        )  # as DDP saves it
-        problems += [f"{name}, saved from DDP: {text}" for text in differing(plain, whole)]
-    return problems
+        for source in (whole, as_saved_from_ddp):
+            report = epload.load(wrapper, source, progress=False)
+            assert differing(plain, whole) == [], name
+            assert (report.tensors, report.missing_keys, report.unexpected_keys) == (len(whole), [], []), name
+            plain.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
 
-
-def test_a_wrapped_model_is_loaded_by_its_own_names() -> None:
-    all_fine(ranks.run(2, _around))
-
-
-def _inside(rank: int) -> list[str]:
-    plain = Net()
-    model = nn.Sequential(DistributedDataParallel(plain), torch.compile(nn.Linear(2, 2)))
-    whole = {f"0.{name}": value for name, value in values(Net()).items()} | {
-        "1.weight": torch.eye(2),
-        "1.bias": torch.ones(2),
-    }
-    epload.load(torch.compile(model), whole, progress=False)
-    wanted = {name.removeprefix("0."): value for name, value in whole.items() if name.startswith("0.")}
-    return differing(plain, wanted) + ([] if torch.equal(model[1].weight, torch.eye(2)) else ["1.weight"])
-
-
-def test_a_module_of_the_model_is_wrapped() -> None:
-    all_fine(ranks.run(2, _inside))
+    plain, linear = Net(), nn.Linear(2, 2)
+    model = torch.compile(nn.Sequential(DistributedDataParallel(plain), torch.compile(linear)))
+    of_linear = {"weight": torch.eye(2), "bias": torch.ones(2)}
+    parts = {"0": whole, "1": of_linear}
+    source = {f"{i}.{name}": value for i, part in parts.items() for name, value in part.items()}
+    epload.load(model, source, progress=False)
+    assert differing(plain, whole) + differing(linear, of_linear) == []
 
 
 # ---- ties between more than two ----
@@ -111,7 +88,7 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
         outer = nn.Module()
         outer.register_module(part, model)
         model = outer
-    whole = values(plain)
+    whole = full_values(plain)
     stored = {f"{prefix}{name}" if added else name: value for name, value in whole.items()}
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(epload.ModelMismatch) as caught:
@@ -123,12 +100,7 @@ def test_the_error_for_another_prefix_gives_a_mapping_that_works(prefix: str, ad
 
 
 def test_the_hint_for_a_model_with_rules_keeps_them(tmp_path: Path) -> None:
-    import dataclasses
-
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tiny = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
-    model, other = LlamaForCausalLM(tiny), LlamaForCausalLM(tiny)
+    model, other = llama(), llama()
     save_file({f"module.{n}": t for n, t in other.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(epload.ModelMismatch) as caught:
         epload.load(model, tmp_path, progress=False)

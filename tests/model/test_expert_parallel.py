@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,15 @@ from torch.distributed.tensor import Shard
 import epload
 from epload import LocalModules, Mapping, OuterShard
 from epload.mapping import Concatenate, Convert, Rename, Stack
-from support import ranks
-from support.checks import all_fine, as_bytes, full_values, local_of
-from support.findings import not_refused
+from support.checks import as_bytes, full_values, local_of
+from support.findings import must_be_refused
 from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
 from support.models import mesh, on_meta
+from support.on_ranks import on_ranks
+from support.shards import torch_chunk
 
-FUSED = Mapping(
-    converts=(
-        Convert(
-            (r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"),
-            ("experts.gate_up",),
-            (Stack(0), Concatenate(1)),
-        ),
-    )
-)
+SOURCES = r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"
+FUSED = Mapping(converts=(Convert(SOURCES, ("experts.gate_up",), (Stack(0), Concatenate(1))),))
 
 
 class Expert(nn.Module):
@@ -56,66 +50,52 @@ def loader(world: int) -> epload.HierarchicalLoader:
     return epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), bucket_bytes=700, progress=False, timeout=60)
 
 
-def wrong(name: str, got: Tensor, expected: Tensor) -> Iterator[str]:
+def check(name: str, got: Tensor, expected: Tensor) -> None:
+    """The bits of a tensor of this rank."""
     got = local_of(got)
-    if got.is_meta or got.shape != expected.shape or not torch.equal(as_bytes(got), as_bytes(expected)):
-        yield f"{name}: expected {expected.flatten()[:8]}, got {got.flatten()[:8]} of shape {list(got.shape)}"
+    assert not got.is_meta, name
+    assert got.shape == expected.shape, name
+    assert torch.equal(as_bytes(got), as_bytes(expected)), f"{name}: {got.flatten()[:8]}, not {expected.flatten()[:8]}"
 
 
-def _plain_shards(rank: int, folder: Path) -> list[str]:
+def all_fit(report: epload.LoadReport) -> bool:
+    return report.missing_keys == report.unexpected_keys == []
+
+
+@on_ranks(4, store)
+def test_transformers_45662_ep_ranks_get_their_own_experts(rank: int, tmp_path: Path) -> None:
     """Plain tensors of this rank's experts: loaders that broadcast rank 0's tensors give all ranks experts 0 to 2."""
-    on = mesh(("ep", 4))
-    mine = slice(rank * 3, rank * 3 + 3)
-    problems: list[str] = []
-    for source, mapping in ((folder / "model.safetensors", FUSED), (folder / "fused.safetensors", "auto")):
+    shards = [OuterShard(r"experts\.", mesh(("ep", 4)), dim=0)]
+    for source, mapping in ((tmp_path / "model.safetensors", FUSED), (tmp_path / "fused.safetensors", "auto")):
         model = on_meta(lambda: Fused(3))
-        report = loader(4).load(
-            model, source, mapping=mapping, outer_shards=[OuterShard(r"experts\.", on, dim=0)]
-        )  # fmt: skip
-        problems += wrong(source.name, model.experts.gate_up, fused()[mine])
-        problems += wrong("norm", model.norm, checkpoint()["norm"])
-        if report.missing_keys or report.unexpected_keys:
-            problems.append(str(report))
-    return problems
+        report = loader(4).load(model, source, mapping=mapping, outer_shards=shards)
+        check(source.name, model.experts.gate_up, fused()[rank * 3 : rank * 3 + 3])
+        check("norm", model.norm, checkpoint()["norm"])
+        assert all_fit(report), str(report)
 
 
-def test_transformers_45662_ep_ranks_get_their_own_experts(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(4, _plain_shards, tmp_path))
-
-
-def _outer_and_fsdp(rank: int, folder: Path) -> list[str]:
+@on_ranks(6, store)
+def test_fsdp_over_tensors_that_are_one_ranks_experts(rank: int, tmp_path: Path) -> None:
     """FSDP over tensors whose shape is already E / ep, along either dim; ep 3 x fsdp 2 and ep 2 x fsdp 3."""
-    problems = []
     for fsdp, ep in ((2, 3), (3, 2)):
         on = mesh(("fsdp", fsdp), ("ep", ep))
-        at_fsdp, at_ep = divmod(rank, ep)
-        each = EXPERTS // ep
+        shards, (at_fsdp, at_ep) = [OuterShard("gate_up", on["ep"])], divmod(rank, ep)
         for dim in (0, 1):
-            model = on_meta(lambda each=each: Fused(each))
+            model = on_meta(partial(Fused, EXPERTS // ep))
             fully_shard(model.experts, mesh=on["fsdp"], shard_placement_fn=lambda parameter, dim=dim: Shard(dim))
             fully_shard(model, mesh=mesh(("all", 6)))
-            loader(6).load(
-                model, folder / "model.safetensors", mapping=FUSED, outer_shards=[OuterShard("gate_up", on["ep"])]
-            )  # fmt: skip
-            expected = fused()[at_ep * each : (at_ep + 1) * each].chunk(fsdp, dim)[at_fsdp]
-            problems += wrong(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
-            norm = checkpoint()["norm"].chunk(6)
-            problems += wrong("norm", model.norm, norm[rank] if rank < len(norm) else torch.empty(0))
-    return problems
-
-
-def test_fsdp_over_tensors_that_are_one_ranks_experts(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(6, _outer_and_fsdp, tmp_path))
+            loader(6).load(model, tmp_path / "model.safetensors", mapping=FUSED, outer_shards=shards)
+            expected = fused().chunk(ep)[at_ep].chunk(fsdp, dim)[at_fsdp]
+            check(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
+            check("norm", model.norm, torch_chunk(checkpoint()["norm"], 6, 0)[rank])
 
 
 HELD = (range(5), range(5, 6), range(6, 12), range(12, 12))
 """Which experts each of four ranks has: uneven, and none at all."""
 
 
-def _lists(rank: int, folder: Path) -> list[str]:
-    problems: list[str] = []
+@on_ranks(4, store)
+def test_module_lists_that_hold_one_ranks_experts(rank: int, tmp_path: Path) -> None:
     local_experts, file = HELD[rank], checkpoint()
     runs = loader(4)
     for numbering in ("global", "local"):
@@ -124,33 +104,23 @@ def _lists(rank: int, folder: Path) -> list[str]:
         for where in ("meta", "loaded"):
             model = on_meta(lambda numbering=numbering: Listed(local_experts, numbering))
             fully_shard(model, mesh=mesh(("all", 4)), ignored_params=set(model.experts.parameters()))
-            report = runs.load(model, folder / "model.safetensors", local_modules=local)
+            report = runs.load(model, tmp_path / "model.safetensors", local_modules=local)
             for i in local_experts:
                 expert = model.experts[str(i - first)]
-                problems += wrong(f"{numbering} {where} gate {i}", expert.gate, file[f"experts.{i}.gate"])
-                problems += wrong(f"{numbering} {where} up {i}", expert.up, file[f"experts.{i}.up"])
-            if report.missing_keys or report.unexpected_keys or report.tensors != 2 * EXPERTS + 1:
-                problems.append(str(report))
+                check(f"{numbering} {where} gate {i}", expert.gate, file[f"experts.{i}.gate"])
+                check(f"{numbering} {where} up {i}", expert.up, file[f"experts.{i}.up"])
+            assert all_fit(report), str(report)
+            assert report.tensors == 2 * EXPERTS + 1, str(report)
     # A name that no rank has a place for is unexpected on every rank; one that the file lacks is missing on every rank.
     odd = {name: t for name, t in file.items() if name != "experts.7.up"} | {"experts.99.up": file["norm"]}
     model, source = Listed(local_experts, "global"), odd if rank == 0 else None
     options: Any = {"local_modules": [LocalModules(r"experts\.\d+\.")]}
-    problems += not_refused(
-        lambda: runs.load(model, source, **options), "ModelMismatch", "experts.7.up", "experts.99.up"
-    )
+    must_be_refused(lambda: runs.load(model, source, **options), "ModelMismatch", "experts.7.up", "experts.99.up")
     report = runs.load(model, source, strict=False, **options)
-    if (report.missing_keys, report.unexpected_keys) != (["experts.7.up"], ["experts.99.up"]):
-        problems.append(str(report))
+    assert (report.missing_keys, report.unexpected_keys) == (["experts.7.up"], ["experts.99.up"]), str(report)
     # Only some ranks say so.
-    model, path = on_meta(lambda: Listed(local_experts, "global")), folder / "model.safetensors"
-    return problems + not_refused(
-        lambda: runs.load(model, path, local_modules=local[:rank]), "ManifestMismatch", "local_modules"
-    )
-
-
-def test_module_lists_that_hold_one_ranks_experts(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(4, _lists, tmp_path))
+    model, path = on_meta(lambda: Listed(local_experts, "global")), tmp_path / "model.safetensors"
+    must_be_refused(lambda: runs.load(model, path, local_modules=local[:rank]), "ManifestMismatch", "local_modules")
 
 
 class SharedEmbedding(nn.Module):
@@ -169,43 +139,29 @@ def test_a_tied_tensor_of_local_modules_has_its_global_name() -> None:
     options = epload.LoadOptions(local_modules=[LocalModules(r"layers\.(\d+)\.", first=61)])
     epload.load(model, {"embed.weight": values, "layers.61.embed.weight": values}, options=options, progress=False)
     assert torch.equal(model.embed.weight, values)
-    report = epload.load(
-        model,
-        {"layers.0.embed.weight": other, "layers.61.embed.weight": values},
-        options=options, strict=False, progress=False,
-    )  # fmt: skip
+    source = {"layers.0.embed.weight": other, "layers.61.embed.weight": values}
+    report = epload.load(model, source, options=options, strict=False, progress=False)
     assert report.unexpected_keys == ["layers.0.embed.weight"]
     assert torch.equal(model.embed.weight, values)
 
 
-def _mistakes(rank: int, folder: Path) -> list[str]:
-    problems = []
-    two, one = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4))
-    cases: dict[str, tuple[Any, type[Exception], str]] = {
-        "nothing": ({"outer_shards": [OuterShard("expertz", one)]}, ValueError, "'expertz', dim=0) matches no tensor"),
-        "axes": ({"outer_shards": [OuterShard("gate_up", two)]}, ValueError, "slice one axis of a larger mesh, e.g. mesh['ep']"),
-        "dim": ({"outer_shards": [OuterShard("gate_up", one, dim=3)]}, ValueError, "experts.gate_up, which has shape [3"),
-        "forgotten": ({}, epload.ModelMismatch, "result has shape [12"),
-        "too many": (
-            {"outer_shards": [OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"])]}, epload.ModelMismatch, "shape [12"
-        ),
-        "a mapping that matches nothing": (
-            {"mapping": Mapping((Rename("^nowhere[.]", ""),)), "strict": False}, epload.ModelMismatch, "no rule of the mapping"
-        ),
-    }  # fmt: skip
-    for name, (options, kind, text) in cases.items():
+@on_ranks(4, store)
+def test_mistakes_about_experts_are_named(rank: int, tmp_path: Path) -> None:
+    two, one, path = mesh(("fsdp", 2), ("ep", 2)), mesh(("ep", 4)), tmp_path / "model.safetensors"
+
+    def refused(kind: str, text: str, *shards: OuterShard, **options: Any) -> None:
         model = on_meta(lambda: Fused(3))
-        options = {"mapping": FUSED} | options
-        path = folder / "model.safetensors"
-        problems += not_refused(lambda: loader(4).load(model, path, **options), kind.__name__, text)  # noqa: B023
-        if not model.norm.is_meta:
-            problems.append(f"{name}: changed the model")
-    return problems
+        options = {"mapping": FUSED, "outer_shards": shards, **options}
+        must_be_refused(partial(loader(4).load, model, path, **options), kind, text)
+        assert model.norm.is_meta, text
 
-
-def test_mistakes_about_experts_are_named(tmp_path: Path) -> None:
-    store(tmp_path)
-    all_fine(ranks.run(4, _mistakes, tmp_path))
+    refused("ValueError", "'expertz', dim=0) matches no tensor", OuterShard("expertz", one))
+    refused("ValueError", "slice one axis of a larger mesh, e.g. mesh['ep']", OuterShard("gate_up", two))
+    refused("ValueError", "experts.gate_up, which has shape [3", OuterShard("gate_up", one, dim=3))
+    refused("ModelMismatch", "result has shape [12")
+    refused("ModelMismatch", "shape [12", OuterShard("gate_up", mesh(("rep", 2), ("ep", 2))["ep"]))
+    nowhere = Mapping((Rename("^nowhere[.]", ""),))
+    refused("ModelMismatch", "no rule of the mapping", mapping=nowhere, strict=False)
 
 
 # ---- pipeline stages ----
@@ -219,29 +175,25 @@ class Stages(nn.Module):
             self.embed = nn.Embedding(7, 3)
 
 
-def _pipeline(rank: int, folder: Path) -> list[str]:
+def save_stages(folder: Path) -> None:
+    save_file(full_values(on_meta(lambda: Stages(range(5)))), folder / "all.safetensors")
+
+
+@on_ranks(4, save_stages)
+def test_pipeline_stages(rank: int, tmp_path: Path) -> None:
     """Two stages of two ranks each; FSDP inside a stage."""
     stages = [range(3), range(3, 5)]
     on = mesh(("pp", 2), ("fsdp", 2))["fsdp"]
     whole = full_values(on_meta(lambda: Stages(range(5))))
     whole |= {name: tensor.double() for name, tensor in whole.items() if name.startswith(("layers.3", "layers.4"))}
-    problems = []
     for readers in ("one", "every"):
         model = on_meta(lambda: Stages(stages[rank // 2]))
         fully_shard(model, mesh=on)
         nodes = epload.Topology.from_nodes([[0, 1], [2, 3]])
         stage = epload.HierarchicalLoader(nodes, readers=readers, bucket_bytes=700, progress=False)
         options = {"local_modules": [LocalModules("")], "dtype": {r"^layers\.[34]": torch.float64}}  # of one stage
-        report = stage.load(model, folder / "all.safetensors", **options)
+        report = stage.load(model, tmp_path / "all.safetensors", **options)
         for name, tensor in model.state_dict().items():
             part = whole[name].chunk(2)[rank % 2]
-            if not torch.equal(as_bytes(local_of(tensor)), as_bytes(part)):
-                problems.append(f"{readers}: {name} differs")
-        if report.missing_keys or report.unexpected_keys:
-            problems.append(str(report))
-    return problems
-
-
-def test_pipeline_stages(tmp_path: Path) -> None:
-    save_file(full_values(on_meta(lambda: Stages(range(5)))), tmp_path / "all.safetensors")
-    all_fine(ranks.run(4, _pipeline, tmp_path))
+            assert torch.equal(as_bytes(local_of(tensor)), as_bytes(part)), f"{readers}: {name} differs"
+        assert all_fit(report), str(report)

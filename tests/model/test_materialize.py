@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,10 +19,9 @@ from epload.mapping.precision import set_dtypes
 from epload.model.materialize import materialize
 from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
-from support import ranks
-from support.checks import all_fine
 from support.models import on_meta
-from support.small_model import BUCKET, NODES, local_of, only_readers, wrong
+from support.on_ranks import on_ranks
+from support.small_model import BUCKET, NODES, only_readers, wrong
 
 CPU = torch.device("cpu")
 
@@ -116,89 +114,86 @@ def full_state(model: nn.Module, number: int) -> dict[str, Tensor]:
     return state
 
 
-def _memory(model: nn.Module) -> dict[str, int]:
+def memory_of(model: nn.Module) -> dict[str, int]:
     local = {name: t.to_local() for name, t in model.named_parameters() if isinstance(t, DTensor)}
     return {name: t.data_ptr() for name, t in local.items() if t.numel()}
 
 
-def _both_paths(rank: int) -> list[str]:
-    problems = []
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
-    makers: list[Callable[[], nn.Module]] = [
-        lambda: on_meta(Plain), partly_made, by_layer, as_one, on_two_axes,
-        lambda: as_one(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        lambda: as_one(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        lambda: on_two_axes(shard_placement_fn=lambda p: Shard(p.ndim - 1)),
-    ]  # fmt: skip
-    for number, make in enumerate(makers):
+def loader_of() -> HierarchicalLoader:
+    return HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET)
+
+
+MAKERS: list[Callable[[], nn.Module]] = [
+    lambda: on_meta(Plain), partly_made, by_layer, as_one, on_two_axes,
+    lambda: as_one(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    lambda: as_one(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    lambda: on_two_axes(shard_placement_fn=lambda p: Shard(p.ndim - 1)),
+]  # fmt: skip
+
+
+def materialized(case: str, make: Callable[[], nn.Module], dtype: torch.dtype | None, private: bool) -> nn.Module:
+    model = make()
+    objects = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) or not p.is_meta}
+    ties = {name: entry[-2] for name, entry in description(model).items()}
+    targets = collect_as(model, dtype)
+    materialize(model, targets, CPU, private=private)
+    after, state = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    assert [n for n in objects if objects[n] is not after[n]] == [], f"{case}: other objects"
+    assert all(t is state[n] for n, t in zip(targets.names, targets.tensors, strict=True)), f"{case}: other targets"
+    assert ties == {name: entry[-2] for name, entry in description(model).items()}, f"{case}: ties differ"
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), f"{case}: something is on meta"
+    return model
+
+
+def run_and_trained(case: str, model: nn.Module, loader: HierarchicalLoader, number: int) -> list[Tensor]:
+    """Outputs of a model as it is, loaded again, and after a step of training."""
+    memory = memory_of(model)  # a state dict of before the first forward, in which FSDP looks at its parameters
+    outputs = [model(torch.arange(13))]
+    for module in Modules(model).fsdp:
+        module.reshard()
+    assert memory == memory_of(model), f"{case}: FSDP has made other tensors"
+    loader.load(model, only_readers(full_state(model, number)))
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    outputs.append(model(torch.arange(13)))
+    outputs[-1].float().square().mean().backward()
+    optimizer.step()
+    return [*outputs, model(torch.arange(13))]
+
+
+@on_ranks(4)
+def test_both_paths_give_equal_models(rank: int) -> None:
+    loader = loader_of()
+    for number, make in enumerate(MAKERS):
         for dtype in (None, torch.float16):
-            case = f"model {number} dtype={dtype}"
-            if number == 1 and dtype is not None:
+            if make is partly_made and dtype is not None:
                 continue  # part of it has storage of another dtype, which is refused
             described, outputs = [], []
             for private in (True, False):
-                model = make()
-                objects = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor) or not p.is_meta}
-                before = description(model)
-                targets = collect_as(model, dtype)
-                materialize(model, targets, CPU, private=private)
+                case = f"model {number} dtype={dtype} private={private}"
+                model = materialized(case, make, dtype, private)
                 described.append(description(model))
-                after = dict(model.named_parameters())
-                problems += [
-                    f"{case} private={private}: {n} is another object" for n in objects if objects[n] is not after[n]
-                ]
-                state = model.state_dict(keep_vars=True)
-                if any(t is not state[n] for n, t in zip(targets.names, targets.tensors, strict=True)):
-                    problems.append(f"{case} private={private}: targets are not the model's tensors")
-                ties = {name: entry[-2] for name, entry in before.items()}
-                if ties != {name: entry[-2] for name, entry in described[-1].items()}:
-                    problems.append(f"{case} private={private}: ties differ")
-                if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-                    problems.append(f"{case} private={private}: something is on meta")
                 full = full_state(model, number)
                 loader.load(model, only_readers(full))
-                problems += [f"{case} private={private}: {text}" for text in wrong(model, full)]
-                if dtype is None:
-                    # A state dict of before the first forward, in which FSDP looks at its parameters, is the model's.
-                    memory = _memory(model)
-                    outputs.append(model(torch.arange(13)))
-                    for module in Modules(model).fsdp:
-                        module.reshard()
-                    if memory != _memory(model):
-                        problems.append(f"{case} private={private}: FSDP has made other tensors")
-                    loader.load(model, only_readers(full_state(model, number + 1)))
-                    outputs.append(model(torch.arange(13)))
-            if described[0] != described[1]:
-                differ = [n for n in described[0] if described[0][n] != described[1][n]]
-                problems.append(f"{case}: {differ[0]}: {described[0][differ[0]]} and {described[1][differ[0]]}")
-            if dtype is None and not (torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])):
-                problems.append(f"{case}: the two paths' models give different outputs")
-    return problems
+                assert wrong(model, full) == [], case
+                outputs.append(run_and_trained(case, model, loader, number + 1) if dtype is None else [])
+            assert described[0] == described[1], case
+            assert all(map(torch.equal, *outputs)), f"{case}: the two paths' models give different outputs"
 
 
-def test_both_paths_give_equal_models() -> None:
-    all_fine(ranks.run(4, _both_paths))
-
-
-def _moved_to_meta(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_model_that_was_run_and_moved_to_meta(rank: int) -> None:
     """FSDP has looked at its parameters once, and does not do so again by itself."""
-    problems = []
     for private in (True, False):
         model, outputs = by_layer(), []
         for number in (1, 1, 2):
             materialize(model, collect(model), CPU, private=private)
-            HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
+            loader_of().load(
                 model, only_readers(full_state(model, number)), init_missing=lambda module, path, names: None
             )
             outputs.append(model(torch.arange(13)))
             model.to("meta")
-        if not torch.equal(outputs[0], outputs[1]) or torch.equal(outputs[0], outputs[2]):
-            problems.append(f"private={private}: {[output.sum() for output in outputs]}")
-    return problems
-
-
-def test_a_model_that_was_run_and_moved_to_meta() -> None:
-    all_fine(ranks.run(4, _moved_to_meta))
+        assert torch.equal(outputs[0], outputs[1]), f"private={private}: {[output.sum() for output in outputs]}"
+        assert not torch.equal(outputs[0], outputs[2]), f"private={private}: {[output.sum() for output in outputs]}"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -236,28 +231,24 @@ def test_plain_tensors_get_what_empty_like_would_give() -> None:
     materialize(module, collect(module), CPU)
     after = dict([*module.named_parameters(), *module.named_buffers()])
     assert {*after} == {*before}
+
+    def kind(tensor: Tensor) -> Any:
+        nbytes = tensor.untyped_storage().nbytes()
+        return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, nbytes
+
     for name, tensor in after.items():
-        like = torch.empty_like(before[name], device=CPU)
-        for attribute in ("shape", "dtype", "device"):
-            assert getattr(tensor, attribute) == getattr(like, attribute), name
-        assert tensor.stride() == like.stride(), name
-        assert isinstance(tensor, nn.Parameter) == isinstance(before[name], nn.Parameter), name
-        assert (tensor.requires_grad, tensor.is_leaf) == (before[name].requires_grad, True), name
-        assert tensor.untyped_storage().nbytes() == like.untyped_storage().nbytes(), name
+        like = torch.empty_like(before[name].detach(), device=CPU)
+        if isinstance(before[name], nn.Parameter):
+            like = nn.Parameter(like, before[name].requires_grad)
+        assert kind(tensor) == kind(like), name
+        assert tensor.is_leaf, name
 
 
 # ---- parameters that get their storage in place ----
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_parameter_keeps_its_identity_and_attributes() -> None:
+@on_ranks(1)
+def test_a_parameter_keeps_its_identity_and_attributes(rank: int) -> None:
     model = as_one()
     weight = model.norm.weight
     reference = weakref.ref(weight)  # torch's own path refuses tensors with weak references, and drops attributes
@@ -266,16 +257,14 @@ def test_a_parameter_keeps_its_identity_and_attributes() -> None:
     assert model.norm.weight is weight
     assert reference() is weight
     assert weight.tag == "kept"
-    assert isinstance(weight, nn.Parameter)
-    assert weight.is_leaf
-    assert weight.requires_grad
+    assert (isinstance(weight, nn.Parameter), weight.is_leaf, weight.requires_grad) == (True, True, True)
     assert not model.layers[1].weight.requires_grad
     storages = {p.to_local().untyped_storage()._cdata for p in model.parameters()}
     assert len(storages) == len(list(model.parameters())), "torch.save must see no memory that they share"
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_parameter_that_a_graph_has_is_left_to_torch() -> None:
+@on_ranks(1)
+def test_a_parameter_that_a_graph_has_is_left_to_torch(rank: int) -> None:
     """torch swaps it if the graph is never run, and otherwise poisons the graph."""
     model = as_one()
     weight = model.norm.weight
@@ -284,35 +273,3 @@ def test_a_parameter_that_a_graph_has_is_left_to_torch() -> None:
     assert model.norm.weight is weight
     assert not weight.is_meta
     assert node is not None
-
-
-def _training(rank: int) -> list[str]:
-    """After a load from meta the model trains as one that was never on meta."""
-    problems = []
-    tokens = torch.arange(13)
-    reference = Tied()
-    with torch.no_grad():
-        for i, tensor in enumerate(reference.parameters()):
-            tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 + i) / 10)
-    full = {name: value.detach().clone() for name, value in reference.state_dict().items()}
-    rate = torch.optim.SGD((p for p in reference.parameters() if p.requires_grad), lr=0.1)
-    reference(tokens).float().square().mean().backward()
-    rate.step()
-    for private in (True, False):
-        model = as_one()
-        materialize(model, collect(model), CPU, private=private)
-        HierarchicalLoader(Topology.from_nodes(NODES), bucket_bytes=BUCKET).load(
-            model, only_readers(full), init_missing=lambda module, path, names: None
-        )
-        rate = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-        model(tokens).float().square().mean().backward()
-        rate.step()
-        for name, tensor in model.named_parameters():
-            expected = local_of(reference.get_parameter(name).detach(), tensor)
-            if not torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3):
-                problems.append(f"private={private}: {name} after a step is {tensor.to_local()} instead of {expected}")
-    return problems
-
-
-def test_a_loaded_model_trains() -> None:
-    all_fine(ranks.run(4, _training))

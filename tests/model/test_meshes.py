@@ -3,6 +3,7 @@ that rightly differ between ranks are not."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import epload
 from epload import HierarchicalLoader, OuterShard, Topology
 from support import ranks
+from support.checks import as_bytes, full_values
 from support.failures import error_of
+from support.findings import must_be_refused
+from support.on_ranks import on_ranks
 
 NODES = [[0, 1], [2, 3]]
 ROWS, COLUMNS = 7, 5
-
-
-def values() -> dict[str, torch.Tensor]:
-    return {
-        "up.weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS),
-        "up.bias": torch.arange(ROWS) + 1000.0,
-        "down.weight": torch.arange(ROWS * COLUMNS).view(COLUMNS, ROWS) + 2000.0,
-        "down.bias": torch.arange(COLUMNS) + 3000.0,
-    }
 
 
 class Net(nn.Module):
@@ -45,9 +40,8 @@ def place(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
 
 def zeros() -> Net:
     model = Net()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     return model
 
 
@@ -60,7 +54,7 @@ def made(readers: str = "one") -> HierarchicalLoader:
 
 
 def load(rank: int, model: nn.Module, loader: HierarchicalLoader) -> str:
-    source = values() if loader.options.readers == "every" or rank == 0 else None
+    source = full_values(Net()) if loader.options.readers == "every" or rank == 0 else None
     return error_of(lambda: loader.load(model, source))
 
 
@@ -108,12 +102,11 @@ def test_a_mesh_in_another_order_on_one_rank() -> None:
     assert "disagree about the device mesh" in swapped
 
 
-def rightly_different(rank: int) -> list[str]:
+@on_ranks(4)
+def test_meshes_that_rightly_differ_between_ranks(rank: int) -> None:
     """Rows and columns of a mesh are other meshes on other ranks; a mesh in another order is right if all have it."""
-    whole = values()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reordered = in_order([[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
-    wrong = []
     for name, given, placements in (
         ("tp rows", mesh["tp"], [Shard(0)]),
         ("dp columns", mesh["dp"], [Shard(0)]),
@@ -121,27 +114,21 @@ def rightly_different(rank: int) -> list[str]:
         ("reordered", reordered, [Replicate(), Shard(0)]),
         ("reordered, both", reordered, [Shard(0), Shard(0)]),
     ):
-        model, expected = zeros(), Net()
-        expected.load_state_dict(whole)
+        model, expected, loader = zeros(), Net(), made()
+        expected.load_state_dict(full_values(Net()))
         place(model, given, placements)
         place(expected, given, placements)
-        loader = made()
         for turn in range(4):  # the last of which takes the way of reloads
             for parameter in model.parameters():
-                torch.nn.init.zeros_(parameter.to_local())
-            if error := load(rank, model, loader):
-                wrong.append(f"{name}, load {turn}: {error}")
+                nn.init.zeros_(parameter.to_local())
+            assert load(rank, model, loader) == "", f"{name}, load {turn}"
             for (key, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-                if not torch.equal(ours.to_local(), theirs.to_local()):
-                    wrong.append(f"{name}, load {turn}: {key}")
-    return wrong
+                same = torch.equal(as_bytes(ours.to_local()), as_bytes(theirs.to_local()))
+                assert same, f"{name}, load {turn}: {key}"
 
 
-def test_meshes_that_rightly_differ_between_ranks() -> None:
-    assert ranks.run(4, rightly_different) == [[]] * 4
-
-
-def with_other_memory(rank: int, path: str) -> list[str]:
+@on_ranks(2)
+def test_dtensors_with_other_memory_than_their_placements_say(rank: int, tmp_path: Path) -> None:
     mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(8.0)
     sharded = distribute_tensor(torch.zeros(8), mesh, [Shard(0)])
 
@@ -159,35 +146,21 @@ def with_other_memory(rank: int, path: str) -> list[str]:
             sender.send_weights(1)
 
     uneven, large = from_local(whole[:5] if rank == 0 else whole[5:]), from_local(torch.zeros(6))
-    outcomes = [
-        error_of(call)
-        for call in (
-            lambda: epload.save(of(uneven), path),
-            lambda: send(of(uneven)),
-            lambda: epload.load(of(uneven), {"a": whole}),
-            lambda: epload.load(of(large), {"a": whole}, verify=True),
-            lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole}),
-            lambda: epload.load(of(sharded, sharded.detach()), {"a": whole, "b": -whole}),
+    shape = "a, of shape [8], has a local tensor of shape "
+    for text, call in (
+        (f"{shape}[5] on this rank", lambda: epload.save(of(uneven), tmp_path / "saved")),
+        (f"{shape}[5] on this rank", lambda: send(of(uneven))),
+        (f"{shape}[5] on this rank", lambda: epload.load(of(uneven), {"a": whole})),
+        (f"{shape}[6] on this rank", lambda: epload.load(of(large), {"a": whole}, verify=True)),
+        ("a is expanded", lambda: epload.load(of(from_local(torch.zeros(1).expand(4))), {"a": whole})),
+        ("the model ties a and b", lambda: epload.load(of(sharded, sharded.detach()), {"a": whole, "b": -whole})),
+        (
+            "a and b share part of their memory",
             lambda: epload.load(of(sharded, sharded.to_local()[1:]), {"a": whole, "b": whole[:3]}),
-        )
-    ]
+        ),
+    ):
+        must_be_refused(call, text)
+    assert not (tmp_path / "saved").exists()
     tied = of(sharded, sharded.detach())
     epload.load(tied, {"a": whole})
     assert tied.b.full_tensor().equal(whole)
-    return outcomes
-
-
-def test_dtensors_with_other_memory_than_their_placements_say(tmp_path: Any) -> None:
-    expected = [
-        "a, of shape [8], has a local tensor of shape [5] on this rank",
-        "a, of shape [8], has a local tensor of shape [5] on this rank",
-        "a, of shape [8], has a local tensor of shape [5] on this rank",
-        "a, of shape [8], has a local tensor of shape [6] on this rank",
-        "a is expanded",
-        "the model ties a and b",
-        "a and b share part of their memory",
-    ]
-    for of_rank in ranks.run(2, with_other_memory, str(tmp_path / "saved")):
-        for outcome, text in zip(of_rank, expected, strict=True):
-            assert text in outcome
-    assert not (tmp_path / "saved").exists()

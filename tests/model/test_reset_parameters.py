@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import epload
-from support import ranks
-from support.checks import all_fine, full_tensor
-from support.findings import not_refused
+from support.checks import full_tensor
+from support.drop_ins import everywhere
+from support.findings import differing, must_be_refused
 from support.models import on_meta
+from support.on_ranks import on_ranks
 
 FILLED = ("0.weight", "4.bias")
+load = partial(epload.load, strict=False, init_missing="reset_parameters", progress=False)
 
 
 class OddModule(nn.Module):
@@ -48,62 +51,50 @@ def state() -> dict[str, Tensor]:
     return {name: torch.arange(full[name].numel()).reshape(full[name].shape) + 0.5 for name in FILLED}
 
 
-def problems_of(model: nn.Module, report: epload.LoadReport) -> list[str]:
+def check(model: nn.Module, report: epload.LoadReport) -> None:
     values = {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
-    problems = [name for name, value in state().items() if not torch.equal(values[name], value)]
-    if sorted(report.initialized) != sorted(values.keys() - {*FILLED}):
-        problems.append(f"initialized: {report.initialized}")
-    if not bool((values["1.weight"] == 1).all()) or values["1.bias"].any() or values["2.weight"][2].any():
-        problems.append("the norm, or the row for padding")
+    assert [name for name, value in state().items() if not torch.equal(values[name], value)] == []
+    assert sorted(report.initialized) == sorted(values.keys() - {*FILLED})
+    assert bool((values["1.weight"] == 1).all())
+    assert not values["1.bias"].any()
+    assert not values["2.weight"][2].any(), "the row for padding"
     bounds = {"0.bias": 6, "3.weight": 7, "3.bias": 7, "4.weight": 301}
     for name, fan_in in bounds.items():  # torch's: uniform in +-1 / sqrt(fan_in) of the whole weight
         bound = 1 / math.sqrt(fan_in)
-        if (
-            not bound / 3 < values[name].abs().max() <= bound
-            or values[name].unique().numel() < values[name].numel() - 3
-        ):
-            problems.append(f"{name}: {values[name]}")
-    return problems
+        assert bound / 3 < values[name].abs().max() <= bound, name
+        assert values[name].unique().numel() >= values[name].numel() - 3, name
 
 
-def _tensor_parallel(model: Any) -> None:
+def tensor_parallel(model: Any) -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel(), "4": RowwiseParallel()})
     fully_shard(model, mesh=grid["dp"])
 
 
-def load_layouts(rank: int) -> list[Any]:
-    problems, values, source = [], [], state()
-    for parallelize in (fully_shard, _tensor_parallel, lambda model: None):
-        for has_storage in (False, True):
-            model = on_meta(net)
-            parallelize(model)
-            if has_storage:
-                model.to_empty(device="cpu")
-            torch.manual_seed(3)
-            before = torch.get_rng_state()
-            with CommDebugMode() as collectives:
-                report = epload.load(model, source, strict=False, init_missing="reset_parameters", progress=False)
-            if collectives.get_total_counts() or not torch.equal(before, torch.get_rng_state()):
-                problems.append("collectives, or random numbers of the caller")
-            problems += problems_of(model, report)
-            values.append([full_tensor(parameter).flatten().tolist() for parameter in model.parameters()])
-    if any(each != values[0] for each in values):
-        problems.append("layouts differ")
-    return [problems, values[0]]
-
-
-def test_missing_tensors_are_those_of_torch_in_every_layout() -> None:
-    results = ranks.run(4, load_layouts, limit=120)
-    assert [problems for problems, _ in results] == [[]] * 4
-    assert all(values == results[0][1] for _, values in results)
+@on_ranks(4)
+def test_missing_tensors_are_those_of_torch_in_every_layout(rank: int) -> None:
+    values, source = [], state()
+    for parallelize, has_storage in product((fully_shard, tensor_parallel, lambda model: None), (False, True)):
+        model = on_meta(net)
+        parallelize(model)
+        if has_storage:
+            model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        with CommDebugMode() as collectives:
+            report = load(model, source)
+        assert not collectives.get_total_counts()
+        assert torch.equal(before, torch.get_rng_state()), "random numbers of the caller"
+        check(model, report)
+        values.append([full_tensor(parameter).flatten().tolist() for parameter in model.parameters()])
+    assert all(each == values[0] for each in values), "layouts differ"
+    assert all(each == values[0] for each in everywhere(values[0])), "ranks differ"
 
 
 def test_what_is_filled_or_not_missing_is_kept() -> None:
     model = OddModule()
-    epload.load(model, {"weight": torch.arange(5.0)}, strict=False, init_missing="reset_parameters", progress=False)
-    assert torch.equal(model.weight, torch.arange(5.0))
-    assert torch.equal(model.scale, torch.full((5,), 7.0))
+    load(model, {"weight": torch.arange(5.0)})
+    assert differing(model, {"weight": torch.arange(5.0), "scale": torch.full((5,), 7.0)}) == []
     assert torch.equal(model.table, torch.arange(5.0)), "no checkpoint has it, and it is not missing"
 
 
@@ -138,10 +129,7 @@ class FailingModule(Plain):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            Plain,
-            r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para",
-        ),
+        (Plain, r"neither the checkpoint nor .* fills 1 tensor on meta: 1\.weight\. Their modules have no reset_para"),
         (FailingModule, r"FailingModule\.reset_parameters failed to initialize 1 \(RuntimeError: cannot\)"),
     ],
 )
@@ -150,33 +138,24 @@ def test_what_no_method_fills_is_refused(kind: type[nn.Module], message: str) ->
         model = nn.Sequential(nn.Linear(2, 2), kind())
     state = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}
     with pytest.raises(epload.ModelMismatch, match=message):
-        epload.load(model, state, strict=False, init_missing="reset_parameters", progress=False)
+        load(model, state)
     assert model[0].weight.is_meta, "nothing has moved"
 
 
-def refuse_other_cases(rank: int) -> list[str]:
-    """An outer shard; and an option that only one rank passes."""
-    mesh = init_device_mesh("cpu", (2,))
-    problems = []
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3)))
-    shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", mesh)])
-    state = {"0.bias": torch.arange(6.0)}
-    for options, kind, text in (
-        ({"init_missing": "reset_parameters", "options": shards}, "ModelMismatch", "0.weight. Their modules"),
+@on_ranks(2)
+def test_shards_of_unknown_size_and_different_options_are_refused(rank: int) -> None:
+    model, state = on_meta(lambda: nn.Sequential(nn.Linear(4, 3))), {"0.bias": torch.arange(6.0)}
+    shards = epload.LoadOptions(outer_shards=[epload.OuterShard(r"0\.", init_device_mesh("cpu", (2,)))])
+    hint = "Pass init_missing='reset_parameters' if their modules have that method"
+    for options, *texts in (
+        ({"options": shards}, "ModelMismatch", "0.weight. Their modules"),
+        ({"options": shards, "init_missing": None}, "ModelMismatch", hint),
         (
-            {"options": shards},
-            "ModelMismatch",
-            "Pass init_missing='reset_parameters' if their modules have that method",
+            {"init_missing": "reset_parameters" if rank else None},
+            "ManifestMismatch", "init_missing=reset_parameters",
         ),
-        ({"init_missing": "reset_parameters" if rank else None}, "ManifestMismatch", "init_missing=reset_parameters"),
-    ):
-        load = partial(epload.load, model, state, strict=False, progress=False, timeout=20, **options)
-        problems += not_refused(load, kind, text)
-    return problems
-
-
-def test_shards_of_unknown_size_and_different_options_are_refused() -> None:
-    all_fine(ranks.run(2, refuse_other_cases))
+    ):  # fmt: skip
+        must_be_refused(partial(load, model, state, timeout=20, **options), *texts)
 
 
 def test_an_adapter_starts_as_peft_has_it() -> None:
@@ -184,11 +163,7 @@ def test_an_adapter_starts_as_peft_has_it() -> None:
 
     with torch.device("meta"):
         model: Any = get_peft_model(nn.Sequential(nn.Linear(4, 3)), LoraConfig(target_modules=["0"], r=2))
-    state = {"0.weight": torch.ones(3, 4)}
-    epload.load(model, state, strict=False, init_missing="reset_parameters", progress=False)
-    weights = {name: parameter for name, parameter in model.named_parameters() if "lora" in name}
-    assert {name.split(".")[-3]: bool(weight.any()) for name, weight in weights.items()} == {
-        "lora_A": True,
-        "lora_B": False,
-    }
+    load(model, {"0.weight": torch.ones(3, 4)})
+    weights = {name.split(".")[-3]: bool(p.any()) for name, p in model.named_parameters() if "lora" in name}
+    assert weights == {"lora_A": True, "lora_B": False}
     assert model.base_model.model[0].base_layer.bias.any()

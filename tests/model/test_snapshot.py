@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,13 +20,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import epload
 from epload import HierarchicalLoader, Topology
 from epload.model import dtensor
 from epload.native import ops
-from support import ranks
-from support.checks import all_fine, full_values
+from support.checks import full_values
 from support.failures import error_of
 from support.findings import differing
+from support.on_ranks import on_ranks
 from support.small_model import BUCKET, Net, meta_net, sharded, state_for, wrong
 
 
@@ -54,24 +59,12 @@ def remembers(loader: HierarchicalLoader, model: nn.Module) -> bool:
     return snapshot is not None and snapshot.read(model, (None, (), None)) is not None
 
 
-def retie(model: Any) -> None:
-    model.head.weight = nn.Parameter(torch.zeros(5, 3))
-
-
-def tie(model: Any) -> None:
+def tied_together(model: Any) -> None:
     model.inner[1].bias = model.inner[1].weight
 
 
 def rename(model: Any) -> None:
     model.inner[1]._parameters["scale"] = model.inner[1]._parameters.pop("weight")
-
-
-def other_size(model: Any) -> None:
-    model.inner[0].weight.data = torch.zeros(4, 3)
-
-
-def replace_dicts(module: nn.Module) -> None:
-    module.__dict__.update(deepcopy(module).__dict__)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -81,13 +74,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "parameter replaced": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.zeros(3, 3))),
     "parameter removed": lambda m: setattr(m.head, "bias", None),
     "parameter renamed": rename,
-    "untied": retie,
-    "tied": tie,
+    "untied": lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(5, 3))),
+    "tied": tied_together,
     "dtype": lambda m: m.bfloat16(),
     "dtype of one": lambda m: m.inner[0].to(torch.float64),
     "dtype of a buffer": lambda m: setattr(m, "saved", m.saved.double()),
     "device": lambda m: m.inner[0].to("meta"),
-    "size, in place": other_size,
+    "size, in place": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(4, 3)),
     "strides, in place": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(3, 3).t()),
     "expanded": lambda m: setattr(m.inner[0].weight, "data", torch.zeros(1, 3).expand(3, 3)),
     "tied by storage": lambda m: setattr(m.inner[1].bias, "data", m.inner[1].weight.data),
@@ -108,7 +101,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "child emptied": lambda m: setattr(m, "relu", None),
     "child with parameters emptied": lambda m: setattr(m, "head", None),
     "children exchanged": lambda m: setattr(m, "embed", m.inner[0]),
-    "all dicts replaced": lambda m: replace_dicts(m.inner[0]),
+    "all dicts replaced": lambda m: m.inner[0].__dict__.update(deepcopy(m.inner[0]).__dict__),
     "state set": lambda m: m.inner[1].__setstate__(deepcopy(m.inner[1]).__dict__),
     "parameters in another dict": lambda m: setattr(m.head, "_parameters", deepcopy(m.head._parameters)),
     "buffers where there were none": lambda m: setattr(m.relu, "_buffers", {"more": torch.zeros(1)}),
@@ -129,11 +122,10 @@ def test_a_change_between_loads_is_seen(change: str) -> None:
         loader = loaded_twice(model)
         assert remembers(loader, model)
         CHANGES[change](model)
-        if not again:
-            loader = HierarchicalLoader(progress=False)
+        loader = loader if again else HierarchicalLoader(progress=False)
         for salt in (3, 4):
             values = full_values(model, salt)
-            errors.append(error_of(lambda: loader.load(model, values)))  # noqa: B023
+            errors.append(error_of(partial(loader.load, model, values)))
             assert errors[-1] or differing(model, values) == []
     assert errors == [errors[-1]] * 4
 
@@ -182,8 +174,8 @@ def test_a_child_that_has_died_is_missed_wherever_the_next_one_lies() -> None:
 # ---- on ranks ----
 
 
-def reparallelized(rank: int) -> list[str]:
-    problems = []
+@on_ranks(2)
+def test_a_model_that_is_parallelized_again_is_noticed(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def check(what: str, model: nn.Module, change: Callable[[], object]) -> None:
@@ -191,7 +183,7 @@ def reparallelized(rank: int) -> list[str]:
         change()
         values = full_values(model, 3)
         loader.load(model, values)
-        problems.extend(f"{what}: {name}" for name in differing(model, values))
+        assert differing(model, values) == [], what
 
     net = Net()
     check("fully_shard", net, lambda: sharded(net))
@@ -214,16 +206,11 @@ def reparallelized(rank: int) -> list[str]:
     check("another device, swapped in", mlp, lambda: swap_in(replicated.to("meta")))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
     check("offloaded", offloaded, lambda: None)
-    return problems
 
 
-def test_a_model_that_is_parallelized_again_is_noticed() -> None:
-    all_fine(ranks.run(2, reparallelized))
-
-
-def after_loads(rank: int) -> list[str]:
+@on_ranks(2)
+def test_models_can_be_moved_and_dropped_between_loads(rank: int) -> None:
     """Moves and swaps of a model between loads work, and the loads behind them are right."""
-    problems = []
     loader = HierarchicalLoader(Topology.from_nodes([[0, 1]]), bucket_bytes=BUCKET, readers="one")
     model = meta_net()
     number = 0
@@ -233,21 +220,18 @@ def after_loads(rank: int) -> list[str]:
         number += 1
         loader.load(model, state_for(number))
         expected = state_for(number, dtype)  # Module.to casts buffers too
-        problems.extend(f"after {what}: {text}" for text in wrong(model, expected))
+        assert wrong(model, expected) == [], f"after {what}"
 
     for what in ("meta", "a load", "two loads", "three"):
         load(what)
-    if not remembers(loader, model):
-        problems.append("no snapshot is in use")
+    assert remembers(loader, model), "no snapshot is in use"
     model(torch.arange(13)).sum().backward()
     load("a step")
     weight = model.embed.weight
-    model.to(torch.bfloat16)
-    load("to bfloat16", torch.bfloat16)
-    load("to bfloat16, again", torch.bfloat16)
-    model.to(torch.float32)
-    load("to float32")
-    load("to float32, again")
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        load(f"to {dtype}", dtype)
+        load(f"to {dtype}, again", dtype)
     model.to_empty(device="cpu")
     load("to_empty")
     load("to_empty, again")
@@ -259,43 +243,102 @@ def after_loads(rank: int) -> list[str]:
     alive = weakref.ref(model)
     model = meta_net()
     gc.collect()
-    if alive() is not None:
-        problems.append("the loader keeps a model alive that was trained and dropped")
+    assert alive() is None, "the loader keeps a model alive that was trained and dropped"
     load("another model")
-    return problems
 
 
-def test_models_can_be_moved_and_dropped_between_loads() -> None:
-    all_fine(ranks.run(2, after_loads))
-
-
-def rows(shardings: list[object], memory: Tensor) -> list[tuple[object, list[int]]]:
-    return list(zip(shardings, memory[:, 2:].tolist(), strict=True))
-
-
-def both_ways(rank: int) -> list[str]:
+@on_ranks(4)
+def test_private_and_public_ways_to_read_dtensors_agree(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = meta_net().to_empty(device="cpu")
     tensors: list[Tensor] = [*model.parameters(), *model.buffers(), torch.zeros(()), nn.Parameter(torch.zeros(3))]
     for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
         tensor = distribute_tensor(torch.zeros(5, 3), mesh, placements)
         tensors += [tensor, nn.Parameter(tensor), tensor.to("meta"), tensor.double()]
-    problems = []
     public_local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for a, b in zip(dtensor.local_tensors(tensors), public_local, strict=True):
-        if (a.shape, a.dtype, a.device, a.requires_grad) != (b.shape, b.dtype, b.device, False):
-            problems.append(f"{a} {b}")
-        if not a.is_meta and a.data_ptr() != b.data_ptr():
-            problems.append("not the same memory")
+        assert (a.shape, a.dtype, a.device, a.requires_grad) == (b.shape, b.dtype, b.device, False), f"{a} {b}"
+        assert a.is_meta or a.data_ptr() == b.data_ptr(), "not the same memory"
     said = [(t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None for t in tensors]
-    public = rows(said, ops.describe_memory([tensor.detach() for tensor in public_local]))
-    private = rows(*dtensor.metadata(tensors))
-    for i in range(len(tensors)):
-        for j in range(len(tensors)):
-            if (public[i] == public[j]) != (private[i] == private[j]):
-                problems.append(f"only one way distinguishes {tensors[i]} and {tensors[j]}")
-    return problems
+    memory = ops.describe_memory([tensor.detach() for tensor in public_local])
+    public, private = (
+        list(zip(shardings, described[:, 2:].tolist(), strict=True))
+        for shardings, described in ((said, memory), dtensor.metadata(tensors))
+    )
+    for i, j in product(range(len(tensors)), repeat=2):
+        text = f"only one way distinguishes {tensors[i]} and {tensors[j]}"
+        assert (public[i] == public[j]) == (private[i] == private[j]), text
 
 
-def test_private_and_public_ways_to_read_dtensors_agree() -> None:
-    all_fine(ranks.run(4, both_ways))
+# ---- modules that a pass has left unsharded, or for which FSDP2 has gathered ahead ----
+
+
+class Layer(nn.Linear):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().forward(x)
+
+
+class Passed(nn.Sequential):
+    def __init__(self) -> None:
+        layers = nn.Sequential(Layer(4, 4), Layer(4, 4), Layer(4, 4))
+        body = nn.Sequential(OrderedDict(layers=layers, norm=nn.LayerNorm(4)))
+        super().__init__(OrderedDict(embed=nn.Linear(4, 4), body=body, head=nn.Linear(4, 4)))
+
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+def fail(model: Any, layer: Any) -> None:
+    """Runs a pass that fails in a layer."""
+    layer.fails = True
+    with suppress(RuntimeError):
+        model(X)
+    layer.fails = False
+
+
+def failed_forward(model: Any) -> None:
+    fail(model, model.body.layers[1])
+
+
+def prefetched(model: Any) -> None:
+    first, *others = model.body.layers
+    first.set_modules_to_forward_prefetch(others)
+    fail(model, first)
+
+
+def part_of_a_group(model: Any) -> None:
+    model(X)
+    model.body(X)
+
+
+PASSES: tuple[Callable[[Any], Any], ...] = (failed_forward, prefetched, part_of_a_group, lambda model: model(X))
+
+
+@on_ranks(2)
+def test_what_passes_leave_unsharded_is_filled(rank: int) -> None:
+    torch.manual_seed(3)
+    reference = Passed()
+    state = {name: tensor.detach() for name, tensor in reference.state_dict().items()}
+    for use in PASSES:
+        for again in (False, True):
+            model: Any = Passed()
+            for layer in model.body.layers:
+                fully_shard(layer)
+            fully_shard([model.body.norm, model.head], reshard_after_forward=False)
+            fully_shard(model)
+            with epload.HierarchicalLoader(progress=False, timeout=60) as loader:
+                if again:  # the second load has a snapshot of the model
+                    loader.load(model, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+                use(model)
+                loader.load(model, state)
+            result = model(X)
+            assert torch.allclose(result, reference(X)), f"{use.__name__}, {again}: the next pass has other weights"
+            (result.sum() * 0).backward()
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+            assert differing(model, state) == [], f"{use.__name__}, {again}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,13 @@ from epload.checkpoint.manifest import Manifest
 from epload.mapping import Concatenate, Convert
 from epload.saving.model_reader import ModelReader
 from epload.sync.targets import ModelTarget
-from support import ranks
-from support.checks import all_fine, full_tensor, local_of
+from support.checks import full_tensor, local_of
 from support.failures import error_of
-from support.findings import differing, not_refused
+from support.findings import differing, must_be_refused, must_be_refused_by_all
 from support.models import on_meta
+from support.on_ranks import on_ranks
+
+load = partial(epload.load, progress=False)
 
 
 def loader(**options: Any) -> epload.HierarchicalLoader:
@@ -96,57 +97,40 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refused(rank: int) -> list[str]:
-    return [f"{case}, {text}" for case in REFUSED for text in _refused_case(rank, *REFUSED[case])]
+@on_ranks(4)
+def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name(rank: int) -> None:
+    for case, (make, text) in REFUSED.items():
+        for kind in ("with storage", "on meta", "sharded"):
+            model = on_meta(make) if kind == "on meta" else make()
+            if kind == "sharded":
+                fully_shard(model)
+            before = [local_of(p).detach().clone() for p in model.parameters()]
+            state = values_of(make())
+            for readers in ("one", "every"):
+                given = state if rank == 0 or readers == "every" else None
+                options = {"strict": False, "init_missing": lambda *_: None}
+                error = error_of(partial(loader(readers=readers).load, model, given, **options))
+                assert error.startswith("ModelMismatch"), f"{case}, {kind}, {readers}: {error}"
+                assert text in error.replace("(FSDP", "("), f"{case}, {kind}, {readers}: {error}"
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                now = local_of(parameter).detach()
+                assert now.is_meta if old.is_meta else now.equal(old), f"{case}, {kind}: parameters have changed"
 
 
-def _refused_case(rank: int, make: Callable[[], nn.Module], text: str) -> list[str]:
-    problems = []
-    for kind in ("with storage", "on meta", "sharded"):
-        model = on_meta(make) if kind == "on meta" else make()
-        if kind == "sharded":
-            fully_shard(model)
-        before = [local_of(p).detach().clone() for p in model.parameters()]
-        state = values_of(make())
-        for readers in ("one", "every"):
-            given = state if rank == 0 or readers == "every" else None
-            options = {"strict": False, "init_missing": lambda *_: None}
-            error = error_of(lambda: loader(readers=readers).load(model, given, **options))  # noqa: B023
-            if not error.startswith("ModelMismatch") or text not in error.replace("(FSDP", "("):
-                problems.append(f"{kind}, {readers}: {error}")
-        after = [local_of(p).detach() for p in model.parameters()]
-        if any(
-            p.is_meta != b.is_meta or (not p.is_meta and not p.equal(b)) for p, b in zip(after, before, strict=True)
-        ):
-            problems.append(f"{kind}: parameters have changed")
-    return problems
-
-
-def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name() -> None:
-    all_fine(ranks.run(4, _refused))
-
-
-def test_on_one_rank_only() -> None:
-    all_fine(ranks.run(2, _one_refuses))
-
-
-def _one_refuses(rank: int) -> list[str]:
+@on_ranks(2)
+def test_on_one_rank_only(rank: int) -> None:
     """The other rank's model has no hook, and it raises the same."""
     model = Net()
     if rank == 0:
         model.layers[1].split.remove()
-    state = values_of(Net()) if rank == 0 else None
-    return not_refused(
-        lambda: epload.load(model, state, progress=False, timeout=60), "ModelMismatch", f"layers.1 (Fused) {COPIES}"
-    )
+    call = partial(load, model, values_of(Net()) if rank == 0 else None, timeout=60)
+    must_be_refused_by_all(call, "ModelMismatch", f"layers.1 (Fused) {COPIES}")
 
 
 def test_entries_that_are_the_models_own_under_other_names_are_filled() -> None:
-    for lost in (False, True):
-        model: Any = on_meta(lambda: Net(views=True)) if lost else Net(views=True)
-        state = values_of(Net())
-        report = epload.load(model, state, progress=False, verify=True)
-        assert report.tensors == len(state)
+    state = values_of(Net())
+    for model in (on_meta(lambda: Net(views=True)), Net(views=True)):
+        assert load(model, state, verify=True).tensors == len(state)
         assert model.layers[1].qkv.equal(torch.cat([state[f"layers.1.{name}"] for name in "qkv"]))
 
 
@@ -155,8 +139,8 @@ def test_saves_and_senders_read_copies_and_receivers_refuse_them(tmp_path: Path)
     epload.save(model, tmp_path / "c")
     assert differing(load_file(tmp_path / "c" / "model.safetensors"), model) == []
     ModelReader(model).read()
-    with pytest.raises(epload.ModelMismatch, match=re.escape(HOOK)):
-        ModelTarget(model, "auto", strict=True).holdings(Manifest((), (), (), ""))
+    target = ModelTarget(model, "auto", strict=True)
+    must_be_refused(lambda: target.holdings(Manifest((), (), (), "")), "ModelMismatch", HOOK)
 
 
 class Translated(nn.Module):
@@ -183,15 +167,13 @@ def translated() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5), Translated())
 
 
-PARTS = Mapping(
-    converts=(Convert(tuple(rf"1\.{name}\.weight" for name in "qkv"), ("1.inner.weight",), (Concatenate(0),)),)
-)
+FUSE = Convert(tuple(rf"1\.{name}\.weight" for name in "qkv"), ("1.inner.weight",), (Concatenate(0),))
+PARTS = Mapping(converts=(FUSE,))
 
 
-def _by_own_names(rank: int, folder: Path) -> list[str]:
-    problems = []
-    state = values_of(translated())
-    reference = translated()
+@on_ranks(2)
+def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(rank: int, tmp_path: Path) -> None:
+    state, reference = values_of(translated()), translated()
     reference.load_state_dict(state)
     for kind in ("with storage", "on meta", "sharded", "checkpointed"):
         model = on_meta(translated) if kind == "on meta" else translated()
@@ -200,24 +182,15 @@ def _by_own_names(rank: int, folder: Path) -> list[str]:
         if kind in ("sharded", "checkpointed"):
             fully_shard(model)
         for mapping, text in (("auto", "has a load_state_dict hook"), (Mapping(), "1 parameter missing")):
-            load = partial(epload.load, model, state, mapping=mapping, progress=False)
-            problems += not_refused(load, "ModelMismatch", text)
-        epload.load(model, state, mapping=PARTS, progress=False)
-        for name, parameter in model.named_parameters():
-            name = name.replace("_checkpoint_wrapped_module.", "")
-            if not torch.equal(full_tensor(parameter), reference.get_parameter(name)):
-                problems.append(f"{kind}: {name} is {full_tensor(parameter)}")
-        epload.save(model, folder / kind, mapping=PARTS, names_from=state)
-        saved = load_file(folder / kind / "model.safetensors")
-        problems += [f"{kind}: saved {name}" for name in differing(saved, state)]
+            must_be_refused(partial(load, model, state, mapping=mapping), "ModelMismatch", text)
+        load(model, state, mapping=PARTS)
+        own = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
+        assert differing(own, dict(reference.named_parameters())) == [], kind
+        epload.save(model, tmp_path / kind, mapping=PARTS, names_from=state)
+        assert differing(load_file(tmp_path / kind / "model.safetensors"), state) == [], kind
     linear = nn.Sequential(checkpoint_wrapper(nn.Linear(5, 5)))
-    epload.save(linear, folder / "own names", mapping=Mapping())
-    problems += set(load_file(folder / "own names" / "model.safetensors")) ^ {"0.weight", "0.bias"}
-    return problems
-
-
-def test_a_mapping_may_name_the_tensors_that_a_module_has_itself(tmp_path: Path) -> None:
-    all_fine(ranks.run(2, _by_own_names, tmp_path))
+    epload.save(linear, tmp_path / "own names", mapping=Mapping())
+    assert {*load_file(tmp_path / "own names" / "model.safetensors")} == {"0.weight", "0.bias"}
 
 
 class Secretive(nn.Module):
@@ -234,39 +207,32 @@ class Secretive(nn.Module):
 
 
 def test_a_parameter_that_no_state_dict_shows_is_not_left_as_garbage() -> None:
-    with pytest.raises(epload.ModelMismatch, match="fills 1 tensor on meta: secret"):
-        epload.load(on_meta(Secretive), {"w": torch.zeros(3)}, progress=False)
+    state = {"w": torch.zeros(3)}
+    must_be_refused(partial(load, on_meta(Secretive), state), "ModelMismatch", "fills 1 tensor on meta: secret")
     model = Secretive()
-    epload.load(model, {"w": torch.zeros(3)}, progress=False)
+    load(model, state)
     assert torch.equal(model.secret, torch.ones(2))
     model = on_meta(Secretive)
-    epload.load(model, {"w": torch.zeros(3)}, progress=False, init_missing=lambda m, _, names: m.secret.data.fill_(4))
+    load(model, state, init_missing=lambda m, _, names: m.secret.data.fill_(4))
     assert torch.equal(model.secret, torch.full((2,), 4.0))
 
 
-def _fsdp1(rank: int) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_fsdp1_is_refused_by_name(rank: int) -> None:
+    source = {"0.weight": torch.ones(8, 8), "0.bias": torch.ones(8)} if rank == 0 else None
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         model = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8)), device_id=torch.device("cpu"))
         before = [p.detach().clone() for p in model.parameters()]
-        state = {"0.weight": torch.ones(8, 8), "0.bias": torch.ones(8)}
-        source = state if rank == 0 else None
         with FullyShardedDataParallel.state_dict_type(model, kind):
-            load = partial(loader().load, model, source, strict=False)
-            problems += not_refused(load, "ModelMismatch", "FSDP1", "fully_shard")
-        if not all(map(torch.equal, before, model.parameters())):
-            problems.append("parameters have changed")
-    return problems
-
-
-def test_fsdp1_is_refused_by_name() -> None:
-    all_fine(ranks.run(4, _fsdp1))
+            call = partial(loader().load, model, source, strict=False)
+            must_be_refused(call, "ModelMismatch", "FSDP1", "fully_shard")
+        assert all(map(torch.equal, before, model.parameters())), "parameters have changed"
 
 
 def test_lazy_modules_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(3))
-    with pytest.raises(epload.ModelMismatch, match="1 is a LazyLinear, whose parameters have no shape yet"):
-        epload.load(model, {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}, strict=False, progress=False)
+    call = partial(load, model, {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}, strict=False)
+    must_be_refused(call, "ModelMismatch", "1 is a LazyLinear, whose parameters have no shape yet")
 
 
 @pytest.mark.parametrize("kept", ["mine", torch.ones(4)], ids=["text", "a tensor"])
@@ -279,13 +245,11 @@ def test_extra_state_stays_as_it_is_and_is_not_saved(kept: Any, tmp_path: Path) 
             raise AssertionError
 
     model: Any = nn.Sequential(Extra(2, 3))
-    report = epload.load(model, {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}, progress=False)
-    assert report.tensors == 2
+    assert load(model, {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}).tensors == 2
     assert torch.equal(model[0].weight, torch.ones(3, 2))
     epload.save(model, tmp_path / "saved")
     assert list(epload.Checkpoint.open(tmp_path / "saved").manifest.names) == ["0.weight", "0.bias"]
-    report = epload.load(model, model.state_dict(), progress=False)
-    assert report.ignored_keys == ["0._extra_state"]
+    assert load(model, model.state_dict()).ignored_keys == ["0._extra_state"]
 
 
 def test_packed_weights_are_refused_by_name(tmp_path: Path) -> None:
@@ -297,89 +261,156 @@ def test_packed_weights_are_refused_by_name(tmp_path: Path) -> None:
             destination[f"{prefix}packed"] = (destination.pop(f"{prefix}weight"), None)
 
     model = nn.Sequential(nn.Linear(2, 2), Packed(2, 3))
-    text = re.escape("1.packed is a tuple in the state dict and not a tensor")
-    with pytest.raises(epload.ModelMismatch, match=text):
-        epload.load(model, model.state_dict(), progress=False)
-    with pytest.raises(epload.ModelMismatch, match=text):
-        epload.save(model, tmp_path / "c")
+    for call in (partial(load, model, model.state_dict()), partial(epload.save, model, tmp_path / "c")):
+        must_be_refused(call, "ModelMismatch", "1.packed is a tuple in the state dict and not a tensor")
+
+
+def linear() -> Any:
+    return nn.Sequential(nn.Linear(2, 3, bias=False))
+
+
+WEIGHT = {"0.weight": torch.ones(3, 2)}
 
 
 def test_methods_of_one_module_count_as_those_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    def load_twice(self: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
         self.weight.data.copy_(state[f"{prefix}weight"] * 2)
 
-    def save(self: Any, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+    def save_half(self: Any, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.detach() / 2
 
-    values = {"0.weight": torch.ones(3, 2)}
     for method in ("load_state_dict", "_load_from_state_dict"):
-        model: Any = nn.Sequential(nn.Linear(2, 3, bias=False))
-        setattr(model[0], method, MethodType(load, model[0]))
-        with pytest.raises(epload.ModelMismatch, match=re.escape(f"0 (Linear) has a {method} of its own")):
-            epload.load(model, values, progress=False)
-    model = nn.Sequential(nn.Linear(2, 3, bias=False))
-    model[0]._save_to_state_dict = MethodType(save, model[0])
+        model = linear()
+        setattr(model[0], method, MethodType(load_twice, model[0]))
+        must_be_refused(partial(load, model, WEIGHT), "ModelMismatch", f"0 (Linear) has a {method} of its own")
+    model = linear()
+    model[0]._save_to_state_dict = MethodType(save_half, model[0])
     epload.save(model, tmp_path / "c")
     assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], model[0].weight / 2)
-    monkeypatch.setattr(nn.Bilinear, "_load_from_state_dict", load)
-    with pytest.raises(epload.ModelMismatch, match=r"0 \(Bilinear\) has a _load_from_state_dict of its own"):
-        epload.load(
-            nn.Sequential(nn.Bilinear(1, 1, 1)), {"0.weight": torch.ones(1, 1, 1)}, strict=False, progress=False
-        )
+    monkeypatch.setattr(nn.Bilinear, "_load_from_state_dict", load_twice)
+    call = partial(load, nn.Sequential(nn.Bilinear(1, 1, 1)), {"0.weight": torch.ones(1, 1, 1)}, strict=False)
+    must_be_refused(call, "ModelMismatch", "0 (Bilinear) has a _load_from_state_dict of its own")
+
+
+def custom(*args: object) -> None:
+    raise AssertionError("a load fills in place")
+
+
+class Custom(nn.Linear):
+    _load_from_state_dict = custom  # type: ignore[assignment]
+
+
+def change_class(module: nn.Module) -> None:
+    module.__class__ = Custom
+
+
+@pytest.mark.parametrize("change", [lambda module: setattr(module, "_load_from_state_dict", custom), change_class])
+def test_custom_loading_that_comes_between_two_loads_is_seen(change: Callable[[nn.Module], None]) -> None:
+    model = linear()
+    with epload.HierarchicalLoader(progress=False) as runs:
+        for _ in range(2):
+            runs.load(model, WEIGHT)
+        change(model[0])
+        must_be_refused(partial(runs.load, model, WEIGHT), "ModelMismatch", "_load_from_state_dict of its own")
 
 
 def test_old_names_that_litgpt_renames_are_unexpected() -> None:
     """A load by torch renames and reorders them; this one must not leave the weights as they are with success."""
 
-    def load(self: Any, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    def load_old(self: Any, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
         if f"{prefix}old" in state:
             state[f"{prefix}weight"] = state.pop(f"{prefix}old").flip(0)
         nn.Linear._load_from_state_dict(self, state, prefix, *args)
 
-    load.__module__ = "litgpt.model"
-    model = nn.Sequential(type("Attention", (nn.Linear,), {"_load_from_state_dict": load})(2, 3, bias=False))
+    load_old.__module__ = "litgpt.model"
+    model = nn.Sequential(type("Attention", (nn.Linear,), {"_load_from_state_dict": load_old})(2, 3, bias=False))
     values = torch.arange(6.0).view(3, 2)
-    epload.load(model, {"0.weight": values}, progress=False)
+    load(model, {"0.weight": values})
     assert torch.equal(model[0].weight, values)
-    with pytest.raises(epload.ModelMismatch, match=r"0\.old"):
-        epload.load(model, {"0.old": values}, progress=False)
+    must_be_refused(partial(load, model, {"0.old": values}), "ModelMismatch", "0.old")
 
 
 def test_weights_that_accelerate_keeps_elsewhere_are_refused(tmp_path: Path) -> None:
     """It would put the old weights back in the next forward pass."""
-    values = {"0.weight": torch.ones(3, 2)}
-    model = cpu_offload(nn.Sequential(nn.Linear(2, 3, bias=False)), execution_device="cpu")
-    for call in (lambda: epload.load(model, values, progress=False), lambda: epload.save(model, tmp_path / "c")):
-        with pytest.raises(epload.ModelMismatch, match="0 is offloaded by accelerate or diffusers: "):
-            call()
+    model = cpu_offload(linear(), execution_device="cpu")
+    for call in (partial(load, model, WEIGHT), partial(epload.save, model, tmp_path / "c")):
+        must_be_refused(call, "ModelMismatch", "0 is offloaded by accelerate or diffusers: ")
     remove_hook_from_submodules(model)
-    epload.load(model, values, progress=False)
+    load(model, WEIGHT)
     assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 3), 2.0))
 
 
 def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
     """DeepSpeed leaves parameters without elements, which would be saved so, and keeps the whole shape in an attribute."""
-    model: Any = nn.Sequential(nn.Linear(2, 3, bias=False))
+    model = linear()
     whole, model[0].weight.ds_shape = model[0].weight.data, torch.Size((3, 2))
     model[0].weight.data = torch.empty(0)
-    with pytest.raises(
-        epload.ModelMismatch, match=r"0\.weight, of shape \[3, 2\], is partitioned .*GatheredParameters"
-    ):
-        epload.save(model, tmp_path / "c")
+    save, at = partial(epload.save, model, tmp_path / "c"), "0.weight, of shape [3, 2], is partitioned "
+    must_be_refused(save, "ModelMismatch", at, "GatheredParameters")
     model[0].weight.data = whole  # gathered
-    epload.save(model, tmp_path / "c")
+    save()
     assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")["0.weight"], whole)
-    with pytest.raises(epload.ModelMismatch, match=r"0\.weight, .* is partitioned .*load_checkpoint"):
-        epload.load(model, {"0.weight": torch.ones(3, 2)}, progress=False)
+    must_be_refused(partial(load, model, WEIGHT), "ModelMismatch", "0.weight, ", " is partitioned ", "load_checkpoint")
 
 
 def test_weights_without_memory_are_not_saved(tmp_path: Path) -> None:
     """A trainer frees the storage of what it has copied elsewhere."""
-    model = nn.Sequential(nn.Linear(2, 3, bias=False))
-    storage = model[0].weight.untyped_storage()
+    model = linear()
+    storage, save = model[0].weight.untyped_storage(), partial(epload.save, model, tmp_path / "c")
     storage.resize_(0)
-    with pytest.raises(epload.ModelMismatch, match=r"0\.weight has no memory: its storage was freed"):
-        epload.save(model, tmp_path / "c")
+    must_be_refused(save, "ModelMismatch", "0.weight has no memory: its storage was freed")
     assert not (tmp_path / "c").exists()
     storage.resize_(24)
-    epload.save(model, tmp_path / "c")
+    save()
+
+
+# ---- a say in the state that a walk over parameters does not see ----
+
+
+class Pending(nn.Linear):
+    """Writes what is pending before its state is read."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_pre_hook(self.write)
+
+    @staticmethod
+    def write(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nn.init.constant_(module.weight, 5)
+
+
+def test_a_hook_before_the_state_is_read_runs(tmp_path: Path) -> None:
+    epload.save(nn.Sequential(Pending()), tmp_path / "new")
+    assert load_file(tmp_path / "new" / "model.safetensors")["0.weight"].tolist() == [[5, 5], [5, 5]]
+
+
+class KeepsList(nn.Module):
+    """Keeps tensors in a list, which its initializer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("inv", torch.ones(3), persistent=False)
+        self.tensors = [self.w]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        module.inv.fill_(1)
+        module.tensors = [module.w]
+
+
+def test_an_initializer_does_not_leave_stand_ins_in_attributes() -> None:
+    model = KeepsList()
+    load(model, {"w": torch.full((3,), 2.0)})
+    assert model.tensors[0] is model.w
+    assert model.w.tolist() == [2, 2, 2]
+
+
+class Weight(nn.Parameter):
+    """A parameter of a library, without a dispatch of its own."""
+
+
+def test_parameters_of_a_subclass_that_overlap_are_refused() -> None:
+    memory, model = torch.zeros(6), nn.Module()
+    model.a, model.b = Weight(memory[:4]), Weight(memory[2:])
+    call = partial(load, model, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    must_be_refused(call, "ModelMismatch", "share part of their memory")

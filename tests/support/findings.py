@@ -40,3 +40,15 @@ def not_refused_by_all(action: Callable[[], Any], *parts: str) -> list[str]:
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error_of(action))
     return [] if len({*errors}) == 1 and errors[0] and all(part in errors[0] for part in parts) else [str(errors)]
+
+
+def must_be_refused(action: Callable[[], Any], *parts: str) -> None:
+    """Fails unless an action raises an error whose class and text have all the parts."""
+    problems = not_refused(action, *parts)
+    assert not problems, problems
+
+
+def must_be_refused_by_all(action: Callable[[], Any], *parts: str) -> None:
+    """Fails unless all ranks raise one error, whose class and text have all the parts."""
+    problems = not_refused_by_all(action, *parts)
+    assert not problems, problems

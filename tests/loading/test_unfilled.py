@@ -1,23 +1,110 @@
-"""Values that nothing fills are found, an initializer cannot touch what was loaded, and tensors that share memory in part are
-refused."""
+"""Loads after one that has failed: what that was to fill holds no values, whatever is loaded next. Values that nothing fills are
+found, an initializer cannot touch what was loaded, and tensors that share memory in part are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import epload
+from epload import CheckpointError, LoadError, ModelMismatch, Pieces
 from epload.model.memory import is_poisoned, poison
-from support import ranks
-from support.checks import all_fine
-from support.findings import not_refused
+from support.checks import full_values, local_of
+from support.failures import Filling
+from support.findings import differing, must_be_refused
 from support.initialized_models import loader
 from support.models import on_meta
+from support.on_ranks import on_ranks
+
+POISON = 777.0
+load = partial(epload.load, strict=False, progress=False)
+
+
+class Unreadable(Filling):
+    """But for its headers."""
+
+    def fill(self, bucket: Tensor, pieces: Sequence[Any] | Pieces) -> None:
+        raise CheckpointError("no more bytes")
+
+
+def classifier() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=131, **sizes))
+
+
+def fail(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Fails once the model has storage; what this holds then is not zero, which would look like values."""
+    with pytest.raises(LoadError, match="no more bytes"):
+        load(model, Unreadable(state))
+    for name, tensor in model.named_parameters():
+        if not name.startswith("written"):
+            # past the versions of tensors, as memory that nobody wrote
+            local_of(tensor.detach()).numpy().fill(POISON)
+
+
+@on_ranks(2)
+def test_a_retry_initializes_what_the_first_load_was_to(rank: int) -> None:
+    body = {name: t.clone() for name, t in classifier().state_dict().items() if not name.startswith("score")}
+    for shard in (False, True):
+        model = on_meta(classifier)
+        if shard:
+            fully_shard(model.model.layers[0])
+            fully_shard(model)
+        fail(model, body)
+        assert "score.weight" in load(model, body).initialized
+        head = local_of(model.score.weight)
+        assert not (head == POISON).any()
+        assert "score.weight" not in load(model, body).initialized
+        assert torch.equal(head, local_of(model.score.weight))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.written = nn.Linear(2, 2, bias=False)
+
+
+A, WRITTEN = {"a.weight": torch.ones(2, 2)}, {"written.weight": torch.ones(2, 2)}
+
+
+def test_another_checkpoint_does_not_leave_what_the_first_was_to_fill() -> None:
+    model = on_meta(Two)
+    fail(model, A | WRITTEN)
+    with pytest.raises(ModelMismatch, match=r"fills 1 tensor .*: a\.weight"):
+        load(model, WRITTEN)
+    load(model, A | WRITTEN)
+    load(model, {"a.weight": torch.zeros(2, 2)})
+    assert model.written.weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_what_a_caller_has_written_after_the_failure_is_a_value() -> None:
+    model = on_meta(Two)
+    fail(model, A | WRITTEN)
+    nn.init.constant_(model.written.weight, 3)
+    assert load(model, A).missing_keys == ["written.weight"]
+    assert model.written.weight.tolist() == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize("hook", [lambda module, path, names: None, None])
+def test_a_hook_that_leaves_tensors_unfilled_is_not_right_the_second_time(hook: Callable[..., None] | None) -> None:
+    model = on_meta(Two)
+    with pytest.raises(LoadError, match=r"init_missing left written\.weight unfilled"):
+        load(model, A, init_missing=lambda *_: None)
+    with pytest.raises(LoadError, match=r"written\.weight"):
+        load(model, A, init_missing=hook)
+
+
+# ---- values that nothing fills ----
+
+strictly = partial(epload.load, progress=False)
 
 
 class Stray(nn.Module):
@@ -28,43 +115,34 @@ class Stray(nn.Module):
         self.register_buffer("table", torch.empty(4), persistent=False)
 
 
-def _unfilled(rank: int) -> list[str]:
-    problems = []
+@on_ranks(4)
+def test_what_nobody_fills_is_an_error_on_all_ranks(rank: int) -> None:
     for drop, text in ((), "fills 1 tensor on meta: table."), (("v",), "fills 2 tensors on meta: table, v."):
         model = on_meta(Stray)
         fully_shard(model)
         full = {"w": torch.ones(3, 2), "v": torch.ones(5)}
         state = {name: tensor for name, tensor in full.items() if name not in drop} if rank == 0 else None
         load = partial(loader().load, model, state, strict=False)
-        problems += not_refused(load, "ModelMismatch", text, "init_missing")
-        problems += [
+        must_be_refused(load, "ModelMismatch", text, "init_missing")
+        assert [
             f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
-        ]
+        ] == []
         load = partial(loader().load, model, state, strict=False, init_missing=lambda *_: None)
-        problems += not_refused(load, "init_missing left table")
-    return problems
+        must_be_refused(load, "init_missing left table")
 
 
-def test_what_nobody_fills_is_an_error_on_all_ranks() -> None:
-    all_fine(ranks.run(4, _unfilled))
-
-
-def test_what_a_hook_fills_is_not_warned_of() -> None:
-    model, state = on_meta(Stray), {"w": torch.ones(3, 2), "v": torch.ones(5)}
-    report = epload.load(model, state, init_missing=lambda module, *_: module.table.fill_(3), progress=False)
-    assert torch.equal(model.table, torch.full((4,), 3.0))
-    assert report.warnings == []
-
-
-def test_attributes_that_stay_on_meta_are_warned_of() -> None:
-    model, state = on_meta(Stray), {"w": torch.ones(3, 2), "v": torch.ones(5)}
-    model.frequencies, model.by_axis = [torch.empty(2, device="meta"), None], {"x": torch.empty(2, device="meta")}
-    report = epload.load(model, state, init_missing=lambda module, *_: module.table.fill_(3), progress=False)
-    (warning,) = report.warnings
-    assert "no load fills them: 2 tensors: frequencies, by_axis. Set" in warning
-    assert not any(
-        "no load fills" in warning for warning in epload.load(model, state, strict=False, progress=False).warnings
-    )
+def test_what_a_hook_fills_is_not_warned_of_and_attributes_that_stay_on_meta_are() -> None:
+    state = {"w": torch.ones(3, 2), "v": torch.ones(5)}
+    for warns in (False, True):
+        model = on_meta(Stray)
+        if warns:
+            empty = torch.empty(2, device="meta")
+            model.frequencies, model.by_axis = [empty, None], {"x": empty.clone()}
+        report = strictly(model, state, init_missing=lambda module, *_: module.table.fill_(3))
+        assert torch.equal(model.table, torch.full((4,), 3.0))
+        said = ["no load fills them: 2 tensors: frequencies, by_axis. Set" in warning for warning in report.warnings]
+        assert said == [True] * warns
+    assert not any("no load fills" in warning for warning in strictly(model, state, strict=False).warnings), "said once"
 
 
 # ---- initializers ----
@@ -92,16 +170,12 @@ class Careless(nn.Module):
 
 def test_an_initializer_cannot_touch_what_was_loaded() -> None:
     model = on_meta(Careless)
-    state = {"a.weight": torch.rand(3, 3), "b.weight": torch.zeros(0), "a.bias": torch.rand(3), "b.bias": torch.rand(3)}
-    del state["b.weight"]
-    report = epload.load(model, state, progress=False)
-    assert report.initialized == ["t"]
-    assert torch.equal(model.a.weight, state["a.weight"])
+    state = {"a.weight": torch.rand(3, 3), "a.bias": torch.rand(3), "b.bias": torch.rand(3)}
+    assert strictly(model, state).initialized == ["t"]
+    assert differing(model, {**state, "b.weight": state["a.weight"]}) == []
     assert model.b.weight is model.a.weight
-    assert torch.equal(model.b.bias, state["b.bias"])
     assert torch.equal(model.t, torch.full((3,), 9.0))
     assert model.scale == 0.25
-    assert isinstance(model.friends[0], nn.Linear)
     assert model.friends[0] is model.a
 
 
@@ -143,22 +217,13 @@ class Holder(nn.Module):
             setattr(self, name, nn.Parameter(tensor))
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (torch.arange(tensor.numel()).reshape(tensor.shape) + 100.0 * i)
-        for i, (name, tensor) in enumerate(model.state_dict().items())
-    }
-
-
 def test_one_memory_under_two_objects_is_one_tensor() -> None:
-    base = torch.zeros(4, 3)
-    for given_names in (("a", "b"), ("a",), ("b",)):
+    base, value = torch.zeros(4, 3), torch.arange(12.0).reshape(4, 3)
+    for given_names in ("ab", "a", "b"):
         model = Holder(a=base, b=base, c=torch.zeros(2))
-        state = {name: torch.arange(12.0).reshape(4, 3) for name in given_names} | {"c": torch.ones(2)}
-        report = epload.load(model, state, progress=False)
-        assert report.missing_keys == []
-        assert torch.equal(model.a, torch.arange(12.0).reshape(4, 3))
-        assert torch.equal(model.b, model.a)
+        state = dict.fromkeys(given_names, value) | {"c": torch.ones(2)}
+        assert strictly(model, state).missing_keys == []
+        assert differing(model, {"a": value, "b": value, "c": torch.ones(2)}) == []
 
 
 def test_memory_that_is_parted_between_loads_is_noticed() -> None:
@@ -170,8 +235,7 @@ def test_memory_that_is_parted_between_loads_is_noticed() -> None:
     model.b.data = torch.zeros(4, 3)
     state = {"a": torch.full((4, 3), 2.0), "b": torch.full((4, 3), 3.0)}
     loader.load(model, state)
-    assert torch.equal(model.a, state["a"])
-    assert torch.equal(model.b, state["b"])
+    assert differing(model, state) == []
 
 
 REFUSED: dict[str, Callable[[Tensor], nn.Module]] = {
@@ -186,18 +250,16 @@ REFUSED: dict[str, Callable[[Tensor], nn.Module]] = {
 def test_memory_that_is_shared_in_part_is_refused(text: str) -> None:
     model = REFUSED[text](torch.arange(12.0).reshape(4, 3))
     before = [tensor.detach().clone() for tensor in model.parameters()]
-    with pytest.raises(epload.ModelMismatch, match=text):
-        epload.load(model, values(model), progress=False)
+    must_be_refused(partial(strictly, model, full_values(model)), "ModelMismatch", text)
     assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_columns_and_rows_of_one_matrix_are_apart() -> None:
     base = torch.zeros(6, 4)
     model = Holder(a=base[:3, ::2], b=base[:3, 1::2], c=base[3:4], d=base[4:].t(), e=base[:0])
-    state = values(model)
-    epload.load(model, state, progress=False)
-    for name, tensor in model.named_parameters():
-        assert torch.equal(tensor, state[name]), name
+    state = full_values(model)
+    strictly(model, state)
+    assert differing(model, state) == []
 
 
 def test_a_buffer_that_is_saved_under_one_of_its_names() -> None:
@@ -239,11 +301,9 @@ def test_attributes_that_no_forward_sets_are_warned_of(make: Callable[[], nn.Mod
     source = make().eval()
     with torch.device("meta"):
         model = make().eval()
-    report = epload.load(model, source.state_dict(), progress=False)
-    assert [text for text in report.warnings if "still on meta" in text] == [
-        text for text in report.warnings if "1 tensor: scale. " in text
-    ]
-    assert bool(report.warnings) == warns
+    warnings = strictly(model, source.state_dict()).warnings
+    assert ["still on meta" in text for text in warnings] == ["1 tensor: scale. " in text for text in warnings]
+    assert bool(warnings) == warns
     if not warns:
         given = torch.rand(4, 3)
         assert str(model(given)) == str(source(given))
