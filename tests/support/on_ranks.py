@@ -28,9 +28,8 @@ def on_ranks(world: int, prepare: Callable[..., Any] | None = None, **options: A
             all_fine([problems or () for problems in found])
 
         functools.update_wrapper(test, function)
-        test.on_rank = test.__dict__.pop(
-            "__wrapped__"
-        )  # under another name, as pytest looks for fixtures of what is wrapped
+        # Under another name, as pytest looks for fixtures of what is wrapped.
+        test.on_rank = test.__dict__.pop("__wrapped__")
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return test
 
