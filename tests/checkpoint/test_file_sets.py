@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from epload import Checkpoint, CheckpointError
 from epload.checkpoint.file_sets import choose
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
+from support.failures import must_raise, outcome
 from support.pretrained import build
 
 State = dict[str, torch.Tensor]
@@ -126,26 +128,22 @@ def test_an_index_without_its_shards_is_no_reason_to_load_something_else(tmp_pat
     folder = _folder(tmp_path / "model", ["sharded", "pytorch_model.bin"])
     next(folder.glob("model-00001-of-*")).unlink()
     for source in (folder, folder / "model.safetensors.index.json"):
-        with pytest.raises(CheckpointError, match=r"model-00001-of.*, which .*model\.safetensors\.index\.json names"):
-            Checkpoint.open(source)
+        text = r"model-00001-of.*, which .*model\.safetensors\.index\.json names"
+        must_raise(CheckpointError, text, Checkpoint.open, source)
 
 
-@pytest.mark.parametrize("weights", ["other.safetensors", "absent.safetensors"])
-def test_the_config_may_name_the_weights(weights: str, tmp_path: Path) -> None:
+def test_the_config_may_name_the_weights(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", ["model.safetensors", "other.safetensors", "model.fp16.safetensors"])
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": weights}))
-    loaded = _loaded(folder, "")
-    if weights.startswith("absent"):
-        assert loaded is None
-        return
-    expected = _judge(folder, "")
-    assert expected is not None
-    assert_same(expected, _model(2).state_dict())
-    assert loaded is not None
-    assert_same(loaded, expected)
-    with pytest.raises(CheckpointError, match="leaves no choice to variant='fp16'"):
-        Checkpoint.open(folder, variant="fp16")
+    for weights in ("absent", "other"):
+        (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": f"{weights}.safetensors"}))
+        if weights == "absent":
+            assert _loaded(folder, "") is None
+    for load in (_judge, _loaded):
+        loaded = load(folder, "")
+        assert loaded is not None
+        assert_same(loaded, _model(2).state_dict())
+    must_raise(CheckpointError, "leaves no choice to variant='fp16'", Checkpoint.open, folder, variant="fp16")
 
 
 # ---- names that transformers does not load ----
@@ -182,63 +180,49 @@ CHOSEN: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CHOSEN)
-def test_names_that_are_chosen(what: str) -> None:
-    names, variant, expected = CHOSEN[what]
-    for order in (list(names), list(reversed(names))):
-        assert choose(order, "FOLDER", variant) == expected
-
-
 REFUSED: dict[str, tuple[Sequence[str], str, str]] = {
     "a shard missing": (
-        ["model-1-of-2.safetensors"],
-        "",
+        ["model-1-of-2.safetensors"], "",
         r"model-1-of-2\.safetensors \(expected 2 files with the numbers from 1 on; missing: 2\)",
     ),
     "many missing": (
-        ["w-7-of-999999999.pt"],
-        "",
-        r"expected 999999999 files with the numbers from 1 on; missing: 1, 2, 3, 4, 5, 6\)",
+        ["w-7-of-999999999.pt"], "", r"expected 999999999 files with the numbers from 1 on; missing: 1, 2, 3, 4, 5, 6\)",
     ),
     "two libraries": (
-        ["pytorch_model.bin", "diffusion_pytorch_model.safetensors"],
-        "",
+        ["pytorch_model.bin", "diffusion_pytorch_model.safetensors"], "",
         r"several sets of weights: pytorch_model\.bin, diffusion_pytorch_model\.safetensors; ",
     ),
     "files of ranks and of the model": (
-        ["shard-00001-model-00001-of-00001.safetensors", "model.safetensors"],
-        "",
+        ["shard-00001-model-00001-of-00001.safetensors", "model.safetensors"], "",
         r"several sets of weights: model\.safetensors, shard-00001-model-00001-of-00001\.safetensors; ",
     ),
     "two steps": (["step-100.pt", "step-200.pt"], "", r"several sets of weights: step-100\.pt, step-200\.pt; "),
     "only variants": (
-        ["model.fp16.safetensors", "pytorch_model.ema-1-of-1.bin"],
-        "",
+        ["model.fp16.safetensors", "pytorch_model.ema-1-of-1.bin"], "",
         r"of a variant only: model\.fp16\.safetensors, pytorch_model\.ema-1-of-1\.bin; pass variant='ema' or variant='fp16'",
     ),
     "no such variant": (
-        ["model.safetensors", "model.ema.safetensors"],
-        "fp16",
+        ["model.safetensors", "model.ema.safetensors"], "fp16",
         r"FOLDER has no weights of variant='fp16'; it has model\.ema\.safetensors, model\.safetensors$",
     ),
     "many files": ([f"{c}.pt" for c in "abcdefghij"], "", r"a\.pt, .*, e\.pt and 5 more; pass"),
     "leftovers only": (LEFTOVERS, "", r"no checkpoint in FOLDER: expected \*\.safetensors"),
     "other files": (["tf_model.h5", "model.safetensors/", "README.md"], "", "no checkpoint in FOLDER"),
     "a pipeline of diffusers": (
-        ["model_index.json", "transformer/", "vae/"],
-        "",
+        ["model_index.json", "transformer/", "vae/"], "",
         "no checkpoint in FOLDER: .*; if they are in one of its folders, pass that one: transformer/, vae/$",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_names_of_which_none_comes_first_are_listed(what: str) -> None:
-    names, variant, message = REFUSED[what]
-    for order in (list(names), list(reversed(names))):
-        with pytest.raises(CheckpointError, match=message) as caught:
-            choose(order, "FOLDER", variant)
-        assert len(str(caught.value).splitlines()) == 1
+def test_names_that_are_chosen_or_refused() -> None:
+    for case, (names, variant, expected) in CHOSEN.items():
+        for order in (list(names), list(reversed(names))):
+            assert choose(order, "FOLDER", variant) == expected, case
+    for names, variant, message in REFUSED.values():
+        for order in (list(names), list(reversed(names))):
+            error = must_raise(CheckpointError, message, choose, order, "FOLDER", variant)
+            assert len(str(error).splitlines()) == 1
 
 
 # ---- the option ----
@@ -258,10 +242,9 @@ def test_a_variant_is_for_folders(tmp_path: Path) -> None:
     other = read_all(Checkpoint.open(folder / "model.safetensors"))
     assert_same(read_all(Checkpoint.open(folder, expected.manifest)), other)  # of the same layout
     for source in (folder / "model.fp16.safetensors", {"w": torch.ones(1)}, expected):
-        with pytest.raises(ValueError, match="variant='fp16' "):
-            Checkpoint.open(source, variant="fp16")
-    with pytest.raises(TypeError, match="expected variant to be a string, got None"):
-        epload.load(nn.Linear(3, 4), folder, variant=None, progress=False)
+        must_raise(ValueError, "variant='fp16' ", Checkpoint.open, source, variant="fp16")
+    text = "expected variant to be a string, got None"
+    must_raise(TypeError, text, epload.load, nn.Linear(3, 4), folder, variant=None, progress=False)
 
 
 def test_a_prefix_means_the_dcp_checkpoint_of_a_folder(tmp_path: Path) -> None:
@@ -275,8 +258,8 @@ def test_a_prefix_means_the_dcp_checkpoint_of_a_folder(tmp_path: Path) -> None:
     epload.load_state(state, folder, progress=False)
     assert_same(state["app"], saved)
     assert state["step"] == 3
-    with pytest.raises(ValueError, match="expected prefix= or variant=, got prefix='app' and variant='fp16'"):
-        Checkpoint.open(folder, prefix="app", variant="fp16")
+    text = "expected prefix= or variant=, got prefix='app' and variant='fp16'"
+    must_raise(ValueError, text, Checkpoint.open, folder, prefix="app", variant="fp16")
 
 
 VARIANTS: list[tuple[list[Any], str, str]] = [
@@ -292,13 +275,9 @@ def _with_variants(rank: int, folder: Path) -> list[tuple[str, str]]:
     for variants, _, _ in VARIANTS:
         model = nn.Linear(3, 4)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        try:
-            epload.load(model, folder, variant=variants[rank], progress=False)
-            outcomes.append(("", ""))
-            assert_same(model.state_dict(), read_all(Checkpoint.open(folder, variant="fp16")))
-        except (epload.LoadError, TypeError) as error:
-            outcomes.append((type(error).__name__, str(error)))
-            assert_same(model.state_dict(), before)
+        failure = outcome(partial(epload.load, model, folder, variant=variants[rank], progress=False))
+        outcomes.append(failure or ("", ""))
+        assert_same(model.state_dict(), before if failure else read_all(Checkpoint.open(folder, variant="fp16")))
     return outcomes
 
 

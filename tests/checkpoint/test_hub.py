@@ -24,6 +24,7 @@ from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
 from support.checks import all_fine
+from support.failures import must_raise
 from support.hub_server import COMMIT, TOKEN, HubServer, pointing, serving
 from support.small_model import NODES, meta_net, state_for, wrong
 
@@ -33,18 +34,12 @@ SMALL = Qwen3Config(
     vocab_size=8,
 )  # fmt: skip
 VARIANT = {"weight": tensor(3, (4, 3)), "bias": tensor(4, (4,))}
-OTHERS = (
-    "README.md",
-    "tokenizer.json",
-    "generation_config.json",
-    "logo.png",
-    "onnx/model.bin",
-    "original/a.safetensors",
-)
 
 
 def _others(folder: Path) -> None:
-    for name in OTHERS:
+    for name in (
+        "README.md", "tokenizer.json", "generation_config.json", "logo.png", "onnx/model.bin", "original/a.safetensors",
+    ):  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not for loading")
     (folder / "config.json").write_text('{"model_type": "none"}')
@@ -122,15 +117,6 @@ def test_only_weights_index_and_config_come(made: Callable[[Path], set[str]], tm
         assert server.fetched == dict.fromkeys(expected, 1), "the cache has them"
 
 
-def test_the_content_of_a_file_in_the_cache(model: Path, tmp_path: Path) -> None:
-    """It has the name of its digest."""
-    with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
-        Checkpoint.open("org/name").close()
-    (link,) = (tmp_path / "cache").rglob("model.safetensors")
-    assert "." not in link.resolve().name
-    assert_same(read_all(Checkpoint.open(link.resolve())), STATE)
-
-
 def test_plan_builds_the_model_that_the_checkpoint_is_of(model: Path, tmp_path: Path) -> None:
     Qwen3ForCausalLM(SMALL).save_pretrained(model)
     with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
@@ -143,8 +129,8 @@ def test_an_open_checkpoint_of_one_file_has_the_config_next_to_it(model: Path, t
     (model / "config.json").write_text('{"architectures": ["Unknown"]}')
     with serving(HubServer(model)) as server, pointing(server.address, tmp_path / "cache"):
         opened = Checkpoint.open("org/name")
-        with pytest.raises(ValueError, match=r"next to hf://org/name@.* names a model that cannot be built"):
-            epload.convert(opened, tmp_path / "new", dtype="bfloat16")
+        text = "next to hf://org/name@.* names a model that cannot be built"
+        must_raise(ValueError, text, epload.convert, opened, tmp_path / "new", dtype="bfloat16")
 
 
 def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path: Path) -> None:
@@ -153,42 +139,35 @@ def test_a_variant_in_the_cache_is_not_loaded_for_another(model: Path, tmp_path:
         with pointing(server.address, tmp_path / "cache"):
             assert_same(read_all(Checkpoint.open("org/name", variant="fp16")), VARIANT)
             assert server.fetched == {"config.json": 1, "model.fp16.safetensors": 1}
-            with pytest.raises(CheckpointError, match=r"has no weights of variant='ema'; it has consolidated\.safe"):
-                Checkpoint.open("org/name", variant="ema")
-        with (
-            pointing(server.address, tmp_path / "cache", offline=True),
-            pytest.raises(
-                CheckpointError, match=r"weights of a variant only: model\.fp16\.safetensors; pass variant='fp16'"
-            ),
-        ):
-            Checkpoint.open("org/name")
+            text = r"has no weights of variant='ema'; it has consolidated\.safe"
+            must_raise(CheckpointError, text, Checkpoint.open, "org/name", variant="ema")
+        text = r"weights of a variant only: model\.fp16\.safetensors; pass variant='fp16'"
+        _refused(server, tmp_path / "cache", "org/name", text, offline=True)
 
 
 def test_offline_from_the_cache(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    def check(offline: bool = False) -> None:
+        with pointing(server.address, cache, offline=offline):
+            assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
+
     with serving(HubServer(model)) as server:
-        with pointing(server.address, tmp_path / "cache"):
-            Checkpoint.open("org/name").close()
+        check()
         asked = server.asked
-        with pointing(server.address, tmp_path / "cache", offline=True):
-            assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
-        assert server.asked == asked
-        server.broken = True
-        with pointing(server.address, tmp_path / "cache"):
-            assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
-    with pointing(server.address, tmp_path / "cache"):  # nobody listens there
-        assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
-
-
-def test_a_revision_that_is_not_cached_is_named(model: Path, tmp_path: Path) -> None:
-    """Another revision of the same model is in the cache."""
-    with serving(HubServer(model)) as server:
-        with pointing(server.address, tmp_path / "cache"):
-            Checkpoint.open("hf://org/name@v1").close()
+        check(offline=True)
         for revision in ("v2", "0" * 40):
             match = (
                 f"at org/name in revision {revision}: .*not in the cache.*hf download org/name --revision {revision}$"
             )
-            _refused(server, tmp_path / "cache", f"hf://org/name@{revision}", match, offline=True)
+            _refused(server, cache, f"hf://org/name@{revision}", match, offline=True)
+        assert server.asked == asked
+        server.broken = True
+        check()
+    check()  # nobody listens there
+    (link,) = cache.rglob("model.safetensors")
+    assert "." not in link.resolve().name, "the content has the name of its digest"
+    assert_same(read_all(Checkpoint.open(link.resolve())), STATE)
 
 
 def _refused(server: HubServer, cache: Path, source: str, match: str, token: str = "", offline: bool = False) -> None:
@@ -213,14 +192,12 @@ def test_what_the_hub_refuses(model: Path, tmp_path: Path) -> None:
         _refused(server, cache, "org/name", "access to hf://org/name@.* is restricted: accept its conditions at")
     for source in ("hf://name", "hf://org/name@", "hf://", "hf://a/b/c"):
         _refused(server, cache, source, "expected hf://org/name or hf://org/name@revision, got")
-
-
-def test_a_refusal_is_not_answered_from_the_cache(model: Path, tmp_path: Path) -> None:
-    """Access may have been taken away."""
     with serving(HubServer(model, private=True)) as server:
-        with pointing(server.address, tmp_path / "cache", TOKEN):
+        with pointing(server.address, cache, TOKEN):
             Checkpoint.open("org/name").close()
-        _refused(server, tmp_path / "cache", "hf://org/name", "if it is private")
+        _refused(
+            server, cache, "hf://org/name", "if it is private"
+        )  # not from the cache: access may have been taken away
 
 
 def test_a_local_folder_wins(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,37 +209,19 @@ def test_a_local_folder_wins(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert_same(read_all(Checkpoint.open("hf://org/name")), STATE)
         assert hub.parse(Path("org/other")) is None, "a Path is a path"
 
-
-def test_without_the_library() -> None:
-    with (
-        mock.patch.dict(sys.modules, {"huggingface_hub": None}),
-        pytest.raises(CheckpointError, match=r"no such path; .*pip install epload\[hub\]"),
-    ):
-        Checkpoint.open("org/name")
+    with mock.patch.dict(sys.modules, {"huggingface_hub": None}):
+        text = r"no such path; .*pip install epload\[hub\]"
+        must_raise(CheckpointError, text, Checkpoint.open, "org/absent")
 
 
-def _load(rank: int, address: str, caches: list[Path], readers: str, source: str = "hf://org/name") -> list[str]:
+def _load(rank: int, address: str, caches: list[Path], readers: str, source: str) -> list[str]:
     torch.manual_seed(0)
-    with pointing(address, caches[rank // 2 % len(caches)]):
+    with pointing(address, caches[rank // 2]):
         model: nn.Module = meta_net()
         with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, verify=True, progress=False) as loader:
             for _ in range(2):
                 loader.load(model, source)
     return list(wrong(model, state_for(1)))
-
-
-@pytest.mark.parametrize(
-    ("readers", "nodes", "times"),
-    [("auto", 2, 2), ("one", 2, 1)],
-)
-def test_one_rank_of_each_cache_downloads(readers: str, nodes: int, times: int, tmp_path: Path) -> None:
-    """2 nodes x 2 ranks with a cache each, or one that all share. Where one rank reads, no other node downloads."""
-    (tmp_path / "served").mkdir()
-    save_file(state_for(1), tmp_path / "served" / "model.safetensors")
-    caches = [tmp_path / f"cache-{node}" for node in range(nodes)]
-    with serving(HubServer(tmp_path / "served", delay=0.3)) as server:
-        all_fine(ranks.run(4, _load, server.address, caches, readers))
-    assert server.fetched == {"model.safetensors": times}
 
 
 # ---- deltas ----
@@ -278,11 +237,13 @@ def steps(tmp_path: Path) -> dict[str, Path]:
     folders = {f"step-{step}": tmp_path / f"step-{step}" for step in (1, 2, 3)}
     for state, folder, base in zip(states, folders.values(), (None, *folders.values()), strict=False):
         epload.save(state, folder, base=base)
-    return folders
+    epload.save(states[-1], tmp_path / "whole")
+    return {**folders, "whole": tmp_path / "whole"}
 
 
-def _steps_server(steps: dict[str, Path], *missing: str) -> HubServer:
-    return HubServer(steps["step-1"], **{name: folder for name, folder in steps.items() if name not in missing})
+def _steps_server(steps: dict[str, Path], missing: str = "", delay: float = 0.0) -> HubServer:
+    others = {name: folder for name, folder in steps.items() if name != missing}
+    return HubServer(steps["step-1"], delay=delay, **others)
 
 
 def test_a_relative_base_is_the_model_of_that_name(steps: dict[str, Path], tmp_path: Path) -> None:
@@ -302,15 +263,14 @@ def test_a_relative_base_is_the_model_of_that_name(steps: dict[str, Path], tmp_p
         _refused(server, tmp_path / "empty", "org/step-3", match)
 
 
-@pytest.mark.parametrize("path", ["base", "..", "../../a/b/c", "../step-2", "../../../a/b"])
-def test_a_base_that_is_no_model(path: str, steps: dict[str, Path], tmp_path: Path) -> None:
+def test_a_base_that_is_no_model(steps: dict[str, Path], tmp_path: Path) -> None:
     index = json.loads((steps["step-2"] / "epload-delta.json").read_text())
-    index["base"]["path"] = path
-    (steps["step-2"] / "epload-delta.json").write_text(json.dumps(index))
-    with serving(_steps_server(steps)) as server:
-        _refused(
-            server, tmp_path / "cache", "org/step-2", r"expected the path of another model, such as \.\./NAME, got"
-        )
+    for number, path in enumerate(("base", "..", "../../a/b/c", "../step-2", "../../../a/b")):
+        index["base"]["path"] = path
+        (steps["step-2"] / "epload-delta.json").write_text(json.dumps(index))
+        with serving(_steps_server(steps)) as server:
+            text = r"expected the path of another model, such as \.\./NAME, got"
+            _refused(server, tmp_path / f"cache-{number}", "org/step-2", text)
 
 
 def test_another_rank_reads_the_commit_of_the_first(steps: dict[str, Path], tmp_path: Path) -> None:
@@ -337,10 +297,15 @@ def test_a_base_on_the_hub_is_named_by_its_commit(steps: dict[str, Path], tmp_pa
         _refused(server, tmp_path / "empty", str(tmp_path / "local"), match, offline=True)
 
 
-@pytest.mark.parametrize("readers", ["every", "partitioned", "one"])
-def test_ranks_load_a_delta(readers: str, steps: dict[str, Path], tmp_path: Path) -> None:
-    """2 nodes x 2 ranks, with a cache for each node."""
+@pytest.mark.parametrize(
+    ("readers", "name", "times"),
+    [("auto", "whole", 2), ("one", "whole", 1), ("every", "step-3", 2), ("partitioned", "step-3", 2), ("one", "step-3", 1)],
+)  # fmt: skip
+def test_one_rank_of_each_cache_downloads(
+    readers: str, name: str, times: int, steps: dict[str, Path], tmp_path: Path
+) -> None:
+    """2 nodes x 2 ranks, with a cache for each node. Where one rank reads, no other node downloads."""
     caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
-    with serving(_steps_server(steps)) as server:
-        all_fine(ranks.run(4, _load, server.address, caches, readers, "hf://org/step-3"))
-    assert server.fetched["model.safetensors"] == (1 if readers == "one" else 2)
+    with serving(_steps_server(steps, delay=0.1)) as server:
+        all_fine(ranks.run(4, _load, server.address, caches, readers, f"hf://org/{name}"))
+    assert server.fetched["model.safetensors"] == times
