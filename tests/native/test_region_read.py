@@ -1,9 +1,10 @@
-"""Reading regions of files straight into tensors, against plain torch on the files' bytes."""
+"""Reading regions of files straight into tensors, through the page cache or past it, against plain torch on the files' bytes."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epload.core.copy_table import CopyTable
 from epload.native import ops
+from page_cache import cached, drop
+from support.checkpoints import make_cold, tensor
 from support.region_copies import packed
 from support.region_reads import BF16, F32, Files, Row, Shape, table_of
 
@@ -273,3 +277,75 @@ def test_any_boxes(tmp_path: Path, job: Job, threads: int) -> None:
         files.check(rows, targets, threads)
     finally:
         files.close()
+
+
+MIB = 1 << 20
+NBYTES = 9 * MIB + 123
+"""Of the file: more than two requests, and its last block is not whole."""
+RANGES = [
+    (0, NBYTES), (1, NBYTES - 1), (4095, 2), (4096, 4 * MIB), (5 * MIB - 7, 4 * MIB + 100), (NBYTES - 300_000, 300_000),
+    (NBYTES - 5, 5), (123_457, 300_001), (0, 0),
+]  # fmt: skip
+"""Offset in the file and bytes."""
+
+
+@pytest.fixture
+def content() -> Tensor:
+    return tensor(1, (NBYTES,), torch.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path, content: Tensor) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(content.numpy().tobytes())
+    make_cold(path)
+    return path
+
+
+@pytest.fixture
+def descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def read(descriptor: int, offset: int, nbytes: int, target: Tensor, direct: bool = True) -> tuple[int, int, int, int]:
+    zero = torch.zeros(1, dtype=torch.int64)
+    rows = CopyTable.of_bytes(zero, zero + nbytes).rows
+    return ops.read_regions([descriptor], zero, zero, torch.tensor([[0, offset]]), [target], rows, 2, direct)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descriptor: int, content: Tensor) -> None:
+    buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
+    outcome = read(descriptor, offset, nbytes, buffer[33:])
+    assert outcome == (nbytes, -1, 0, 0)
+    assert torch.equal(buffer[33 : 33 + nbytes], content[offset : offset + nbytes])
+    assert buffer[:33].eq(255).all()
+    assert buffer[33 + nbytes :].eq(255).all()
+
+
+def test_what_is_read_directly_is_not_in_the_cache_afterwards(path: Path, descriptor: int) -> None:
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    read(descriptor, 0, NBYTES, buffer)
+    assert cached(path) < 0.1
+    read(descriptor, 0, NBYTES, buffer, direct=False)
+    assert cached(path) > 0.9
+
+
+def test_what_is_in_the_cache_is_read_there(path: Path, descriptor: int, content: Tensor) -> None:
+    """Among it what another program has just written, and the disk does not have yet."""
+    changed = content.flip(0)
+    with open(path, "r+b") as file:
+        file.write(changed.numpy().tobytes())
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    read(descriptor, 0, NBYTES, buffer)
+    assert torch.equal(buffer, changed)
+
+
+def test_a_cold_file_that_is_too_short(path: Path, descriptor: int) -> None:
+    os.truncate(path, 5 * MIB + 17)
+    drop(path)
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    _, failed, offset, error = read(descriptor, 0, NBYTES, buffer)
+    assert (failed, offset, error) == (0, 5 * MIB + 17, 0)
