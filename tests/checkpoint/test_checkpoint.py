@@ -37,6 +37,7 @@ from support.checkpoint_kinds import (
     the_index_itself,
 )
 from support.checkpoints import State, assert_same, framed, index, make_cold, raw_bytes, read_all, tensor
+from support.failures import must_raise
 from support.traced_reads import Traced, fill
 
 
@@ -105,8 +106,7 @@ def test_consume_frees_each_tensor_once_it_was_taken() -> None:
     checkpoint.fill(bucket, [Piece(1, 32, 0, 48)])
     assert list(state) == ["c"]
     assert raw_bytes(kept["b"])[32:] == bytes(bucket[:48].tolist())
-    with pytest.raises(CheckpointError, match="a was consumed"):
-        checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
+    must_raise(CheckpointError, "a was consumed", checkpoint.fill, bucket, [Piece(0, 0, 0, 40)])
 
 
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:
@@ -114,8 +114,7 @@ def test_a_dict_with_something_that_is_no_full_tensor() -> None:
         Checkpoint.open({"a": {"w": tensor(1, (2,))}, "b": [1, 2]})
     with pytest.raises(CheckpointError, match="b is not a dense tensor"):
         Checkpoint.open({"a": tensor(1, (2,)), "b": torch.eye(3).to_sparse()})
-    with pytest.raises(CheckpointError, match="b is not a dense tensor"):
-        Checkpoint.open({"b": torch.empty(3, device="meta")})
+    must_raise(CheckpointError, "b is not a dense tensor", Checkpoint.open, {"b": torch.empty(3, device="meta")})
     with pytest.raises(CheckpointError, match=r"b is not a dense tensor with data \(nested"):
         Checkpoint.open({"b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
     with pytest.raises((TypeError, CheckpointError)):
@@ -251,8 +250,7 @@ def test_a_damaged_file_is_refused_also_when_its_like_is_known(damage: str, tmp_
     known = Checkpoint.open(path).manifest
     raw = path.read_bytes()
     path.write_bytes({"truncated": raw[:-1], "no header": raw[:4], "header cut": raw[:20]}[damage])
-    with pytest.raises(CheckpointError, match=str(path)):
-        Checkpoint.open(path, known)
+    must_raise(CheckpointError, str(path), Checkpoint.open, path, known)
 
 
 def read_in_order(path: Path, state: Mapping[str, Tensor], most: int = 0) -> Traced:
@@ -356,8 +354,7 @@ def test_a_change_of_an_opened_file_is_seen(make: Make, tmp_path: Path) -> None:
     store.reopen()
     (tmp_path / "b").write_bytes(bytes(1000))
     assert re.search("b was (modified|replaced)", store.changed())
-    with pytest.raises(CheckpointError, match=r"b was (modified|replaced)"):
-        store.reopen()
+    must_raise(CheckpointError, "b was (modified|replaced)", store.reopen)
     store.close()
 
 

@@ -24,6 +24,7 @@ from support import ranks
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
 from support.checks import all_fine, differences, full_values
 from support.dcp_checkpoints import FORMATS, MODELS, folder_of, save_all, sharded
+from support.failures import must_raise
 from support.findings import not_refused
 from support.readers import small_waves
 
@@ -132,10 +133,8 @@ def test_a_submodule_named_model_is_no_key(tmp_path: Path) -> None:
 def test_two_state_dicts_in_one_folder(tmp_path: Path) -> None:
     other = {key: value + 1 for key, value in SMALL.items()}
     _save(tmp_path, {"app": {"model": SMALL, "state_dict": other}})
-    with pytest.raises(
-        CheckpointError, match=r"each of state_dict and model: pass prefix='app\.state_dict' or prefix='app\.m"
-    ):
-        Checkpoint.open(tmp_path)
+    text = r"each of state_dict and model: pass prefix='app\.state_dict' or prefix='app\.m"
+    must_raise(CheckpointError, text, Checkpoint.open, tmp_path)
     assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.model")), SMALL)
     assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.state_dict")), other)
 
@@ -146,8 +145,7 @@ def test_prefixes_that_select_nothing(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "saved", prefix="ema")
     torch.save(SMALL, tmp_path / "a.pt")
     for source in (tmp_path / "a.pt", tmp_path, SMALL, Checkpoint.open(SMALL)):
-        with pytest.raises(ValueError, match="prefix='ema' is "):
-            Checkpoint.open(source, prefix="ema")
+        must_raise(ValueError, "prefix='ema' is ", Checkpoint.open, source, prefix="ema")
 
 
 def test_another_prefix_is_another_checkpoint(tmp_path: Path) -> None:
@@ -253,9 +251,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
     make, message = WRONG[what]
     make(_save(tmp_path / "saved", SMALL))
-    with pytest.raises(CheckpointError, match=message) as caught:
-        Checkpoint.open(tmp_path / "saved")
-    assert len(str(caught.value).splitlines()) == 1
+    caught = must_raise(CheckpointError, message, Checkpoint.open, tmp_path / "saved")
+    assert len(str(caught).splitlines()) == 1
     assert not (tmp_path / "saved" / "executed").exists()
 
 

@@ -27,6 +27,7 @@ from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_layout
 from epload.cli.main import main
 from support import ranks
 from support.checkpoints import assert_same, entry, framed, header, index, read_all, tensor
+from support.failures import must_raise
 from support.malformed import FILES
 
 # ---- headers ----
@@ -101,8 +102,7 @@ def test_a_header_over_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 1))
     os.truncate(path, 2 * MAX_HEADER_BYTES)
-    with pytest.raises(CheckpointError, match=f"bad.safetensors.*{MAX_HEADER_BYTES + 1} bytes"):
-        Checkpoint.open(path)
+    must_raise(CheckpointError, f"bad.safetensors.*{MAX_HEADER_BYTES + 1} bytes", Checkpoint.open, path)
 
 
 # ---- folders, indices and torch files ----
@@ -126,8 +126,7 @@ def test_an_index_that_points_out_of_its_folder(outside: str, tmp_path: Path) ->
     ids=lambda content: repr(content)[:40],
 )  # fmt: skip
 def test_an_index_that_is_none(content: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"index\.json"):
-        Checkpoint.open(index(tmp_path, content))
+    must_raise(CheckpointError, r"index\.json", Checkpoint.open, index(tmp_path, content))
 
 
 def test_an_index_whose_file_lacks_a_key(tmp_path: Path) -> None:
@@ -143,8 +142,7 @@ def test_a_key_in_two_files(tmp_path: Path) -> None:
     first, second = {"v": tensor(1, (2,)), "w": tensor(2, (2,))}, {"w": tensor(3, (2,))}
     save_file(first, tmp_path / "x-0.safetensors")
     save_file(second, tmp_path / "x-1.safetensors")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.safetensors and in .*x-1\.safetensors"):
-        Checkpoint.open(tmp_path)
+    must_raise(CheckpointError, r"w is both in .*x-0\.safetensors and in .*x-1\.safetensors", Checkpoint.open, tmp_path)
     # An index settles which of the two counts.
     checkpoint = Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x-0.safetensors", "w": "x-1.safetensors"}}))
     assert_same(read_all(checkpoint), {"v": first["v"], "w": second["w"]})
@@ -153,8 +151,7 @@ def test_a_key_in_two_files(tmp_path: Path) -> None:
     folder.mkdir()
     torch.save(first, folder / "x-0.bin")
     torch.save(second, folder / "x-1.bin")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.bin and in .*x-1\.bin"):
-        Checkpoint.open(folder)
+    must_raise(CheckpointError, r"w is both in .*x-0\.bin and in .*x-1\.bin", Checkpoint.open, folder)
 
 
 class Trap:
@@ -170,8 +167,7 @@ class Trap:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     path, sprung = tmp_path / "trap.pt", tmp_path / "sprung"
     torch.save({"w": tensor(1, (2,)), "x": Trap(sprung)}, path)
-    with pytest.raises(CheckpointError, match=r"trap\.pt"):
-        Checkpoint.open(path)
+    must_raise(CheckpointError, r"trap\.pt", Checkpoint.open, path)
     assert not sprung.exists()
 
 
@@ -189,8 +185,7 @@ def test_torch_files_that_are_none(tmp_path: Path) -> None:
         message = (
             "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
         )
-        with pytest.raises(CheckpointError, match=rf"bad\.pt: {message}"):
-            Checkpoint.open(path)
+        must_raise(CheckpointError, rf"bad\.pt: {message}", Checkpoint.open, path)
 
 
 STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
@@ -252,16 +247,14 @@ def test_links_to_files_are_followed(tmp_path: Path) -> None:
 def test_a_link_to_nothing(to: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(to)
     for source in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(CheckpointError, match=rf"{tmp_path}/model\.safetensors: "):
-            Checkpoint.open(source)
+        must_raise(CheckpointError, rf"{tmp_path}/model\.safetensors: ", Checkpoint.open, source)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "x.bin", ".metadata", "model.safetensors.index.json"])
 @pytest.mark.parametrize("file", ["/proc/self/mem", "/proc/version"])
 def test_files_without_a_size(name: str, file: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to(file)
-    with pytest.raises(CheckpointError, match=str(tmp_path / name)):
-        Checkpoint.open(tmp_path)
+    must_raise(CheckpointError, str(tmp_path / name), Checkpoint.open, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", ".metadata"])
@@ -269,8 +262,7 @@ def test_a_description_of_any_size(name: str, tmp_path: Path) -> None:
     """A file without content on disk, which would fill the memory."""
     with open(tmp_path / name, "wb") as file:
         file.truncate(1 << 42)
-    with pytest.raises(CheckpointError, match=rf"{name} has {1 << 42} bytes, expected at most"):
-        Checkpoint.open(tmp_path)
+    must_raise(CheckpointError, rf"{name} has {1 << 42} bytes, expected at most", Checkpoint.open, tmp_path)
 
 
 def test_a_file_whose_lease_has_to_be_released(tmp_path: Path) -> None:
@@ -318,8 +310,7 @@ def _other_files(folder: Path) -> None:
         (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
     ]
     for call, kind in refusals:
-        with pytest.raises(kind, match=r"fifo"):
-            call()
+        must_raise(kind, "fifo", call)
     for command in (
         ["inspect", str(fifo)], ["verify", str(fifo)], ["diff", str(fifo), str(fifo)],
         ["convert", str(fifo), str(folder / "out")],

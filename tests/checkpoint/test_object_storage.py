@@ -204,7 +204,7 @@ def test_faults_that_stay(library: str, s3: Servers, tmp_path: Path) -> None:
             )
 
 
-def clean(error: Exception) -> None:
+def clean(error: BaseException) -> None:
     """Neither the message nor what it came from shows a secret or an address with a signature."""
     text = str(error)
     assert SECRET not in text

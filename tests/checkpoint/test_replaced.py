@@ -24,6 +24,7 @@ from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run as load_run
 from support import ranks
 from support.checkpoints import assert_same, read_all, tensor
+from support.failures import must_raise
 
 SAMPLE = [Run.of(seed) for seed in range(1000, 1006)]
 IN_THE_MIDDLE = [
@@ -78,13 +79,9 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
         action(path)
 
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
-    with (
-        mock.patch("epload.loading.run.fill_missing", hook),
-        pytest.raises(
-            CheckpointError, match=rf"{re.escape(str(path))} {message}.*while it was loaded.*partly overwritten"
-        ),
-    ):
-        _loader().load(model, path)
+    with mock.patch("epload.loading.run.fill_missing", hook):
+        text = rf"{re.escape(str(path))} {message}.*while it was loaded.*partly overwritten"
+        must_raise(CheckpointError, text, _loader().load, model, path)
 
 
 @pytest.mark.parametrize(("how", "change"), [("mapped", "replaced"), ("before torch 1.6", "overwritten")])
@@ -99,11 +96,9 @@ def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path
         fill(*arguments)
         action(path)
 
-    with (
-        mock.patch.object(StateDictCheckpoint, "fill", meanwhile),
-        pytest.raises(CheckpointError, match=rf"{re.escape(str(path))} {message}.*partly overwritten"),
-    ):
-        _loader(readers="one").load(nn.Linear(3, 4), path)
+    with mock.patch.object(StateDictCheckpoint, "fill", meanwhile):
+        text = rf"{re.escape(str(path))} {message}.*partly overwritten"
+        must_raise(CheckpointError, text, _loader(readers="one").load, nn.Linear(3, 4), path)
 
 
 def test_a_file_is_opened_once(tmp_path: Path) -> None:
@@ -136,11 +131,8 @@ def test_a_proof_reads_what_lies_at_the_path(tmp_path: Path) -> None:
         write(path, path.read_bytes(), "rename")
         prove(*arguments)
 
-    with (
-        mock.patch.object(load_run, "_prove", hook),
-        pytest.raises(CheckpointError, match="was replaced by another file"),
-    ):
-        _loader(verify=True).load(model, path)
+    with mock.patch.object(load_run, "_prove", hook):
+        must_raise(CheckpointError, "was replaced by another file", _loader(verify=True).load, model, path)
 
 
 def test_a_checkpoint_that_is_kept_and_whose_file_changes(tmp_path: Path) -> None:
@@ -166,8 +158,7 @@ def test_a_checkpoint_that_was_closed_reads_the_same_file_or_none(tmp_path: Path
     assert_same(read_all(checkpoint), state)
     checkpoint.close()
     write(path, path.read_bytes(), "rename")
-    with pytest.raises(CheckpointError, match="was replaced by another file"):
-        read_all(checkpoint)
+    must_raise(CheckpointError, "was replaced by another file", read_all, checkpoint)
 
 
 def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:

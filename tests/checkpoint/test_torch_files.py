@@ -27,6 +27,7 @@ from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support import ranks
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
+from support.failures import must_raise
 
 
 def _state() -> dict[str, Any]:
@@ -151,8 +152,7 @@ def test_two_state_dicts_in_one_file(wrapper: str, zipped: bool, tmp_path: Path)
     torch.save({wrapper: both} if wrapper else both, path, _use_new_zipfile_serialization=zipped)
     place = "torch.load(FILE)['state_dict']['model']" if wrapper else "torch.load(FILE)['model']"
     message = f"has a state dict under each of 'state_dict' and 'model'; pass the one that is meant, e.g. {place}"
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        Checkpoint.open(path)
+    must_raise(CheckpointError, re.escape(message), Checkpoint.open, path)
     torch.save(both | {"model": {}}, path, _use_new_zipfile_serialization=zipped)
     assert_same(read_all(Checkpoint.open(path)), both["state_dict"])
 
@@ -164,10 +164,8 @@ def test_a_dict_of_no_tensors(tmp_path: Path) -> None:
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     for known in (None, Checkpoint.open({}).manifest):
-        with pytest.raises(
-            CheckpointError, match=r"optimizer\.pt: no tensors found; top-level keys: state, param_groups$"
-        ):
-            Checkpoint.open(tmp_path / "optimizer.pt", known)
+        text = r"optimizer\.pt: no tensors found; top-level keys: state, param_groups$"
+        must_raise(CheckpointError, text, Checkpoint.open, tmp_path / "optimizer.pt", known)
     with pytest.raises(TypeError, match="state dict: no tensors found; top-level keys: state, param_groups"):
         _loader().load(model, optimizer.state_dict())
 
@@ -210,8 +208,7 @@ def test_one_file_beside_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"weight": "a.safetensors", "bias": "b.bin"}}'
     )
-    with pytest.raises(CheckpointError, match=r"several formats \(.*; expected one format"):
-        Checkpoint.open(tmp_path)
+    must_raise(CheckpointError, r"several formats \(.*; expected one format", Checkpoint.open, tmp_path)
 
 
 LIMIT = 60.0
@@ -310,8 +307,7 @@ def _refuse_all(write: Callable[[Path, bytes], None], path: Path) -> None:
     for bomb, body in BOMBS.items():
         print(bomb, flush=True)  # shown if the process is ended
         write(path, START + body if body else b"")
-        with pytest.raises(CheckpointError, match=f"^{path}: not "):
-            Checkpoint.open(path.parent)
+        must_raise(CheckpointError, f"^{path}: not ", Checkpoint.open, path.parent)
 
 
 @pytest.mark.parametrize(

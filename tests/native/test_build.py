@@ -17,6 +17,7 @@ import torch
 
 import epload
 from epload import _C
+from support.failures import must_raise
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(epload.__file__).parent
@@ -277,5 +278,4 @@ def test_a_compiler_that_links_its_runtime_statically(shared_runtime: bool, tmp_
     elif torch.__version__ >= (2, 15):
         pytest.skip("with torch 2.15, errors get across although the library has a runtime of its own")
     else:
-        with pytest.raises(SystemExit, match=r"links its runtime into libepload\.so"):
-            module.check_exceptions(library, torch_dir)
+        must_raise(SystemExit, r"links its runtime into libepload\.so", module.check_exceptions, library, torch_dir)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
+from support.failures import must_raise
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 16
@@ -72,10 +73,8 @@ def test_a_base_at_an_address_of_no_unit_stays_as_it_was() -> None:
     memory = random_bytes(17, 10)
     base = memory[1:]
     blocks = [encode(part.clone(), part ^ 1, unit)[0] for part, unit in ((base[:8], 1), (base[8:], 8))]
-    with pytest.raises(ValueError, match="starts and ends at a multiple of 8 bytes"):
-        ops.apply_changes(torch.cat(blocks), base)
-    with pytest.raises(ValueError, match="expected the changes to be other memory"):
-        ops.apply_changes(memory[:8], base)
+    must_raise(ValueError, "starts and ends at a multiple of 8 bytes", ops.apply_changes, torch.cat(blocks), base)
+    must_raise(ValueError, "expected the changes to be other memory", ops.apply_changes, memory[:8], base)
     assert torch.equal(memory, random_bytes(17, 10))
 
 
@@ -157,8 +156,7 @@ def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
         ("no encoded changes", torch.cat([encoded[:1] ^ 255, encoded[1:]]), ROWS, END),
         ("follow one another", encoded, ROWS.flip(0), END),
     ]:
-        with pytest.raises(ValueError, match=text):
-            ops.apply_regions(changes, before, copies, 64, end)
+        must_raise(ValueError, text, ops.apply_regions, changes, before, copies, 64, end)
         for found, want in zip(before, unchanged, strict=True):
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
     with pytest.raises(ValueError, match="a bucket of at least"):
@@ -168,8 +166,7 @@ def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
     with pytest.raises(ValueError, match="expected 3 changed tensors, got 2"):
         ops.encode_regions(before, after[:2], ROWS, 64, END, out)
     for of_base, changed in ((before, out), (before, [*after[:2], out[:672].view(torch.complex128).view(7, 6)])):
-        with pytest.raises(ValueError, match="other memory"):
-            ops.encode_regions(of_base, changed, ROWS, 64, END, out)
+        must_raise(ValueError, "other memory", ops.encode_regions, of_base, changed, ROWS, 64, END, out)
 
 
 def test_bits_are_compared_and_not_values() -> None:
@@ -234,8 +231,7 @@ def test_no_beginning_of_an_encoding_is_one(unit: int) -> None:
     encoded, _ = encode(base, changed_bytes(base, unit, torch.tensor([2, 303, 900])), unit)
     assert ops.check_changes(encoded, len(base)) == 3
     for nbytes in range(len(encoded)):
-        with pytest.raises(ValueError, match=r"damaged|no encoded changes"):
-            ops.check_changes(encoded[:nbytes].clone(), len(base))
+        must_raise(ValueError, "damaged|no encoded changes", ops.check_changes, encoded[:nbytes].clone(), len(base))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -256,5 +252,4 @@ def test_what_does_not_fit_is_refused() -> None:
         "room for 81": lambda: ops.encode_changes(base, changed, 2, torch.empty(80, dtype=torch.uint8)),
         "other memory": lambda: ops.encode_changes(base[:16], changed[:16], 2, changed),
     }.items():
-        with pytest.raises(ValueError, match=match):
-            call()
+        must_raise(ValueError, match, call)

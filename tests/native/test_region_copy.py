@@ -15,6 +15,7 @@ from epload.core import dtypes
 from epload.native import ops
 from support import ranks
 from support.checks import as_bytes
+from support.failures import must_raise
 from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
 
 
@@ -94,8 +95,7 @@ def test_lazy_views_are_resolved_or_refused(lazy: str) -> None:
     ops.pack(bucket, [source], table_of([row], 1))
     assert torch.equal(bucket.view(source.dtype), source.clone())
     before = bucket.clone()
-    with pytest.raises(RuntimeError, match="aterialize"):
-        ops.unpack(bucket, [source], table_of([row], 1))
+    must_raise(RuntimeError, "aterialize", ops.unpack, bucket, [source], table_of([row], 1))
     assert torch.equal(bucket, before)
 
 
@@ -203,8 +203,7 @@ def test_autograd_learns_of_the_write() -> None:
     loss = (weight * weight).sum()
     row = Row(0, 0, torch.float32, [0], [4], [1])
     ops.unpack(torch.zeros(16, dtype=torch.uint8), [weight], table_of([row], 1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    must_raise(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:

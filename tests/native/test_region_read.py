@@ -211,8 +211,8 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     for file in (1, -1):
         refused(f"row 1 names file {file}", [], file)
     refused("row 1", [], origin=(1, -1))
-    for tensor in (2, -1):
-        refused(f"row 1 starts at byte 8 of tensor {tensor} of 2", [], origin=(tensor, 8))
+    for target in (2, -1):
+        refused(f"row 1 starts at byte 8 of tensor {target} of 2", [], origin=(target, 8))
     refused("row 1 starts at byte 9223372036854775807 of tensor 1", [], offset=1, origin=(1, 2**63 - 1))
     refused("1 files and 2 offsets", [], files=torch.zeros(1, dtype=torch.int64))
     two_by_two = torch.zeros(2, 2, dtype=torch.int64)

@@ -17,7 +17,7 @@ from epload import HierarchicalLoader, LoadOptions, Topology
 from epload.observe.trace import ROUND, Event, Events, merge_events, save_trace
 from support import ranks
 from support.checks import all_fine
-from support.failures import Slow
+from support.failures import Slow, must_raise
 from support.small_model import BUCKET, NODES, Net, meta_net, only_readers, state_for, wrong
 
 
@@ -95,8 +95,7 @@ def test_a_plot_is_a_picture(folder: Path) -> None:
 def test_what_a_report_of_one_rank_can_write(tmp_path: Path) -> None:
     untraced = epload.load(Net(), state_for(1))
     for write in (untraced.trace, untraced.plot):
-        with pytest.raises(ValueError, match=r"trace=True\) to epload.load\), or set EPLOAD_TRACE"):
-            write(tmp_path / "x.json")
+        must_raise(ValueError, r"trace=True\) to epload.load\), or set EPLOAD_TRACE", write, tmp_path / "x.json")
     report = epload.load(Net(), state_for(1), options=LoadOptions(trace=True))
     with mock.patch.dict("sys.modules", {"matplotlib.figure": None}), pytest.raises(ImportError, match="pip install"):
         report.plot(tmp_path / "x.png")

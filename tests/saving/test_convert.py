@@ -24,7 +24,7 @@ from epload.mapping import Quantize
 from epload.saving import rewrite as converting
 from support import ranks
 from support.checkpoints import read_folder
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.findings import differing
 from support.fp8 import Tree
 
@@ -83,8 +83,7 @@ def test_arguments_are_those_of_a_save(tmp_path: Path) -> None:
         ({"max_shard_bytes": "5GB"}, "got '5GB'"),
         ({"files": [tmp_path / "tokenizer.json"]}, "expected files= to name files to be copied, but .*tokenizer.json"),
     ):
-        with pytest.raises(ValueError, match=text):
-            epload.convert(tmp_path / "m.safetensors", tmp_path / "new", **options)
+        must_raise(ValueError, text, epload.convert, tmp_path / "m.safetensors", tmp_path / "new", **options)
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
@@ -105,8 +104,7 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
         ("delta", "..", "cannot be replaced: .*run/delta, from which the checkpoint is read"),
         (STATE, "../run", "run is the current directory, or contains it, and overwrite=True replaces"),
     ):
-        with pytest.raises(ValueError, match=text):
-            epload.convert(source, path, overwrite=True)
+        must_raise(ValueError, text, epload.convert, source, path, overwrite=True)
     assert sorted(os.listdir(tmp_path / "run")) == ["base", "delta"]
     epload.convert("delta", "delta", overwrite=True)
     assert differing(read_folder(tmp_path / "run" / "delta"), STATE | CHANGED) == []
@@ -193,8 +191,7 @@ def test_quantized_weights_are_copied_and_not_cast(case: str, tmp_path: Path) ->
     if case in ("fp8", "int8", "EETQ"):  # that a model can hold
         model = Tree(state)
         epload.load(model, state, progress=False)
-        with pytest.raises(ValueError, match=r"w\.weight is quantized"):
-            epload.save(model, tmp_path / "saved", dtype=torch.bfloat16)
+        must_raise(ValueError, r"w\.weight is quantized", epload.save, model, tmp_path / "saved", dtype=torch.bfloat16)
         epload.save(model, tmp_path / "saved")
         assert differing(read_folder(tmp_path / "saved"), state) == []
 

@@ -20,7 +20,7 @@ import epload
 from epload.mapping import Convert, Rename, Reshape, Split
 from support import ranks
 from support.checkpoints import read_folder
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -191,10 +191,8 @@ def test_a_tensor_that_is_made_of_several_dtypes(tmp_path: Path) -> None:
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:
     model, names = torch.nn.Linear(2, 3), tmp_path / "names.pt"
     torch.save({"weight": torch.zeros(3, 2)}, names)
-    with pytest.raises(
-        epload.ModelMismatch, match="have no place in the checkpoint and would be left out: 1 tensor: bias;"
-    ):
-        epload.save(model, tmp_path / "new", names_from=names)
+    text = "have no place in the checkpoint and would be left out: 1 tensor: bias;"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new", names_from=names)
     rename = epload.Mapping(renames=(Rename("^weight$", "w"),))
     with pytest.raises(ValueError, match="checkpoint names of the model's tensors cannot be derived"):
         epload.save(model, tmp_path / "new", mapping=rename)
@@ -206,8 +204,7 @@ def test_a_url_is_no_folder_to_write(path: str | Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     epload.save({"w": torch.ones(2)}, "source")
     for call in (lambda: epload.save({"w": torch.ones(2)}, path), lambda: epload.convert("source", path)):
-        with pytest.raises(ValueError, match="expected the path of a local folder"):
-            call()
+        must_raise(ValueError, "expected the path of a local folder", call)
     assert os.listdir() == ["source"]
 
 

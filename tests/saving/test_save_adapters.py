@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 import epload
 from support import ranks
 from support.checks import all_fine
+from support.failures import must_raise
 from support.findings import not_refused
 from support.jobs import Job, Meeting, run
 
@@ -193,8 +194,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_base_model_computes_is_refused(case: str, tmp_path: Path) -> None:
     make, text = REFUSED[case]
-    with pytest.raises(epload.ModelMismatch, match=re.escape(text)):
-        epload.save(make(), tmp_path / "saved")
+    must_raise(epload.ModelMismatch, re.escape(text), epload.save, make(), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

@@ -24,7 +24,7 @@ from support import ranks, s3_server
 from support.checkpoint_kinds import SOURCES, opened, plain_dict, small_state
 from support.checkpoints import assert_same, read_all, read_folder, tensor
 from support.checks import as_bytes
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.pretrained import random
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
@@ -250,8 +250,7 @@ def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(delta, "MAX_LINKS", 2)
     monkeypatch.setattr("epload.saving.changes.MAX_LINKS", 2)
     state = read_all(epload.Checkpoint.open(chain / "3"))
-    with pytest.raises(ValueError, match="ends a chain of 2 deltas"):
-        epload.save(state, chain / "4", base=chain / "3")
+    must_raise(ValueError, "ends a chain of 2 deltas", epload.save, state, chain / "4", base=chain / "3")
     epload.convert(chain / "3", chain / "flat")
     epload.save(state, chain / "4", base=chain / "flat")
     os.link(chain / "flat" / "model.safetensors", chain / "4" / "model.safetensors")
@@ -287,8 +286,7 @@ def test_mistakes(
     if kind is None:
         epload.save(state, path, **options)
     else:
-        with pytest.raises(kind, match=text):
-            epload.save(state, path, **options)
+        must_raise(kind, text, epload.save, state, path, **options)
     assert sorted(os.listdir()) == before
     assert_same(read_all(epload.Checkpoint.open("3")), state)
 

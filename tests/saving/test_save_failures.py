@@ -23,7 +23,7 @@ from epload.saving import run
 from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout
 from support import ranks
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.synced_models import SHAPES, build, values, write
 
 PLACES = {
@@ -176,8 +176,7 @@ def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "c") == ["a"]
     second.add("a", b"a")
     old(tmp_path / "d")
-    with pytest.raises(OSError, match="not empty"):
-        second.commit()
+    must_raise(OSError, "not empty", second.commit)
     folders.discard(second.temporary)
     assert os.listdir(tmp_path / "d") == ["old"]
     assert sorted(os.listdir(tmp_path)) == ["c", "d"]
@@ -216,8 +215,7 @@ def test_folders_that_need_not_be_synced(number: int, fails: bool, tmp_path: Pat
 
     with mock.patch.object(folders.os, "fsync", of_folders):
         if fails:
-            with pytest.raises(OSError, match=re.escape(str(new.temporary))):
-                new.commit()
+            must_raise(OSError, re.escape(str(new.temporary)), new.commit)
         else:
             new.commit()
     assert (tmp_path / "c").exists() != fails

@@ -1,4 +1,7 @@
-"""Models of the transformers library are saved as ``save_pretrained`` saves them, also in fp8, and ``from_pretrained`` reads them."""
+"""Models of the transformers library, also in fp8, are saved as ``save_pretrained`` does, for ``from_pretrained`` to read.
+
+The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from epload.cli.main import main
 from epload.mapping import Quantize
 from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
+from support.failures import must_raise
 from support.findings import differing
 from support.pretrained import SIZES, by_the_library, config, fsdp, random
 from support.quantized import BF16, FP8, fine_grained
@@ -166,10 +170,8 @@ def test_scales_without_a_place_are_not_left_out(tmp_path: Path) -> None:
     quantization = transformers.FineGrainedFP8Config(weight_block_size=(2, 2), modules_to_not_convert=["lm_head"])
     with as_on_a_gpu():
         model = cls.from_pretrained(tmp_path / "wide", dtype=BF16, quantization_config=quantization)
-    with pytest.raises(
-        epload.ModelMismatch, match=r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
-    ):
-        epload.save(model, tmp_path / "new")
+    text = r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new")
 
 
 class OddLinear(torch.nn.Linear):
@@ -188,10 +190,8 @@ def test_linear_layers_of_other_classes_stay(tmp_path: Path) -> None:
 def test_a_name_that_would_exclude_what_is_quantized(tmp_path: Path) -> None:
     inner = torch.nn.ModuleDict({"aggregate": torch.nn.Linear(32, 32)})
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "out": inner}).to(BF16)
-    with pytest.raises(
-        ValueError, match=r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
-    ):
-        epload.save(model, tmp_path / "new", mapping=Quantize(BLOCKS))
+    text = r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
+    must_raise(ValueError, text, epload.save, model, tmp_path / "new", mapping=Quantize(BLOCKS))
 
 
 @pytest.mark.parametrize(

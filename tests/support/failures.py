@@ -36,7 +36,7 @@ def must_raise(
     call: Callable[..., Any],
     *args: Any,
     **options: Any,
-) -> Exception:
+) -> BaseException:
     """Fails unless a call raises an error of this kind whose text matches. Returns the error."""
     with pytest.raises(kind, match=match) as caught:
         call(*args, **options)

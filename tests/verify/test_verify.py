@@ -33,7 +33,7 @@ from epload.verify.compare import compare_values
 from epload.verify.digests import digest_shards, verify_digests
 from support import ranks
 from support.checks import all_fine
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, state_for, wrong
 
 WAYS = (
@@ -158,11 +158,8 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
         os.truncate(tmp_path / "model-0.safetensors", 1500)
         prove(*arguments)
 
-    with (
-        mock.patch.object(run, "_prove", truncate_first),
-        pytest.raises(CheckpointError, match=r"model-0\.safetensors"),
-    ):
-        HierarchicalLoader(verify=True).load(model, tmp_path)
+    with mock.patch.object(run, "_prove", truncate_first):
+        must_raise(CheckpointError, r"model-0\.safetensors", HierarchicalLoader(verify=True).load, model, tmp_path)
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
@@ -260,10 +257,8 @@ def test_verify_is_a_bool(verify: Any, advice: str) -> None:
         HierarchicalLoader,
         lambda **options: WeightSender(nn.Linear(2, 2), "127.0.0.1:0", receivers=1, **options),
     ):
-        with pytest.raises(
-            TypeError, match=f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove"
-        ):
-            make(verify=verify)
+        text = f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove"
+        must_raise(TypeError, text, make, verify=verify)
 
 
 def difference(a: Tensor, b: Tensor, **tolerances: float) -> dict[str, Any] | None:
