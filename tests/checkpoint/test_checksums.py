@@ -39,14 +39,12 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(folder: Path, files: int = 1, **options: Any) -> epload.SaveReport:
-    """Saves the small state, with a list of digests unless the options say otherwise."""
     state = state_for()
     limit = max(1, sum(tensor.nbytes for tensor in state.values()) // files) if files > 1 else 1 << 30
     return epload.save(state, folder, max_shard_bytes=limit, **{"checksums": True} | options)
 
 
 def sha256sum(folder: Path) -> Path:
-    """The list that the program writes of a folder's files."""
     names = sorted(path.name for path in folder.iterdir() if path.name != file_sets.CHECKSUMS)
     listed = folder.parent / "SHA256SUMS"
     listed.write_bytes(subprocess.run(["sha256sum", "--", *names], cwd=folder, capture_output=True, check=True).stdout)
@@ -127,15 +125,6 @@ def test_a_load_compares_all_files_first(kind: str, tmp_path: Path) -> None:
     epload.load(FlatState(state), folder, progress=False)  # without a list nobody knows
 
 
-def test_the_index_counts(tmp_path: Path) -> None:
-    saved(tmp_path / "a", 3)
-    listed = {path.name: sha256(path) for path in (tmp_path / "a").glob("*.safetensors")}
-    must_raise(CheckpointError, r"has no digest of model\.safetensors\.index\.json", load, tmp_path / "a", listed)
-    index = tmp_path / "a" / "model.safetensors.index.json"
-    index.write_bytes(index.read_bytes().replace(b"\n", b" ", 1))
-    must_raise(CheckpointError, "index.json is not the file", load, tmp_path / "a", True)
-
-
 def test_malformed_lists() -> None:
     for content, text in (
         (b"", "has no digest of any file"),
@@ -159,7 +148,6 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
     saved(folder)
     listed = json.loads((folder / file_sets.CHECKSUMS).read_bytes())
     entry = listed["files"]["model.safetensors"]
-
     for changes in ({"bytes": entry["bytes"] + 1}, {"chunks": entry["chunks"][:-1]}, {"chunks": entry["chunks"] * 2}):
         (tmp_path / "list").write_text(json.dumps({**listed, "files": {"model.safetensors": entry | changes}}))
         text = "model.safetensors is not the file that .* describes: it has"
@@ -182,16 +170,19 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
     (folder / file_sets.CHECKSUMS).unlink()
     for given in (True, "sha256:" + "0" * 64):
         must_raise(CheckpointError, "no checksums are published next to", load, folder, given)
-
-
-def test_what_has_no_files_of_its_own(tmp_path: Path) -> None:
-    saved(tmp_path / "a", base=None)
-    saved(tmp_path / "b", base=tmp_path / "a", checksums=False)
-    text = "files= and checksums= are for whole checkpoints"
-    must_raise(ValueError, text, saved, tmp_path / "c", base=tmp_path / "a")
+    # What has no files of its own.
+    saved(tmp_path / "b", base=folder, checksums=False)
+    must_raise(ValueError, "files= and checksums= are for whole checkpoints", saved, tmp_path / "c", base=folder)
     for source in (state_for(), tmp_path / "b"):
         text = "checksums= compares the files of a checkpoint"
         must_raise(ValueError, text, load, source, {"model.safetensors": "0" * 64})
+    # The index is one of the files.
+    saved(tmp_path / "d", 3)
+    by_name = {path.name: sha256(path) for path in (tmp_path / "d").glob("*.safetensors")}
+    must_raise(CheckpointError, r"has no digest of model\.safetensors\.index\.json", load, tmp_path / "d", by_name)
+    index = tmp_path / "d" / "model.safetensors.index.json"
+    index.write_bytes(index.read_bytes().replace(b"\n", b" ", 1))
+    must_raise(CheckpointError, "index.json is not the file", load, tmp_path / "d", True)
 
 
 def test_the_hub_has_published_digests(tmp_path: Path) -> None:
@@ -202,9 +193,6 @@ def test_the_hub_has_published_digests(tmp_path: Path) -> None:
         flip(blob)
         text = "model-00002.* is not the file that the Hugging Face Hub describes"
         must_raise(CheckpointError, text, load, "hf://org/name", True)
-
-
-# ---- several ranks ----
 
 
 def load_each(
@@ -255,15 +243,9 @@ def test_ranks_share_what_is_compared(tmp_path: Path) -> None:
     files = sum(path.stat().st_size for path in copies[0].glob("*.safetensors"))
     index = (copies[0] / "model.safetensors.index.json").stat().st_size  # which ranks that join do not open
     hashed = {case: [found[case][1] for found in results] for case in cases}
-    for case, total in {
-        "every": files,
-        "one": files,
-        "partitioned": files,
-        "objects": files,
-        "nodes": 2 * files,
-    }.items():
+    for case in ("every", "one", "partitioned", "objects", "nodes"):
         assert {found[case][0] for found in results} == {""}
-        assert sum(hashed[case]) == total + index, case
+        assert sum(hashed[case]) == (2 if case == "nodes" else 1) * files + index, case
         assert [nbytes > 0 for nbytes in hashed[case]] == [True, *[case != "one"] * 3], case
     assert [found["copies"] for found in results] == [("", files + index), *[("", files)] * 3]
     for case, text in {
@@ -276,28 +258,23 @@ def test_ranks_share_what_is_compared(tmp_path: Path) -> None:
         assert {found[case] for found in results} == {results[0][case]}, "the same on every rank"
 
 
-def save_on(rank: int, source: str, path: str) -> str:
-    """Into one file, of more chunks than ranks."""
+def write_together(rank: int, source: Path, saved: Path, converted: Path) -> list[str]:
+    """Saves one file, of more chunks than ranks; converts into files enough for all ranks, and an index."""
     checksums.CHUNK_BYTES = CHUNK
-    model = meta_net()
+    model, options = meta_net(), {"max_shard_bytes": 400, "checksums": True, "topology": Topology.discover()}
     epload.load(model, source, readers="one", progress=False)
-    return epload.save(model, path, checksums=True).checksums
+    return [epload.save(model, saved, checksums=True).checksums, epload.convert(source, converted, **options).checksums]
 
 
-def convert_on(rank: int, source: str, path: str) -> str:
-    """Into files enough for all ranks, and an index."""
-    checksums.CHUNK_BYTES = CHUNK
-    return epload.convert(source, path, max_shard_bytes=400, checksums=True, topology=Topology.discover()).checksums
-
-
-@pytest.mark.parametrize(("work", "files"), [(save_on, 1), (convert_on, 5)])
-def test_ranks_share_what_is_hashed(work: Callable[..., str], files: int, tmp_path: Path) -> None:
+def test_ranks_share_what_is_hashed(tmp_path: Path) -> None:
     assert saved(tmp_path / "a").nbytes > 3 * CHUNK
-    (digest,) = {*ranks.run(3, work, str(tmp_path / "a"), str(tmp_path / "b"))}
-    check_list(tmp_path / "b", digest)
-    assert len([*(tmp_path / "b").iterdir()]) > files
-    for given in (sha256sum(tmp_path / "b"), digest):
-        load(tmp_path / "b", given)
+    first, *others = ranks.run(3, write_together, tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert others == [first] * 2
+    for folder, files, digest in zip((tmp_path / "b", tmp_path / "c"), (1, 5), first, strict=True):
+        check_list(folder, digest)
+        assert len([*folder.iterdir()]) > files
+        for given in (sha256sum(folder), digest):
+            load(folder, given)
 
 
 def test_a_configuration_that_a_load_follows_counts(tmp_path: Path) -> None:
@@ -324,9 +301,6 @@ def test_a_save_that_the_end_of_the_process_waits_for(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     subprocess.run([sys.executable, tmp_path / "program.py", tmp_path / "a"], check=True, timeout=120)
     assert (tmp_path / "a" / file_sets.CHECKSUMS).exists()
-
-
-# ---- files that change ----
 
 
 def replaced(path: Path) -> None:

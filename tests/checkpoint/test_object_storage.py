@@ -57,7 +57,7 @@ def s3(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 
 def only(library: str) -> AbstractContextManager[Any]:
-    """As if no other client were installed."""
+    """Hides the client that comes first."""
     return mock.patch.dict(object_clients._OBSTORE, clear=library == "fsspec")
 
 
@@ -100,14 +100,6 @@ def test_keys_are_what_they_are(name: str, library: str, s3: Servers, tmp_path: 
             assert_same(read_all(Checkpoint.open(source)), state)
         for source in (web, f"{web}/my%20model.safetensors?signature=a%2Fb"):
             assert_same(read_all(Checkpoint.open(source)), state)
-
-
-def test_what_the_environment_says_of_the_client_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
-    options = object_clients._client_options("s3")
-    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
-    assert "allow_http" not in object_clients._client_options("gs")
 
 
 def test_requests_go_on_with_the_threads_there_are(s3: Servers, tmp_path: Path) -> None:
@@ -172,13 +164,9 @@ def test_any_pieces(s3: Servers, tmp_path: Path) -> None:
             assert bytes(bucket.tolist()) == bytes(expected)
 
 
-# ---- faults ----
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("fault", ["slow down", "truncate", "reset"])
 def test_faults_that_pass(fault: str, library: str, s3: Servers, tmp_path: Path) -> None:
-    """Every second request fails."""
     state = {f"t{i}": tensor(i, (3000,)) for i in range(5)}
     save_file(state, tmp_path / "model.safetensors")
     url = put(s3[0], tmp_path, f"faults/{library}/{fault.replace(' ', '-')}")
@@ -215,7 +203,7 @@ def clean(error: BaseException) -> None:
 
 
 def test_a_replaced_object(s3: Servers, tmp_path: Path) -> None:
-    """Of the same size and header. The server refuses it by its ETag, before a byte of it is used."""
+    """It has the same size and header. The server refuses it by its ETag, before a byte of it is used."""
     for library in LIBRARIES:
         with only(library):
             save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
@@ -237,7 +225,11 @@ def test_a_replaced_object(s3: Servers, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects, and then clients."""
+    """Objects, and then clients. What the environment says of a client counts, too."""
+    monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
+    options = object_clients._client_options("s3")
+    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
+    assert "allow_http" not in object_clients._client_options("gs")
     for library in LIBRARIES:
         with only(library):
             for name, text in (
@@ -254,19 +246,14 @@ def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
-    (tmp_path / "served").mkdir()
-    save_file({"x": torch.ones(3)}, tmp_path / "served" / "model.safetensors")
-    with untrusted(tmp_path / "served", tmp_path) as address:
+    save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    with untrusted(tmp_path, tmp_path) as address:
         for source in (f"{address}/model.safetensors", address):
             text = "its certificate is not valid for it, or not signed by"
             clean(must_raise(CheckpointError, text, Checkpoint.open, source))
 
 
-# ---- loads ----
-
-
 def _load(rank: int, address: str, url: str, all_readers: tuple[str, ...], turns: tuple[str, ...]) -> list[str]:
-    """Loads from what the URL has for each way to read."""
     os.environ.update(s3_server.environment(address))
     object_store.FIRST_PAUSE = 0.02
     problems, options = [], {"bucket_bytes": 2000, "progress": False}

@@ -19,14 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import epload
-from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest
+from epload import Checkpoint, CheckpointError, HierarchicalLoader
 from epload.checkpoint import torch_file
-from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.opening import join_source
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
 from support import ranks
-from support.checkpoints import assert_same, raw_bytes, read_all, tensor
+from support.checkpoints import assert_same, index, raw_bytes, read_all, tensor
 from support.failures import must_raise
 
 
@@ -43,46 +42,28 @@ def _state() -> dict[str, Any]:
     }
 
 
-VIEWS: dict[str, Callable[[], Tensor]] = {
-    "transposed": lambda: tensor(4, (5, 3)).t(),
-    "columns": lambda: tensor(5, (6, 8))[:, 2:5],
-    "conjugate": lambda: torch.complex(tensor(6, (4,)).nan_to_num(), torch.ones(4)).conj(),
-    "expanded": lambda: tensor(7, (1, 3)).expand(4, 3),
-}
-
-
 def _loader() -> HierarchicalLoader:
     return HierarchicalLoader(progress=False)
 
 
 def test_tensors_of_a_torch_file_are_ranges_of_it(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "model.pt")
-    checkpoint = Checkpoint.open(tmp_path / "model.pt")
-    assert type(checkpoint) is FileCheckpoint
+    """Views that are none are read all the same."""
+    path = tmp_path / "model.pt"
+    torch.save(_state(), path)
+    checkpoint = Checkpoint.open(path)
     assert_same(read_all(checkpoint), _state())
     assert checkpoint.manifest.locations is not None
     assert all(a <= b for a, b in pairwise(checkpoint.manifest.locations.offset.tolist()))
-    joined = join_source(
-        tmp_path / "model.pt", Manifest.from_compact(checkpoint.manifest.compact, checkpoint.manifest.provenance)
-    )
-    assert_same(read_all(joined), _state())
-
-
-def test_views_that_are_no_range_are_read_all_the_same(tmp_path: Path) -> None:
-    for view, make in VIEWS.items():
-        state = {**_state(), view: make()}
-        torch.save(state, tmp_path / "model.pt")
-        assert_same(read_all(Checkpoint.open(tmp_path / "model.pt")), {**state, view: state[view].resolve_conj()})
+    assert_same(read_all(join_source(path, checkpoint.manifest)), _state())
+    for view in ("transposed", "inner columns", "conjugate", "expanded"):
+        state = {**_state(), view: SHAPED[view]()}
+        torch.save(state, path)
+        assert_same(read_all(Checkpoint.open(path)), {**state, view: state[view].resolve_conj()})
 
 
 def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
-    since = {
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        *(dtype for dtype in SAFETENSORS.values() if "float8" in str(dtype)),
-    }
-    state = {name: value for name, value in _state().items() if value.dtype not in since}
+    since = re.compile(r"torch\.(uint16|uint32|uint64|float8.*)")
+    state = {name: value for name, value in _state().items() if not since.fullmatch(str(value.dtype))}
     torch.save(state, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
     checkpoint = Checkpoint.open(tmp_path / "model.bin")
     assert_same(read_all(checkpoint), state)
@@ -93,28 +74,21 @@ def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
 
 def test_a_torch_file_that_is_laid_out_otherwise_is_parsed_again(tmp_path: Path) -> None:
     model, path, loader = nn.Linear(4, 4), tmp_path / "model.pt", _loader()
+    weight, bias = tensor(1, (4, 4)), tensor(2, (4,))
     states = [
-        {"weight": tensor(1, (4, 4)), "bias": tensor(2, (4,))},
-        {"bias": tensor(3, (4,)), "weight": tensor(4, (4, 4))},
-        {"weight": tensor(5, (4, 4)).t(), "bias": tensor(6, (4,))},
-        {"weight": tensor(7, (4, 4)), "bias": tensor(8, (16,))[4:8]},
-    ]
+        {"weight": weight, "bias": bias}, {"bias": bias + 1, "weight": weight + 1}, {"weight": weight.t(), "bias": bias},
+        {"weight": weight, "bias": tensor(8, (16,))[4:8]},
+    ]  # fmt: skip
     for state in states * 2:
         torch.save(state, path)
         loader.load(model, path)
         assert_same(model.state_dict(), state)
 
 
-# ---- entries that hold no tensor ----
-
 OTHERS: dict[str, Any] = {
-    "head._extra_state": {"scale": 3, "raw": b"\x00"},
-    "step": 17,
-    "name": "a model",
-    "nothing": None,
-    "config": {"hidden": {"size": 3}},
-    "sizes": [1, 2],
-}
+    "head._extra_state": {"scale": 3, "raw": b"\x00"}, "step": 17, "name": "a model", "nothing": None,
+    "config": {"hidden": {"size": 3}}, "sizes": [1, 2],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -131,10 +105,7 @@ def test_entries_that_hold_no_tensor_are_listed_and_left_alone(source: str, wrap
     else:
         torch.save(whole, path, _use_new_zipfile_serialization=source != "before 1.6")
     if source == "index":
-        path = tmp_path / "pytorch_model.bin.index.json"
-        path.write_text(
-            '{"weight_map": {"weight": "pytorch_model.bin", "bias": "pytorch_model.bin", "step": "pytorch_model.bin"}}'
-        )
+        path = index(tmp_path, {"weight_map": dict.fromkeys(("weight", "bias", "step"), "pytorch_model.bin")})
     model = nn.Linear(3, 4)
     report = _loader().load(model, path)
     assert_same(model.state_dict(), {"weight": weight, "bias": state["bias"]})
@@ -166,11 +137,12 @@ def test_a_dict_of_no_tensors(tmp_path: Path) -> None:
     for known in (None, Checkpoint.open({}).manifest):
         text = r"optimizer\.pt: no tensors found; top-level keys: state, param_groups$"
         must_raise(CheckpointError, text, Checkpoint.open, tmp_path / "optimizer.pt", known)
-    with pytest.raises(TypeError, match="state dict: no tensors found; top-level keys: state, param_groups"):
-        _loader().load(model, optimizer.state_dict())
-
-
-# ---- pieces of tensors in memory ----
+    text = "state dict: no tensors found; top-level keys: state, param_groups"
+    must_raise(TypeError, text, _loader().load, model, optimizer.state_dict())
+    # An index may not name files of two formats.
+    save_file({"weight": tensor(1, (4, 3))}, tmp_path / "a.safetensors")
+    path = index(tmp_path, {"weight_map": {"weight": "a.safetensors", "bias": "optimizer.pt"}})
+    must_raise(CheckpointError, r"several formats \(.*; expected one format", Checkpoint.open, path)
 
 
 SHAPED: dict[str, Callable[[], Tensor]] = {
@@ -201,16 +173,6 @@ def test_pieces_of_any_tensor(shaped: str) -> None:
             assert bytes(bucket.tolist()) == b"\xff" * 64 + expected[begin:][:nbytes] + b"\xff" * 8
 
 
-def test_one_file_beside_another_kind(tmp_path: Path) -> None:
-    """An index that names a safetensors file and a torch file."""
-    save_file({"weight": tensor(1, (4, 3))}, tmp_path / "a.safetensors")
-    torch.save({"bias": tensor(2, (4,))}, tmp_path / "b.bin")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"weight": "a.safetensors", "bias": "b.bin"}}'
-    )
-    must_raise(CheckpointError, r"several formats \(.*; expected one format", Checkpoint.open, tmp_path)
-
-
 LIMIT = 60.0
 """Seconds after which a process that loads a pickle is ended."""
 START = b"\x80\x02"
@@ -235,13 +197,8 @@ def _one_element(count: int) -> bytes:
     """A tensor of so many elements that are all views of one."""
     storage = _text(b"storage") + b"ctorch\nLongStorage\n" + _text(b"0") + _text(b"cpu") + b"K\1tQ"
     size = b"\x8a\5" + count.to_bytes(5, "little") + b"\x85"
-    return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n(("
-        + storage
-        + b"K\0"
-        + size
-        + b"K\0\x85\x89ccollections\nOrderedDict\n)RtR"
-    )
+    rest = b"K\0\x85\x89ccollections\nOrderedDict\n)RtR"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"K\0" + size + rest
 
 
 _LATER = (
@@ -310,16 +267,6 @@ def _refuse_all(write: Callable[[Path, bytes], None], path: Path) -> None:
         must_raise(CheckpointError, f"^{path}: not ", Checkpoint.open, path.parent)
 
 
-@pytest.mark.parametrize(
-    ("write", "name"),
-    [(archive, "m.bin"), (legacy, "m.pt"), (Path.write_bytes, ".metadata")],
-    ids=["archive", "legacy", "metadata"],
-)
-def test_bombs_are_refused(write: Callable[[Path, bytes], None], name: str, tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_refuse_all, write, tmp_path / name, limit=LIMIT)
-    assert status == 0, output
-
-
 class Bomb:
     """A value that pickles as a dict whose key is one of the tuples."""
 
@@ -333,8 +280,8 @@ class Bomb:
 def _load_values(folder: Path) -> None:
     """The second takes the place of a tensor's item, which is loaded to find the tensor in it."""
     torch.distributed.checkpoint.save({"w": torch.ones(4, 3), "value": Bomb()}, checkpoint_id=folder)
-    with pytest.raises(CheckpointError, match=r"value of value cannot be loaded .*many times as large"):
-        epload.load_state({"w": torch.zeros(4, 3), "value": 1}, folder, progress=False)
+    text, state = "value of value cannot be loaded .*many times as large", {"w": torch.zeros(4, 3), "value": 1}
+    must_raise(CheckpointError, text, epload.load_state, state, folder, progress=False)
     stream = io.BytesIO()
     torch.save(Bomb(), stream)
     torch.distributed.checkpoint.save({"w": torch.ones(4, 3)}, checkpoint_id=folder)
@@ -343,12 +290,22 @@ def _load_values(folder: Path) -> None:
     for info in metadata.storage_data.values():
         info.offset, info.length = 0, len(stream.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"expected a tensor as torch\.save writes it, .*many times as large"):
-        Checkpoint.open(folder)
+    text = r"expected a tensor as torch\.save writes it, .*many times as large"
+    must_raise(CheckpointError, text, Checkpoint.open, folder)
 
 
-def test_a_value_and_an_item_of_a_dcp_folder(tmp_path: Path) -> None:
-    status, output = ranks.run_alone(_load_values, tmp_path, limit=LIMIT)
+BOMBED: dict[str, tuple[Callable[..., None], Any, str]] = {
+    "archive": (_refuse_all, (archive,), "m.bin"),
+    "legacy": (_refuse_all, (legacy,), "m.pt"),
+    "metadata": (_refuse_all, (Path.write_bytes,), ".metadata"),
+    "value and item of DCP": (_load_values, (), ""),
+}
+
+
+@pytest.mark.parametrize("case", BOMBED)
+def test_bombs_are_refused(case: str, tmp_path: Path) -> None:
+    refuse, arguments, name = BOMBED[case]
+    status, output = ranks.run_alone(refuse, *arguments, tmp_path / name, limit=LIMIT)
     assert status == 0, output
 
 
@@ -366,42 +323,26 @@ def test_compressed_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert_same(read_all(Checkpoint.open(tmp_path / "other")), state)
     archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 20) + b".", zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", 1 << 20)
-    with pytest.raises(CheckpointError, match=f"its pickle has {(1 << 20) + 3} bytes, expected at most"):
-        Checkpoint.open(tmp_path / "other")
-
-
-def test_strings_and_dicts_that_occur_often_are_loaded(tmp_path: Path) -> None:
-    """A string is hashed once, and a dict never."""
-    path, options = "shard-" + "x" * 300, {f"option-{i}": list(range(20)) for i in range(30)}
-    state = {"w": torch.arange(3.0), "paths": dict.fromkeys(range(20000), path), "groups": [options] * 3000}
-    for number, options_of_save in enumerate(({}, {"_use_new_zipfile_serialization": False})):
-        torch.save(state, tmp_path / f"{number}.pt", **options_of_save)
-        assert_same(read_all(Checkpoint.open(tmp_path / f"{number}.pt")), {"w": state["w"]})
+    text = f"its pickle has {(1 << 20) + 3} bytes, expected at most"
+    must_raise(CheckpointError, text, Checkpoint.open, tmp_path / "other")
 
 
 def _of_many_kinds() -> dict[str, Any]:
-    """Returns tensors and whatever else checkpoints have."""
+    """Returns tensors and whatever else checkpoints have. A string that occurs often is hashed once, and a dict never."""
     weights = {f"layers.{i}.w": tensor(i, (i % 4, 2)) for i in range(300)}  # with memo indices of one byte and of four
-    betas = (0.9, 0.999)
     shared: list[Any] = [1, {"x": (1, (2, 3))}]
     return {
         **weights,
-        "scalar": torch.tensor(3.5),
-        "high": tensor(7, (2, 3, 1, 2, 1)),
-        "tied": weights["layers.3.w"],
-        "view": tensor(5, (4, 6))[1:, ::2],
-        "parameter": nn.Parameter(tensor(6, (3,))),
-        "groups": [{"betas": betas, "lr": 1e-3} for _ in range(50)],
-        "shared": [shared] * 20,
+        "scalar": torch.tensor(3.5), "high": tensor(7, (2, 3, 1, 2, 1)), "tied": weights["layers.3.w"],
+        "view": tensor(5, (4, 6))[1:, ::2], "parameter": nn.Parameter(tensor(6, (3,))),
+        "groups": [{"betas": (0.9, 0.999), "lr": 1e-3} for _ in range(50)], "shared": [shared] * 20,
         "random": (3, tuple(range(625)), None),
         "keys": {(0, 1): "a", "b": 2**40, 2.5: -(2**70), None: True, b"c": bytearray(b"d\xff"), ("x", (1, 2)): {1, 2}},
-        "ordered": collections.OrderedDict(a=1),
-        "counted": collections.Counter("hello"),
-        "dtype": torch.bfloat16,
-        "size": torch.Size([2, 3]),
-        "device": torch.device("cpu"),
-        "complex": 1 + 2j,
-    }
+        "ordered": collections.OrderedDict(a=1), "counted": collections.Counter("hello"), "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]), "device": torch.device("cpu"), "complex": 1 + 2j,
+        "paths": dict.fromkeys(range(20_000), "shard-" + "x" * 300),
+        "options": [{f"option-{i}": list(range(20)) for i in range(30)}] * 3000,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("format", [True, False], ids=["archive", "legacy"])

@@ -19,6 +19,7 @@ from epload.core import dtypes
 from epload.native import ops
 from support import fakedev, ranks
 from support.accelerator import DEVICE
+from support.failures import must_raise
 from support.fakedev import build
 
 CPU = torch.device("cpu")
@@ -60,37 +61,23 @@ def test_each_storage_is_its_tensors_alone() -> None:
     assert bool((made[2] == 2).all()), "a storage that grows moves away"
 
 
-def test_strides_are_kept() -> None:
+def test_strides_are_kept_and_what_is_not_dense_or_too_large_is_refused() -> None:
     like = [torch.empty(4, 6, device="meta").t(), torch.empty(5, device="meta").expand(3, 5), torch.empty(9)[::2]]
     made = ops.allocate_like(like, torch.float32, CPU, 1)
     assert [tensor.stride() for tensor in made] == [tensor.stride() for tensor in like]
     assert [tensor.untyped_storage().nbytes() for tensor in made] == [96, 20, 36]
-
-
-def test_what_is_not_dense_is_refused() -> None:
-    sparse = torch.zeros(2, 2).to_sparse()
-    with pytest.raises(ValueError, match="expected dense tensors, tensor 1 is Sparse"):
-        ops.allocate_like([torch.zeros(1), sparse], BF16, CPU, 2)
-
-
-def test_more_than_there_is() -> None:
-    huge = [torch.empty(1 << 60, dtype=torch.uint8, device="meta")]
-    with pytest.raises(RuntimeError, match="tried to allocate 1152921504606846976 bytes"):
-        ops.allocate_like(huge, torch.uint8, CPU, 2)
+    tensors, huge = [torch.zeros(1), torch.zeros(2, 2).to_sparse()], torch.empty(1 << 60, device="meta")
+    must_raise(ValueError, "expected dense tensors, tensor 1 is Sparse", ops.allocate_like, tensors, BF16, CPU, 2)
+    must_raise(ValueError, "expected dense strided tensors, tensor 1 is Sparse", ops.describe_memory, tensors)
+    text = f"tried to allocate {1 << 60} bytes"
+    must_raise(RuntimeError, text, ops.allocate_like, [huge], torch.uint8, CPU, 2)
 
 
 BASE = torch.zeros(6, 4)
 TENSORS = [
-    BASE,
-    BASE.t(),
-    BASE[1:3, 2:],
-    BASE[:0],
-    torch.zeros(()),
-    torch.zeros(1, 3).expand(5, 3),
-    torch.zeros(2, 3, 4, dtype=torch.bfloat16),
-    torch.zeros(7, device="meta"),
-    torch.nn.Parameter(torch.zeros(3)),
-]
+    BASE, BASE.t(), BASE[1:3, 2:], BASE[:0], torch.zeros(()), torch.zeros(1, 3).expand(5, 3), torch.zeros(2, 3, 4, dtype=BF16),
+    torch.zeros(7, device="meta"), torch.nn.Parameter(torch.zeros(3)),
+]  # fmt: skip
 
 
 def expected(tensor: Tensor, dims: int) -> list[int]:
@@ -111,12 +98,9 @@ def test_rows() -> None:
     assert ops.describe_memory([]).shape == (0, 4)
 
 
-def test_other_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected dense strided tensors, tensor 1 is Sparse"):
-        ops.describe_memory([BASE, torch.eye(3).to_sparse()])
-
-
-def test_the_tables_are_equal() -> None:
+def test_every_op_is_covered_and_tables_of_dtypes_are_equal() -> None:
+    names = {schema.name.partition("::")[2] for schema in torch._C._jit_get_all_schemas() if "epload::" in schema.name}
+    assert set(hostile_ops.CALLS) == names
     assert ops.dtypes() == {dtypes.name(dtype): row.code for dtype, row in dtypes.TABLE.items()}
 
 
@@ -136,22 +120,13 @@ LIMIT = 300.0
 """Seconds."""
 
 
-def run_script(*words: str) -> str:
-    status, output = ranks.run_alone(hostile_ops.main, *words, limit=LIMIT)
-    lines = output.splitlines()
-    assert status == 0, f"ended with {status} after:\n" + "\n".join(lines[-12:])
-    return lines[-1]
-
-
-def test_every_op_is_covered() -> None:
-    names = {schema.name.partition("::")[2] for schema in torch._C._jit_get_all_schemas() if "epload::" in schema.name}
-    assert set(hostile_ops.CALLS) == names
-
-
 @pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("op", sorted({*hostile_ops.CALLS} - {"dtypes"}))  # which takes none
 def test_no_argument_ends_the_process(op: str) -> None:
-    calls, refused = map(int, run_script(op).split())
+    status, output = ranks.run_alone(hostile_ops.main, op, limit=LIMIT)
+    lines = output.splitlines()
+    assert status == 0, f"ended with {status} after:\n" + "\n".join(lines[-12:])
+    calls, refused = map(int, lines[-1].split())
     assert calls >= 10
     assert 0 < refused <= calls
 

@@ -19,6 +19,12 @@ from support.failures import must_raise
 from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
 
 
+def assert_packed(tensors: list[Tensor], table: Tensor, bucket: Tensor) -> None:
+    packed = torch.zeros_like(bucket)
+    ops.pack(packed, tensors, table)
+    assert torch.equal(packed, bucket)
+
+
 @settings(max_examples=250, deadline=None)
 @given(problems(), st.booleans())
 def test_equal_to_plain_torch(problem: Problem, unpack: bool) -> None:
@@ -52,15 +58,10 @@ def test_inference_tensors_are_written_and_converted(stored: torch.dtype, shift:
         targets = [torch.zeros(3), torch.zeros(2)]
     values = torch.arange(1, 6).to(stored)
     bucket = torch.cat([torch.zeros(shift, dtype=torch.uint8), as_bytes(values)])
-    rows = [
-        Row(0, shift, stored, [0], [3], [1]),
-        Row(1, shift + 3 * stored.itemsize, stored, [0], [2], [1]),
-    ]
+    rows = [Row(0, shift, stored, [0], [3], [1]), Row(1, shift + 3 * stored.itemsize, stored, [0], [2], [1])]
     ops.unpack(bucket, targets, table_of(rows, 1))
     assert torch.cat(targets).tolist() == [1, 2, 3, 4, 5]
-    packed = torch.zeros_like(bucket)
-    ops.pack(packed, targets, table_of(rows, 1))
-    assert torch.equal(packed, bucket)
+    assert_packed(targets, table_of(rows, 1), bucket)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
@@ -112,9 +113,7 @@ def test_transposed_regions_larger_than_a_tile(dims: tuple[int, ...], dtype: tor
     expected[inner] = turned
     ops.unpack(bucket, [target], table_of([row], len(dims)))
     assert torch.equal(target, expected)
-    again = torch.zeros_like(bucket)
-    ops.pack(again, [target], table_of([row], len(dims)))
-    assert torch.equal(again, bucket)
+    assert_packed([target], table_of([row], len(dims)), bucket)
 
 
 @pytest.fixture
@@ -152,8 +151,7 @@ def test_megabytes_of_no_alignment(two_threads: None, run: int, shift: int) -> N
 
 
 def test_regions_that_interleave_in_the_bucket(two_threads: None) -> None:
-    """Two converted, misaligned regions share no byte but lie between each other's elements; two threads must not mix
-    them up."""
+    """Two regions share no byte but lie between each other's elements; two threads must not mix them up."""
     count = 4 << 20
     tensors = [torch.full((count,), 1.0), torch.full((count,), 2.0)]
     width = torch.bfloat16.itemsize
@@ -166,44 +164,35 @@ def test_regions_that_interleave_in_the_bucket(two_threads: None) -> None:
         assert got.tolist() == [count, 2 * count]
 
 
-def test_no_rows_and_empty_regions() -> None:
+def test_no_rows_empty_regions_and_reference_bytes() -> None:
     bucket = torch.zeros(0, dtype=torch.uint8)
     ops.unpack(bucket, [], torch.empty((0, 4), dtype=torch.int64))
     ops.unpack(bucket, [torch.zeros(3)], torch.empty((0, 16), dtype=torch.int64))
     empty = Row(0, 0, torch.float32, [1, 0], [2, 0], [0, 1])
     ops.unpack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
     ops.pack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
+    # The table's columns, spelled out once without the helpers of this file.
+    bucket = torch.tensor([9, 9, 1, 2, 3, 4, 5, 6], dtype=torch.uint8)
+    target = torch.zeros(3, 2, dtype=torch.uint8)
+    ops.unpack(bucket, [target], torch.tensor([[0, 2, 0, 2, 1, 0, 2, 2, 3, 1]]))
+    assert target.tolist() == [[0, 0], [1, 2], [4, 5]]
 
 
 def test_parameters_record_no_gradient() -> None:
+    """But a backward that needs the values from before fails, rather than use the new ones."""
     layer = torch.nn.Linear(4, 3)
-    before = layer(torch.ones(1, 4)).sum()
+    before = (layer.weight * layer.weight).sum()
     rows = [Row(0, 0, torch.float32, [0, 0], [3, 4], [4, 1]), Row(1, 48, torch.bfloat16, [0], [3], [1])]
     bucket = torch.cat([torch.arange(12.0).view(torch.uint8), torch.ones(3, dtype=torch.bfloat16).view(torch.uint8)])
     parameters = [layer.weight, layer.bias]
     ops.unpack(bucket, parameters, table_of(rows, 2))
-    for parameter in parameters:
-        assert parameter.is_leaf
-        assert parameter.requires_grad
-        assert parameter.grad_fn is None
+    assert [(each.is_leaf, each.requires_grad, each.grad_fn) for each in parameters] == [(True, True, None)] * 2
     assert layer.weight.flatten().tolist() == list(range(12))
     assert layer.bias.tolist() == [1, 1, 1]
-    packed = torch.zeros_like(bucket)
-    ops.pack(packed, parameters, table_of(rows, 2))
-    assert torch.equal(packed, bucket)
-    assert not packed.requires_grad
+    assert_packed(parameters, table_of(rows, 2), bucket)
     layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad is not None
-    assert before.requires_grad
-
-
-def test_autograd_learns_of_the_write() -> None:
-    """A backward that needs the values from before must fail rather than use the new ones."""
-    weight = torch.nn.Parameter(torch.ones(4))
-    loss = (weight * weight).sum()
-    row = Row(0, 0, torch.float32, [0], [4], [1])
-    ops.unpack(torch.zeros(16, dtype=torch.uint8), [weight], table_of([row], 1))
-    must_raise(RuntimeError, "modified by an inplace operation", loss.backward)
+    must_raise(RuntimeError, "modified by an inplace operation", before.backward)
 
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +204,6 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(torch.ops.epload.pack.default, arguments)
     torch.library.opcheck(torch.ops.epload.unpack.default, arguments)
     torch.library.opcheck(torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"))
-
-
-def test_reference_bytes() -> None:
-    """The table's columns, spelled out once without the helpers of this file."""
-    bucket = torch.tensor([9, 9, 1, 2, 3, 4, 5, 6], dtype=torch.uint8)
-    target = torch.zeros(3, 2, dtype=torch.uint8)
-    ops.unpack(bucket, [target], torch.tensor([[0, 2, 0, 2, 1, 0, 2, 2, 3, 1]]))
-    assert target.tolist() == [[0, 0], [1, 2], [4, 5]]
 
 
 INT64_MAX = 2**63 - 1
@@ -259,13 +240,6 @@ def test_bad_row_copies_nothing(unpack: bool) -> None:
         refused(torch.tensor([GOOD, bad, GOOD]), unpack, "row 1 ")
 
 
-def test_more_elements_than_can_be_counted_are_refused() -> None:
-    """The tensor has them in one element, and so has the bucket."""
-    row = [0, 0, dtypes.code(torch.float32), 2, 0, 0, 2**31, 2**31, 0, 0]
-    with pytest.raises(ValueError, match="row 0 has more bytes than fit in an int64"):
-        ops.unpack(torch.zeros(8, dtype=torch.uint8), [torch.zeros(1).expand(2**31, 2**31)], torch.tensor([row]))
-
-
 def refused(table: Tensor, unpack: bool, match: str, bucket: Tensor | None = None) -> None:
     bucket = torch.arange(256, dtype=torch.uint8) if bucket is None else bucket
     tensors = [torch.full((4, 6), 7.0), torch.full((4, 6), 8.0)]
@@ -300,8 +274,11 @@ def test_row_that_just_fits() -> None:
     bucket = torch.arange(16, dtype=torch.float32).view(torch.uint8)
     ops.unpack(bucket, [tensor], torch.tensor([GOOD]))
     assert tensor[1:4, 2:6].tolist() == [[0, 1, 2, 3], [6, 7, 8, 9], [12, 13, 14, 15]]
-    with pytest.raises(ValueError, match="row 0 reaches outside the bucket of 63 bytes"):
-        ops.unpack(bucket[:63], [tensor], torch.tensor([GOOD]))
+    text = "row 0 reaches outside the bucket of 63 bytes"
+    must_raise(ValueError, text, ops.unpack, bucket[:63], [tensor], torch.tensor([GOOD]))
+    # More elements than can be counted, which the tensor and the bucket have in one.
+    row, tensor = torch.tensor([[*GOOD[:4], 0, 0, 2**31, 2**31, 0, 0]]), torch.zeros(1).expand(2**31, 2**31)
+    must_raise(ValueError, "row 0 has more bytes than fit in an int64", ops.unpack, bucket, [tensor], row)
 
 
 @pytest.mark.parametrize("unpack", [True, False], ids=["unpack", "pack"])
@@ -312,8 +289,8 @@ def test_tensors_without_plain_memory_are_refused(unpack: bool, kind: str) -> No
     other = {"meta": good.to("meta"), "meta bucket": good, "sparse": good.to_sparse()}[kind]
     bucket = torch.arange(256, dtype=torch.uint8, device="meta" if kind == "meta bucket" else "cpu")
     second = [1, *GOOD[1:]]
-    with pytest.raises(ValueError, match="region_copy"):
-        (ops.unpack if unpack else ops.pack)(bucket, [good, other], torch.tensor([GOOD, second]))
+    op, table = ops.unpack if unpack else ops.pack, torch.tensor([GOOD, second])
+    must_raise(ValueError, "region_copy", op, bucket, [good, other], table)
     assert bool((good == 7).all())
 
 

@@ -31,12 +31,8 @@ def outcome(action: Callable[[], Any]) -> Failure:
 
 
 def must_raise(
-    kind: type[Exception] | tuple[type[Exception], ...],
-    match: str,
-    call: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> BaseException:
+    kind: type[BaseException] | tuple[type[BaseException], ...], match: str, call: Callable[..., Any], *args: Any, **options: Any
+) -> BaseException:  # fmt: skip
     """Fails unless a call raises an error of this kind whose text matches. Returns the error."""
     with pytest.raises(kind, match=match) as caught:
         call(*args, **options)
