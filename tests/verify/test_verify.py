@@ -94,12 +94,13 @@ def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
 
 def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
     problems = []
-    for way, source in product(WAYS, (path, state)):
+    # Where each rank reads a dict, nothing is there yet after "read".
+    for way, source in [*product(WAYS, [path]), *product(WAYS[:-1], [state])]:
         model, loader = meta_net(), loader_for(way)
         source = only_readers(source, way[0]) if source is state else path
         with flips_in_shard(rank == 3, lambda target: target.ndim == 2 and target.shape[1] == 6 and len(target) <= 4):
             text = error_of(lambda m=model, each=loader, s=source: each.load(m, s, dtype=dtype))
-        if not re.search(r"after the load, shards differ from .* as rank 0 reads it: embed.weight on rank 3;", text):
+        if not re.search(r"after the load, shards differ from .* as rank \d reads it: embed.weight on rank 3;", text):
             problems.append(f"{way}: {text}")
         loader.load(model, source, dtype=dtype)
         problems += [f"{way}, after that: {text}" for text in wrong(model, state, dtype)]
