@@ -311,7 +311,7 @@ def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "change"), [("mapped", "replaced"), ("before torch 1.6", "overwritten")])
 def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path) -> None:
-    """Not truncated: that would be the end of a process that has the file mapped."""
+    """A truncation would be the end of a process that has the file mapped."""
     path, weight = tmp_path / "model.pt", tensor(1, (3, 4)).t()
     torch.save({"weight": weight, "bias": tensor(2, (4,))}, path, _use_new_zipfile_serialization=how == "mapped")
     action, message = CHANGES[change]

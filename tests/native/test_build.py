@@ -160,7 +160,7 @@ def test_kernels_are_built_for_a_torch_with_cuda_or_if_asked(
 
 
 def test_a_wheel_names_its_torch(tmp_path: Path) -> None:
-    """In its requirements always, in its version if asked."""
+    """Its requirements name it always, its version if asked."""
     add_torch(tmp_path, "None")
     plain = epload.__version__.partition("+")[0]
     for options, version in (({}, plain), ({"EPLOAD_LOCAL_VERSION": "1"}, f"{plain}+torch2.14")):
@@ -191,7 +191,7 @@ CUDA_LIBRARY = PACKAGE / "libepload_cuda.so"
 
 @pytest.mark.skipif(not epload.build_info()["cuda"], reason="this build has no CUDA kernels (EPLOAD_CUDA)")
 def test_cuda_library_needs_neither_torch_nor_a_driver() -> None:
-    """So that a build with kernels runs where there is no CUDA."""
+    """A build with kernels has to run where there is no CUDA."""
     assert [name for name in needed(CUDA_LIBRARY) if not name.startswith((*SYSTEM_LIBRARIES, "librt.so"))] == []
     symbols = {line.split()[-1] for line in output_of("nm", "-D", "--defined-only", str(CUDA_LIBRARY))}
     functions = ("interface", "ready", "region_copy", "pin", "unpin", "share", "open", "close", "error")
@@ -211,7 +211,7 @@ def test_few_files_name_the_native_ops_or_private_state_of_dtensors() -> None:
 
 
 def link_command(output: Path, *flags: str, shared_runtime: bool) -> list[str]:
-    """That of libepload as it was built last, with flags for the compiler and another output."""
+    """Returns that of libepload as it was built last, with flags for the compiler and another output."""
     minor = ".".join(torch.__version__.split(".")[:2])
     (folder,) = [each.parent for each in (ROOT / "build").glob(f"cmake-*torch{minor}/build.ninja")]
     commands = output_of("ninja", "-C", str(folder), "-t", "commands", "out/libepload.so")

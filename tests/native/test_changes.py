@@ -288,7 +288,7 @@ def test_signs_do_not_undo_each_other(dtype: torch.dtype) -> None:
 @settings(max_examples=200, deadline=None)
 @given(problem=problems())
 def test_digests_are_those_of_the_regions(problem: Problem) -> None:
-    """Of tensors, the region's elements one after the other; of a bucket, what unpacking makes of it."""
+    """Digests of tensors are of the region's elements one after the other, those of a bucket of what unpacking makes of it."""
     bucket, tensors = problem.bucket(), problem.tensors([base.clone() for base in problem.bases])
     table = table_of(problem.rows, problem.dims)
     ops.unpack(bucket, tensors, table)

@@ -65,7 +65,7 @@ def one_launch() -> None:
 
 
 def odd_regions() -> None:
-    """What the kernel does not take goes through ATen, in the same call: more dims than it counts, other conversions."""
+    """Goes through ATen, in the same call, with what the kernel does not take: more dims than it counts, other conversions."""
     shape = [2] * 6 + [1]
     rows = [
         Row(0, 0, torch.int64, [0] * 7, shape, packed(shape)),
@@ -96,7 +96,7 @@ def divisions() -> None:
 
 
 def without_kernels() -> None:
-    """What a driver that is too old for them, or a device that they have no code for, looks like."""
+    """Looks like a driver that is too old for them, or a device that they have no code for."""
     os.environ["EPLOAD_TEST_NO_KERNELS"] = "1"
     library, reason = torch.ops.epload_test, "no kernel image is available for execution on the device"
     with tempfile.TemporaryFile() as stderr:  # of native code, which warns on standard error

@@ -58,7 +58,7 @@ def random_case(rng: random.Random, files: Files, converts: bool) -> Case:
 
 
 def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
-    """What is read and what is uploaded from memory equals what slicing and copy_ make of the files; and back."""
+    """Compares what is read and what is uploaded from memory with what slicing and copy_ make of the files; and back."""
     files, problems = Files(folder), []
     for nbytes in (3 << 20, 1 << 20, 700_001):
         number = files.add(nbytes)
@@ -131,7 +131,7 @@ def test_regions_cross_both_ways(semantics: str, tmp_path: Path) -> None:
 
 
 ELEMENTS = 6 * PIECE // 4
-"""Of float32: three turns of a lane of two pieces."""
+"""Elements of float32: three turns of a lane of two pieces."""
 BROKEN_ROUNDS, RIGHT_ROUNDS = 5, 10
 WAITS = ("piece_reuse", "pipe_entry", "pipe_exit", "piece_write")
 
@@ -184,7 +184,7 @@ class Scene:
         return torch.equal(target.cpu(), values)
 
     def pipe_entry(self, values: Tensor) -> bool:
-        """What the caller has queued on its stream has yet to write to the target."""
+        """Work that the caller has queued on its stream has yet to write to the target."""
         some = values[: PIECE // 4]
         target = torch.zeros(len(some), device=DEVICE)
         with self.held(torch.accelerator.current_stream(DEVICE)):

@@ -125,7 +125,7 @@ def two_threads() -> Iterator[None]:
 
 
 MEGABYTES = 9 << 20
-"""Of each of two regions: enough for two threads."""
+"""Each of two regions has so many bytes: enough for two threads."""
 
 
 @pytest.mark.parametrize("run", [1, 1023, 1025, 5003])
@@ -302,5 +302,5 @@ def write_to_freed_storage() -> None:
 
 
 def test_freed_storage_is_refused() -> None:
-    """As FSDP frees an unsharded parameter. In a process of its own, since writing to it would end the process."""
+    """FSDP frees an unsharded parameter so. Writing to it would end the process, which is one of its own here."""
     assert ranks.run_alone(write_to_freed_storage) == (0, "")

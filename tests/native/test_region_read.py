@@ -252,7 +252,7 @@ def test_any_boxes(tmp_path: Path, job: Job, threads: int) -> None:
 
 MIB = 1 << 20
 NBYTES = 9 * MIB + 123
-"""Of the file: more than two requests, and its last block is not whole."""
+"""The file has more than two requests, and its last block is not whole."""
 RANGES = [
     (0, NBYTES), (1, NBYTES - 1), (4095, 2), (4096, 4 * MIB), (5 * MIB - 7, 4 * MIB + 100), (NBYTES - 300_000, 300_000),
     (NBYTES - 5, 5), (123_457, 300_001), (0, 0),

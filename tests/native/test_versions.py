@@ -1,4 +1,4 @@
-"""Which torch and Python versions are supported: one answer everywhere, and what differs between torch versions."""
+"""Supported versions of torch and Python: one answer everywhere, and what differs between torch versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reports and traces say, for people, for notebooks, for experiment trackers, for Perfetto and for torch's profiler."""
+"""Reports and traces: texts for people, notebooks and experiment trackers, and events for Perfetto and torch's profiler."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_the_ranks_of_one_node_save_to_its_disk(tmp_path: Path) -> None:
 
 
 def same_files(rank: int, folder: str) -> list[str]:
-    """What a model on a device writes is what it writes on CPU, where regions are packed first; each layout, and converted."""
+    """A model on a device writes what it writes on CPU, where regions are packed first; in each layout, and converted."""
     model, problems = build("fsdp", dist.get_world_size(), where=DEVICE), []
     write(model, 1)
     epload.save(model, f"{folder}/now")

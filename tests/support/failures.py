@@ -30,9 +30,10 @@ def outcome(action: Callable[[], Any]) -> Failure:
     return None
 
 
-def must_raise(
-    kind: type[BaseException] | tuple[type[BaseException], ...], match: str, call: Callable[..., Any], *args: Any, **options: Any
-) -> BaseException:  # fmt: skip
+Kind = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def must_raise(kind: Kind, match: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> BaseException:
     """Fails unless a call raises an error of this kind whose text matches. Returns the error."""
     with pytest.raises(kind, match=match) as caught:
         call(*args, **options)
