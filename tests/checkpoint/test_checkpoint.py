@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from safetensors.torch import to_bytes as to_bytes
 from torch import nn
 
 import epload
