@@ -146,10 +146,11 @@ def test_what_is_sent_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
     manifests = [*odd, *opened, Manifest((), (), (), "nothing")]
     for manifest in manifests:
         again = Manifest.from_compact(manifest.compact, manifest.provenance)
-        assert again == manifest
         for what in ("names", "shapes", "dtypes", "nbytes", "digest", "identity"):
             assert getattr(again, what) == getattr(manifest, what)
-        if manifest.locations is not None:
+        if manifest.locations is None:
+            assert again == manifest
+        else:
             numbers = range(len(manifest.names))
             assert [*map(again.locations.of_tensor, numbers)] == [*map(manifest.locations.of_tensor, numbers)]
     for what in ("digest", "identity"):
@@ -174,10 +175,10 @@ def test_whatever_is_known_a_checkpoint_is_opened_as_it_is(
 ) -> None:
     first = {f"t{i}": tensor(i, (6, 4)) for i in range(4)}
     second = {name: value * 2 for name, value in first.items()}
-    one = second.pop("t1")
+    last = second.pop("t3")
     second |= {
-        "": {"t1": one}, "name": {"u1": one}, "shape": {"t1": one.reshape(4, 6)}, "dtype": {"t1": one.view(torch.int32)},
-        "one less": {}, "shorter": {"t1": one[:2]},
+        "": {"t3": last}, "name": {"u3": last}, "shape": {"t3": last.reshape(4, 6)}, "dtype": {"t3": last.view(torch.int32)},
+        "one less": {}, "shorter": {"t3": last[:2]},
     }[change]  # fmt: skip
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
@@ -233,7 +234,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "Input/output error" in traced.error
     checkpoint = Checkpoint.open(path)
     os.truncate(path, 150)
-    must_raise(CheckpointError, f"{path} ends at byte 150", read_all, checkpoint)
+    must_raise(CheckpointError, f"{path} was truncated", read_all, checkpoint)
 
 
 @pytest.mark.parametrize("refused", [0, errno.EINVAL], ids=["read", "refused"])
