@@ -1,7 +1,4 @@
-"""Models of the transformers library, also in fp8, are saved as ``save_pretrained`` does, for ``from_pretrained`` to read.
-
-The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here.
-"""
+"""Models of the transformers library are saved as ``save_pretrained`` saves them, and ``from_pretrained`` reads them."""
 
 from __future__ import annotations
 
@@ -10,27 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import transformers
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import epload
-from campaigns.census import judge
-from campaigns.census.classes import auto_classes
 from epload.cli.main import main
-from epload.mapping import Quantize
 from support import ranks
 from support.checkpoints import assert_same, read_all, read_folder
-from support.failures import must_raise
 from support.findings import differing
-from support.pretrained import SIZES, by_the_library, config, fsdp, random
-from support.quantized import BF16, FP8, fine_grained
-from support.quantized import assert_same as assert_equal_quantized
+from support.pretrained import by_the_library, fsdp, random
 
 FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
@@ -89,145 +76,3 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
         configs = [json.loads((where / "config.json").read_text()) for where in (folder, tmp_path)]
         assert configs[0] == configs[1]
         assert (folder / "generation_config.json").exists() == (tmp_path / "generation_config.json").exists()
-
-
-BLOCKS = fine_grained((16, 16))
-
-
-as_on_a_gpu = partial(mock.patch.object, FineGrainedFP8HfQuantizer, "validate_environment")
-
-
-def build(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
-    torch.manual_seed(0)
-    settings = QWEN2_MOE if kind == "qwen2_moe" else config(kind, **options)
-    return getattr(transformers, auto).from_config(settings, dtype=BF16)
-
-
-LOOP = "Inkling2LoopForCausalLM"
-QWEN = {"moe_intermediate_size": 32}
-QWEN2_MOE = transformers.Qwen2MoeConfig(
-    **SIZES | QWEN | {"shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "block"),
-    [
-        ("qwen3_moe", QWEN, (16, 16)), ("qwen3_moe", QWEN, None), ("llama", {}, None), ("llama", {}, (16, 16)),
-        ("qwen3_moe", {"moe_intermediate_size": 8}, (16, 16)),  # less than a block: each half of gate and up has a scale
-        ("mixtral", {"intermediate_size": 32}, (16, 16)), ("deepseek_v3", QWEN, (16, 16)),
-    ],
-)  # fmt: skip
-def test_a_model_in_fp8_is_saved_as_by_the_library(
-    kind: str, options: dict[str, Any], block: tuple[int, int] | None, tmp_path: Path
-) -> None:
-    rule = Quantize(BLOCKS | {"weight_block_size": block})
-    epload.save(build(kind, **options), tmp_path / "fp8", mapping=rule)
-    with as_on_a_gpu():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=BF16)
-    model.save_pretrained(tmp_path / "theirs")
-    epload.save(model, tmp_path / "ours")
-    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
-    assert FP8 in {tensor.dtype for tensor in ours.values()}
-    assert_equal_quantized(ours, theirs)
-
-
-@pytest.mark.parametrize(("block", "shown"), [((16, 16), "16 x 16"), (None, "60 x 32")])
-def test_blocks_across_gate_and_up_are_refused(block: tuple[int, int] | None, shown: str, tmp_path: Path) -> None:
-    model = build("qwen3_moe", moe_intermediate_size=30)
-    model.config.quantization_config = BLOCKS | {"weight_block_size": block}
-    for layer in model.model.layers[1:]:
-        experts = layer.mlp.experts
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, name)
-            grid = (len(weight), *(-(-length // 16) if block else 1 for length in weight.shape[1:]))
-            setattr(experts, name, torch.nn.Parameter(weight.to(FP8), requires_grad=False))
-            experts.register_parameter(f"{name}_scale_inv", torch.nn.Parameter(torch.ones(grid)))
-    text = f"has fp8 blocks of {shown}, which reach across the parts of shape"
-    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new")
-
-
-def test_scales_without_a_place_are_not_left_out(tmp_path: Path) -> None:
-    """A class of the library whose names for scales do not lead back to the model's."""
-    cls, settings, _ = judge._build(LOOP, auto_classes()[LOOP])
-    cls._from_config(judge.copy_of(settings), dtype=BF16).save_pretrained(tmp_path / "wide")
-    quantization = transformers.FineGrainedFP8Config(weight_block_size=(2, 2), modules_to_not_convert=["lm_head"])
-    with as_on_a_gpu():
-        model = cls.from_pretrained(tmp_path / "wide", dtype=BF16, quantization_config=quantization)
-    text = r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
-    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new")
-
-
-class OddLinear(torch.nn.Linear):
-    """Is none of the classes that the library replaces."""
-
-
-def test_names_of_what_is_not_quantized(tmp_path: Path) -> None:
-    layers = {"plain": torch.nn.Linear(32, 32), "odd": OddLinear(32, 32)}
-    epload.save(torch.nn.ModuleDict(layers).to(BF16), tmp_path / "new", mapping=Quantize(BLOCKS))
-    saved = load_file(tmp_path / "new" / "model.safetensors")
-    assert (saved["plain.weight"].dtype, saved["odd.weight"].dtype) == (FP8, BF16)
-    declared = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
-    assert declared["modules_to_not_convert"] == ["odd"]
-    # A name may not exclude what is quantized, too.
-    inner = torch.nn.ModuleDict({"aggregate": torch.nn.Linear(32, 32)})
-    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "out": inner}).to(BF16)
-    text = r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
-    must_raise(ValueError, text, epload.save, model, tmp_path / "other", mapping=Quantize(BLOCKS))
-
-
-CAUSAL, TIED = "AutoModelForCausalLM", {"lm_head", "model.embed_tokens"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "auto", "rule", "wide"),
-    [
-        ("qwen2_moe", CAUSAL, {}, {"lm_head", "mlp.gate", "mlp.shared_expert_gate"}),
-        ("llama", CAUSAL, {"modules_to_not_convert": ["model.layers.0.mlp"]}, TIED),
-        ("llama", "AutoModelForSequenceClassification", {}, set()),
-    ],
-)
-def test_the_configuration_lists_what_is_not_quantized(
-    kind: str, auto: str, rule: dict[str, Any], wide: set[str], tmp_path: Path
-) -> None:
-    model = build(kind, auto, num_labels=16, pad_token_id=0)
-    model.save_pretrained(tmp_path / "bf16")
-    epload.save(model, tmp_path / "saved", mapping=Quantize(BLOCKS | rule))
-    epload.convert(tmp_path / "bf16", tmp_path / "converted", quantize=Quantize(BLOCKS | rule))
-    for folder in (tmp_path / "saved", tmp_path / "converted"):
-        declared = json.loads((folder / "config.json").read_text())["quantization_config"]
-        listed = set(declared["modules_to_not_convert"]) - set(rule.get("modules_to_not_convert", ()))
-        assert {name.partition("layers.")[2].partition(".")[2] or name for name in listed} == wide
-        with as_on_a_gpu():
-            found, info = getattr(transformers, auto).from_pretrained(folder, dtype=BF16, output_loading_info=True)
-        assert not any(info.values()), info
-        for name, tensor in found.state_dict().items():
-            if tensor.dtype == BF16:
-                assert torch.equal(tensor, model.state_dict()[name]), name
-
-
-def test_a_dequantized_model_is_no_longer_declared_as_quantized(tmp_path: Path) -> None:
-    epload.save(build("llama"), tmp_path / "fp8", mapping=Quantize(BLOCKS))
-    with torch.device("meta"):
-        read = transformers.AutoConfig.from_pretrained(tmp_path / "fp8")
-        model = transformers.AutoModelForCausalLM.from_config(read, dtype=BF16)
-    epload.load(model, tmp_path / "fp8", progress=False)
-    epload.save(model, tmp_path / "bf16")
-    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
-    assert model.config.quantization_config  # the model's own stays
-
-
-def test_what_is_quantized_already_is_not_declared_otherwise(tmp_path: Path) -> None:
-    tensors = {"a.weight": torch.ones(100, 100, dtype=BF16), "b.weight": torch.ones(100, 100).to(FP8)}
-    part, taken = tensors | {"b.weight_scale_inv": torch.ones(2, 2)}, {"a.weight_scale_inv": torch.ones(7, 7)}
-    rule = Quantize(BLOCKS, weights=("^a",))
-    for state, text in (
-        (part, r"expected weights that are not quantized, but b\.weight is"),
-        (
-            taken | {"a.weight": tensors["a.weight"]},
-            r"expected no tensor with the name .* there is a\.weight_scale_inv",
-        ),
-    ):
-        save_file(state, tmp_path / "old.safetensors")
-        must_raise(ValueError, text, epload.convert, tmp_path / "old.safetensors", tmp_path / "new", quantize=rule)
-    assert not (tmp_path / "new").exists()
