@@ -21,7 +21,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 CPP = TESTS / "native/cpp"
 MODULES = (
-    "checkpoint/test_hostile", "checkpoint/test_malformed", "native/test_digest", "native/test_region_copy",
+    "checkpoint/test_malformed", "native/test_changes", "native/test_region_copy",
     "native/test_region_read", "planning/test_bucket_plan",
 )  # fmt: skip
 

@@ -1,28 +1,38 @@
-"""Checkpoints: each kind of source against the safetensors library, and reads by request."""
+"""Checkpoints and their manifests: each kind of source against the safetensors library, and files that are replaced meanwhile."""
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from epload import Checkpoint, CheckpointError
+import epload
+from campaigns.replaced import FILES, HOWS, READERS, Run, judged, outcomes_of, write
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, Manifest
 from epload.checkpoint import object_store
+from epload.checkpoint.local_store import LocalFile
 from epload.checkpoint.opening import join_source
+from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.core.dtypes import SAFETENSORS
 from epload.core.pieces import Piece
-from support.checkpoint_kinds import (
-    SOURCES,
-    one_file,
-    small_state,
-)
-from support.checkpoints import State, assert_same, framed, raw_bytes, read_all, tensor
+from epload.loading import run as load_run
+from page_cache import cached
+from support import ranks
+from support.checkpoint_kinds import SOURCES, folder_without_index, one_file, small_state, the_index_itself
+from support.checkpoints import State, assert_same, entry, header, index, make_cold, raw_bytes, read_all, tensor
+from support.failures import must_raise
+from support.traced_reads import fill
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
@@ -50,33 +60,20 @@ def test_manifest_is_what_the_library_reports(tmp_path: Path) -> None:
     state = {f"t.{name}": tensor(i, (i + 1, 3), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
     path = one_file(tmp_path, state)
     manifest = Checkpoint.open(path).manifest
-    reported = {n: (s, d) for n, s, d in zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)}
+    reported = {n: (list(s), d) for n, s, d in zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)}
     with safe_open(path, "pt") as library:
-        assert set(reported) == set(library.keys())
-        for name, (shape, dtype) in reported.items():
-            part = library.get_slice(name)
-            assert (list(shape), dtype) == (part.get_shape(), SAFETENSORS[part.get_dtype()])
-    loaded = load_file(path)
-    assert {name: value.dtype for name, value in loaded.items()} == {n: d for n, (_, d) in reported.items()}
-    assert_same(read_all(Checkpoint.open(path)), loaded)
+        parts = {name: library.get_slice(name) for name in library.keys()}  # noqa: SIM118
+        assert reported == {name: (part.get_shape(), SAFETENSORS[part.get_dtype()]) for name, part in parts.items()}
+    assert_same(read_all(Checkpoint.open(path)), load_file(path))
 
 
 def test_metadata_is_no_tensor_and_order_is_that_of_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    entries = {
-        "late": {"dtype": "U8", "shape": [3], "data_offsets": [2, 5]},
-        "__metadata__": {"format": "pt"},
-        "early": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
-        "nothing": {"dtype": "F32", "shape": [0], "data_offsets": [2, 2]},
-    }
-    path.write_bytes(framed(json.dumps(entries)) + b"abcde")
+    late, early, nothing = entry([3], [2, 5], "U8"), entry([2], [0, 2], "U8"), entry([0], [2, 2])
+    path.write_bytes(header(0, late=late, __metadata__={"format": "pt"}, early=early, nothing=nothing) + b"abcde")
     checkpoint = Checkpoint.open(path)
     assert checkpoint.manifest.names == ("early", "nothing", "late")
     assert raw_bytes(read_all(checkpoint)["late"]) == b"cde"
-    checkpoint.close()
-
-
-# ---- state dicts ----
 
 
 def test_consume_frees_each_tensor_once_it_was_taken() -> None:
@@ -90,21 +87,19 @@ def test_consume_frees_each_tensor_once_it_was_taken() -> None:
     checkpoint.fill(bucket, [Piece(1, 32, 0, 48)])
     assert list(state) == ["c"]
     assert raw_bytes(kept["b"])[32:] == bytes(bucket[:48].tolist())
-    with pytest.raises(CheckpointError, match="a was consumed"):
-        checkpoint.fill(bucket, [Piece(0, 0, 0, 40)])
+    must_raise(CheckpointError, "a was consumed", checkpoint.fill, bucket, [Piece(0, 0, 0, 40)])
 
 
 def test_a_dict_with_something_that_is_no_full_tensor() -> None:
-    with pytest.raises(TypeError, match="no tensors found; top-level keys: a, b"):
-        Checkpoint.open({"a": {"w": tensor(1, (2,))}, "b": [1, 2]})
-    with pytest.raises(CheckpointError, match="b is not a dense tensor"):
-        Checkpoint.open({"a": tensor(1, (2,)), "b": torch.eye(3).to_sparse()})
-    with pytest.raises(CheckpointError, match="b is not a dense tensor"):
-        Checkpoint.open({"b": torch.empty(3, device="meta")})
-    with pytest.raises(CheckpointError, match=r"b is not a dense tensor with data \(nested"):
-        Checkpoint.open({"b": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
-    with pytest.raises((TypeError, CheckpointError)):
-        Checkpoint.open({1: tensor(1, (2,))})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for kind, text, state in (
+        (TypeError, "no tensors found; top-level keys: a, b", {"a": {"w": tensor(1, (2,))}, "b": [1, 2]}),
+        (CheckpointError, "b is not a dense tensor", {"a": tensor(1, (2,)), "b": torch.eye(3).to_sparse()}),
+        (CheckpointError, "b is not a dense tensor", {"b": torch.empty(3, device="meta")}),
+        (CheckpointError, r"b is not a dense tensor with data \(nested", {"b": nested}),
+        ((TypeError, CheckpointError), "1", {1: tensor(1, (2,))}),
+    ):
+        must_raise(kind, text, Checkpoint.open, state)
 
 
 def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
@@ -112,10 +107,10 @@ def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
     for i in (1, 2):
         save_file({f"t{i}": torch.zeros(2)}, folder / f"model-0000{i}-of-00002.safetensors")
     manifest = Checkpoint.open(folder).manifest
-    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere, a file that the source rank reads"):
-        join_source(tmp_path / "nowhere", manifest)
-    with pytest.raises(CheckpointError, match="is one file, but the source rank reads 2 files"):
-        join_source(folder / "model-00001-of-00002.safetensors", manifest)
+    text = "cannot read .*nowhere, a file that the source rank reads"
+    must_raise(CheckpointError, text, join_source, tmp_path / "nowhere", manifest)
+    text = "is one file, but the source rank reads 2 files"
+    must_raise(CheckpointError, text, join_source, folder / "model-00001-of-00002.safetensors", manifest)
 
 
 def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(
@@ -125,11 +120,252 @@ def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(
     assert_same(read_all(Checkpoint.open(state)), {name: torch.tensor(value.tolist()) for name, value in state.items()})
     for name in ("run", "run#2"):
         save_file({"w": torch.tensor([float(len(name))])}, (tmp_path / name).with_suffix(".safetensors"))
-    with pytest.raises(CheckpointError, match="a # begins"):
-        Checkpoint.open(f"file://{tmp_path}/run#2.safetensors")
+    must_raise(CheckpointError, "a # begins", Checkpoint.open, f"file://{tmp_path}/run#2.safetensors")
     assert read_all(Checkpoint.open(tmp_path / "run#2.safetensors"))["w"].item() == 5
     opened: list[str] = []
     monkeypatch.setattr(object_store, "connect", opened.append)
     object_store.ObjectStore("hdfs:///user/x")
     object_store.locate("hdfs:///user/x/model.safetensors", "", lambda nbytes: None, None)
     assert opened == ["hdfs:///user/x"] * 2
+
+
+ODD_NAMES = ["\ud83d\ude00", "\U0001f600", "\ud83d", "\\ud83d\\ude00", "a\nb", 'a","b', "\x00", "\u2028", ""]
+
+
+def test_what_is_sent_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
+    """Odd names arrive as they are, too, and differ: two surrogates are not the character that they encode in UTF-16."""
+    odd = [
+        Manifest(names, ((2,),) * len(names), (torch.uint8,) * len(names), "a test")
+        for names in (*zip(ODD_NAMES), tuple(ODD_NAMES))
+    ]
+    kinds = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
+    alike = {f"{i}": tensor(i, (3 if i < 40 else i,), torch.bfloat16 if i < 50 else torch.float32) for i in range(60)}
+    for name, state in (("alike", alike), ("different", alike | kinds)):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    opened = [Checkpoint.open(source).manifest for source in (kinds, *tmp_path.glob("*.safetensors"))]
+    manifests = [*odd, *opened, Manifest((), (), (), "nothing")]
+    for manifest in manifests:
+        again = Manifest.from_compact(manifest.compact, manifest.provenance)
+        for what in ("names", "shapes", "dtypes", "nbytes", "digest", "identity"):
+            assert getattr(again, what) == getattr(manifest, what)
+        if manifest.locations is None:
+            assert again == manifest
+        else:
+            numbers = range(len(manifest.names))
+            assert [*map(again.locations.of_tensor, numbers)] == [*map(manifest.locations.of_tensor, numbers)]
+    for what in ("digest", "identity"):
+        assert len({getattr(manifest, what) for manifest in manifests}) == len(manifests)
+
+
+def test_an_expanded_tensor_does_not_get_in_the_way(tmp_path: Path) -> None:
+    huge = torch.zeros(1, dtype=torch.float64).expand(2**31, 2**31)
+    state = {"weight": torch.ones(1, 2), "bias": torch.ones(1), "huge": huge}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    for source in (state, tmp_path / "pytorch_model.bin"):
+        model = torch.nn.Linear(2, 1)
+        report = epload.load(model, source, strict=False, progress=False)
+        assert report.unexpected_keys == ["huge"]
+        assert_same(dict(model.state_dict()), {name: state[name] for name in ("weight", "bias")})
+
+
+@pytest.mark.parametrize("change", ["", "name", "shape", "dtype", "one less", "shorter"])
+@pytest.mark.parametrize("source", [one_file, the_index_itself, folder_without_index], ids=lambda f: f.__name__)
+def test_whatever_is_known_a_checkpoint_is_opened_as_it_is(
+    source: Callable[[Path, State], Any], change: str, tmp_path: Path
+) -> None:
+    first = {f"t{i}": tensor(i, (6, 4)) for i in range(4)}
+    second = {name: value * 2 for name, value in first.items()}
+    last = second.pop("t3")
+    second |= {
+        "": {"t3": last}, "name": {"u3": last}, "shape": {"t3": last.reshape(4, 6)}, "dtype": {"t3": last.view(torch.int32)},
+        "one less": {}, "shorter": {"t3": last[:2]},
+    }[change]  # fmt: skip
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+    known = Checkpoint.open(source(folders[0], first)).manifest
+    path = source(folders[1], second)
+    again = Checkpoint.open(path, known)
+    assert_same(read_all(again), second)
+    assert (again.manifest.identity == known.identity) == (change == "")
+    assert again.manifest.provenance == Checkpoint.open(path).manifest.provenance
+    assert_same(read_all(join_source(path, again.manifest)), second)
+
+
+def test_an_index_that_changed_is_read(tmp_path: Path) -> None:
+    """The same files with the same headers, but another of two holds the tensor."""
+    a, b = {"w": tensor(1, (3,))}, {"w": tensor(2, (3,)), "v": tensor(3, (3,))}
+    save_file(a, tmp_path / "x.safetensors")
+    save_file(b, tmp_path / "y.safetensors")
+    place = {"w": "x.safetensors", "v": "y.safetensors"}
+    known = Checkpoint.open(index(tmp_path, {"weight_map": place}))
+    assert_same(read_all(known), {**b, **a})
+    path = index(tmp_path, {"weight_map": dict.fromkeys("vw", "y.safetensors")})
+    assert_same(read_all(Checkpoint.open(path, known.manifest)), b)
+
+
+def test_a_damaged_file_is_refused_also_when_its_like_is_known(tmp_path: Path) -> None:
+    path = one_file(tmp_path, small_state())
+    known, raw = Checkpoint.open(path).manifest, path.read_bytes()
+    for length in (-1, 4, 20):  # no header, and part of it
+        path.write_bytes(raw[:length])
+        must_raise(CheckpointError, str(path), Checkpoint.open, path, known)
+
+
+@pytest.mark.parametrize("most", [1, 13, 100])
+def test_short_reads_are_continued(most: int, tmp_path: Path) -> None:
+    state = {f"t{i}": tensor(i, (17 + i,), torch.uint8) for i in range(6)}
+    path = one_file(tmp_path, state)
+    names, pieces, at = Checkpoint.open(path).manifest.names, [], 64
+    for number, name in enumerate(names):
+        pieces.append(Piece(number, 0, at, state[name].nbytes))
+        at += state[name].nbytes + 64
+    traced = fill(path, pieces, at, most=most)
+    assert not traced.error
+    for piece in pieces:
+        assert torch.equal(traced.buffer[piece.bucket_offset :][: piece.nbytes], state[names[piece.tensor]])
+    assert len(traced.requests) >= sum(value.nbytes for value in state.values()) / most
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = one_file(tmp_path, {"a": tensor(1, (100,))})
+    traced = fill(path, [Piece(0, 0, 0, 400)], 400, error=errno.EIO)
+    assert str(path) in traced.error
+    assert "Input/output error" in traced.error
+    checkpoint = Checkpoint.open(path)
+    os.truncate(path, 150)
+    must_raise(CheckpointError, f"{path} was truncated", read_all, checkpoint)
+
+
+@pytest.mark.parametrize("refused", [0, errno.EINVAL], ids=["read", "refused"])
+def test_a_cold_file_is_read_past_the_cache_unless_its_file_system_refuses(refused: int, tmp_path: Path) -> None:
+    large = tensor(1, (1 << 20,), torch.uint8)
+    path = one_file(tmp_path, {"a": large})
+    make_cold(path)
+    traced = fill(path, [Piece(0, 0, 0, 1 << 20)], 1 << 20, direct_error=refused)
+    assert traced.error == ""
+    assert torch.equal(traced.buffer, large)
+    assert (cached(path) > 0.9) == bool(refused)
+
+
+SAMPLE = [Run.of(seed) for seed in range(1000, 1006)]
+IN_THE_MIDDLE = [
+    Run(readers, how, file, moment, actor=0, nth=1, container=container)
+    for (readers, how, file), (moment, container) in zip(
+        product(READERS, HOWS, FILES[:2]),
+        [("read", "safetensors"), ("read", "torch"), ("at the end", "safetensors")] * 10,
+        strict=True,
+    )
+]
+"""Once everything is parsed, so that no load can be right by chance."""
+
+
+def test_replaced_during_a_load() -> None:
+    runs = SAMPLE + IN_THE_MIDDLE
+    problems = []
+    refused = set()
+    for run, outcomes in zip(runs, outcomes_of(runs, limit=200), strict=True):
+        verdict, why = judged(run, outcomes)
+        problems += [f"{run}: {why}"] if why else []
+        refused |= {run} if verdict == "refused" else set()
+    assert not problems, "\n".join(problems)
+    assert [run for run in IN_THE_MIDDLE if run not in refused] == []
+
+
+def _small(folder: Path, value: float = 1.0) -> tuple[nn.Module, Path]:
+    path = folder / "model.safetensors"
+    save_file({"weight": torch.full((4, 3), value), "bias": torch.full((4,), value)}, path)
+    return nn.Linear(3, 4), path
+
+
+def _loader(**options: Any) -> HierarchicalLoader:
+    return HierarchicalLoader(progress=False, **options)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "replaced": (lambda path: write(path, path.read_bytes(), "rename"), "was replaced by another file"),
+    "overwritten": (lambda path: write(path, path.read_bytes(), "in place"), "was modified"),
+    "grown": (lambda path: write(path, path.read_bytes() + b"x", "in place"), "was modified"),
+    "truncated": (lambda path: os.truncate(path, 100), "was truncated"),
+    "removed": (lambda path: path.unlink(), "was removed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_error_says_what_has_changed(change: str, tmp_path: Path) -> None:
+    """After the last byte was read, and before a proof."""
+    action, message = CHANGES[change]
+    for where, verify in (("fill_missing", False), ("_prove", True)):
+        model, path = _small(tmp_path)
+        inner = getattr(load_run, where)
+
+        def hook(*arguments: Any) -> None:
+            action(path)  # noqa: B023
+            inner(*arguments)  # noqa: B023
+
+        model.register_buffer("scratch", torch.zeros(2), persistent=False)
+        with mock.patch.object(load_run, where, hook):
+            text = f"{path} {message}" + ("" if verify else ".*while it was loaded.*partly overwritten")
+            must_raise(CheckpointError, text, _loader(verify=verify).load, model, path)
+
+
+@pytest.mark.parametrize(("how", "change"), [("mapped", "replaced"), ("before torch 1.6", "overwritten")])
+def test_files_that_are_not_read_as_ranges(how: str, change: str, tmp_path: Path) -> None:
+    """A truncation would be the end of a process that has the file mapped."""
+    path, weight = tmp_path / "model.pt", tensor(1, (3, 4)).t()
+    torch.save({"weight": weight, "bias": tensor(2, (4,))}, path, _use_new_zipfile_serialization=how == "mapped")
+    action, message = CHANGES[change]
+    fill = StateDictCheckpoint.fill
+
+    def meanwhile(*arguments: Any) -> None:
+        fill(*arguments)
+        action(path)
+
+    with mock.patch.object(StateDictCheckpoint, "fill", meanwhile):
+        text = rf"{re.escape(str(path))} {message}.*partly overwritten"
+        must_raise(CheckpointError, text, _loader(readers="one").load, nn.Linear(3, 4), path)
+
+
+def test_a_checkpoint_that_is_kept_and_whose_file_changes(tmp_path: Path) -> None:
+    model, path = _small(tmp_path)
+    checkpoint = Checkpoint.open(path)
+    loader = _loader()
+    loader.load(model, checkpoint)
+    loader.load(model, checkpoint)
+    before = model.weight.detach().clone()
+    _small(tmp_path, 2.0)
+    must_raise(
+        CheckpointError, r"since this epload\.Checkpoint opened it: open it again", loader.load, model, checkpoint
+    )
+    assert torch.equal(model.weight, before)
+    checkpoint = Checkpoint.open(path)
+    loader.load(model, checkpoint)
+    assert torch.equal(model.weight, torch.full((4, 3), 2.0))
+    checkpoint.close()  # and it reads the same file or none
+    write(path, path.read_bytes(), "rename")
+    must_raise(CheckpointError, "was replaced by another file", read_all, checkpoint)
+
+
+def test_a_change_right_after_opening_is_seen(tmp_path: Path) -> None:
+    """Also within the same tick of the file system's clock as the change before."""
+    path = tmp_path / "file"
+    for turn in range(10):
+        path.write_bytes(bytes([turn]))
+        file = LocalFile(path)
+        write(path, b"x", "in place")
+        assert "was modified" in file.changed()
+        file.close()
+
+
+def _refused_early(rank: int, folder: str) -> list[str]:
+    """A load that is refused after the files were opened leaves none open."""
+    loader, model = HierarchicalLoader(progress=False), nn.Linear(5, 7, device="meta")
+    for _ in range(2):
+        must_raise(epload.LoadError, ".", loader.load, model, folder)
+    found = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    return [target for target in map(os.readlink, found) if target.startswith(folder)]
+
+
+def test_a_refused_load_keeps_no_file_open(tmp_path: Path) -> None:
+    _small(tmp_path)
+    assert ranks.run(2, _refused_early, str(tmp_path)) == [[], []]

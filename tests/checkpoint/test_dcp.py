@@ -9,21 +9,20 @@ import pickle
 import shutil
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from support import ranks
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
-from support.checks import all_fine, differences, full_values
+from support.checks import all_fine, differences
 from support.dcp_checkpoints import FORMATS, MODELS, folder_of, save_all, sharded
+from support.failures import must_raise
 from support.findings import not_refused
 from support.readers import small_waves
 
@@ -33,7 +32,6 @@ READERS = ("every", "one", "partitioned", "per_node", "auto")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By the number of ranks that saved."""
     folders = {}
     for world in WORLDS:
         folders[world] = tmp_path_factory.mktemp(f"saved-by-{world}")
@@ -44,27 +42,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def _load_all(rank: int, folders: dict[int, Path], world: int) -> list[str]:
     small_waves()
     nodes = [[0, 1], [2, 3]] if world == 4 else [list(range(world))]
-    problems, turn, topology = [], 0, Topology.from_nodes(nodes)
-    for name in MODELS:
-        expected = sharded(name, values=True)
-        for saved_by, folder in folders.items():
-            for form in FORMATS:
-                path = folder_of(folder, name, form)
-                model, readers = sharded(name, values=False, on="meta"), READERS[turn % len(READERS)]
-                verify = turn % 2 == 1
-                turn += 1
-                what = f"{name} saved by {saved_by} as {form}, {readers}, verify={verify}"
-                with HierarchicalLoader(topology, readers=readers, bucket_bytes=300, verify=verify) as loader:
-                    # What has no elements is not in the safetensors files.
-                    report = loader.load(model, path)
-                    problems += [f"{what}: {text}" for text in differences(expected, model)]
-                    with torch.no_grad():
-                        for value in model.state_dict(keep_vars=True).values():
-                            value.copy_(torch.zeros_like(value))
-                    loader.load(model, path)
-                    problems += [f"{what}, again: {text}" for text in differences(expected, model)]
-                if form == "torch" and set(report.ignored_keys) != {"optim", "epoch"}:
-                    problems.append(f"{what}: reports {report.ignored_keys} as ignored")
+    problems, topology = [], Topology.from_nodes(nodes)
+    for turn, (name, (saved_by, folder), form) in enumerate(product(MODELS, folders.items(), FORMATS)):
+        path, expected, model = (
+            folder_of(folder, name, form),
+            sharded(name, values=True),
+            sharded(name, False, on="meta"),
+        )
+        readers, verify = READERS[turn % len(READERS)], turn % 2 == 1
+        what = f"{name} saved by {saved_by} as {form}, {readers}, verify={verify}"
+        with HierarchicalLoader(topology, readers=readers, bucket_bytes=300, verify=verify) as loader:
+            report = loader.load(model, path)  # what has no elements is not in the safetensors files
+            problems += [f"{what}: {text}" for text in differences(expected, model)]
+            with torch.no_grad():
+                for value in model.state_dict(keep_vars=True).values():
+                    value.copy_(torch.zeros_like(value))
+            loader.load(model, path)
+            problems += [f"{what}, again: {text}" for text in differences(expected, model)]
+        if form == "torch" and set(report.ignored_keys) != {"optim", "epoch"}:
+            problems.append(f"{what}: reports {report.ignored_keys} as ignored")
     return problems
 
 
@@ -73,90 +69,50 @@ def test_any_world_size_into_any_other(world: int, saved: dict[int, Path]) -> No
     all_fine(ranks.run(world, _load_all, saved, world))
 
 
-# ---- one process ----
-
-
-def test_whole_tensors_and_any_pieces(saved: dict[int, Path]) -> None:
-    """Reads tensors in boxes that several ranks wrote; pieces begin and end inside elements."""
-    generator = Random(1)
-    for name, (make, _) in MODELS.items():
-        full = full_values(make())
-        for (world, folder), form in product(saved.items(), FORMATS):
-            checkpoint = Checkpoint.open(folder_of(folder, name, form))
-            values = {key: value for key, value in full.items() if value.numel() or form == "torch"}
-            assert_same(read_all(checkpoint), values)
-            pieces, expected = [], bytearray()
-            for number, key in enumerate(checkpoint.manifest.names):
-                raw = raw_bytes(values[key])
-                for _ in range(3 * bool(raw)):
-                    begin = generator.randrange(len(raw))
-                    part = raw[begin : generator.randint(begin + 1, len(raw))]
-                    pieces.append(epload.Piece(number, begin, len(expected), len(part)))
-                    expected += part
-            bucket = torch.empty(len(expected), dtype=torch.uint8)
-            checkpoint.fill(bucket, pieces)
-            assert bytes(bucket.tolist()) == bytes(expected), (name, world, form)
-
-
 def _save(folder: Path, state: dict[str, Any]) -> Path:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
 SMALL = {"a.weight": tensor(1, (4, 3)), "b": tensor(2, (5,), torch.bfloat16)}
+OTHER = {key: value + 1 for key, value in SMALL.items()}
+IN_A_FLAT_DICT = {"model.layer.weight": tensor(1, (3, 2)), "model.norm": tensor(2, (2,))}
+"""Here the name of a submodule is part of the names."""
+PLACES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Tensor]]]] = {
+    "flat": (SMALL, {"": SMALL}),
+    "model": ({"model": SMALL, "ema": OTHER, "step": 3}, {"": SMALL, "ema": OTHER}),
+    "state_dict": ({"state_dict": SMALL, "optim": {"x": torch.ones(2)}}, {"": SMALL}),
+    "app.model": ({"app": {"model": SMALL, "optim": {"x": torch.ones(2)}}}, {"": SMALL}),
+    "only key": ({"weights": SMALL}, {"": SMALL}),
+    "prefix": ({"ema": SMALL, "model": {"a.weight": torch.zeros(4, 3)}}, {"ema": SMALL}),
+    "nested prefix": ({"app": {"ema": SMALL, "model": {"b": torch.zeros(1)}}}, {"app.ema.": SMALL}),
+    "submodule": (IN_A_FLAT_DICT, {"": IN_A_FLAT_DICT}),
+    "two": ({"app": {"model": SMALL, "state_dict": OTHER}}, {"app.model": SMALL, "app.state_dict": OTHER}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("state", "prefix"),
-    [
-        (SMALL, ""),
-        ({"model": SMALL, "step": 3}, ""),
-        ({"state_dict": SMALL, "optim": {"x": torch.ones(2)}}, ""),
-        ({"app": {"model": SMALL, "optim": {"x": torch.ones(2)}}}, ""),
-        ({"weights": SMALL}, ""),
-        ({"ema": SMALL, "model": {"a.weight": torch.zeros(4, 3)}}, "ema"),
-        ({"app": {"ema": SMALL, "model": {"b": torch.zeros(1)}}}, "app.ema."),
-    ],
-    ids=["flat", "model", "state_dict", "app.model", "only key", "prefix", "nested prefix"],
-)
-def test_where_the_model_is(state: dict[str, Any], prefix: str, tmp_path: Path) -> None:
-    assert_same(read_all(Checkpoint.open(_save(tmp_path, state), prefix=prefix)), SMALL)
-
-
-def test_a_submodule_named_model_is_no_key(tmp_path: Path) -> None:
-    """In a flat state dict its name is part of the names."""
-    state = {"model.layer.weight": tensor(1, (3, 2)), "model.norm": tensor(2, (2,))}
-    assert_same(read_all(Checkpoint.open(_save(tmp_path, state))), state)
-
-
-def test_two_state_dicts_in_one_folder(tmp_path: Path) -> None:
-    other = {key: value + 1 for key, value in SMALL.items()}
-    _save(tmp_path, {"app": {"model": SMALL, "state_dict": other}})
-    with pytest.raises(
-        CheckpointError, match=r"each of state_dict and model: pass prefix='app\.state_dict' or prefix='app\.m"
-    ):
-        Checkpoint.open(tmp_path)
-    assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.model")), SMALL)
-    assert_same(read_all(Checkpoint.open(tmp_path, prefix="app.state_dict")), other)
+@pytest.mark.parametrize("case", PLACES)
+def test_where_the_model_is(case: str, tmp_path: Path) -> None:
+    """Also for a loader that knows the folder by another prefix."""
+    state, expected = PLACES[case]
+    _save(tmp_path, state)
+    known = None
+    for prefix, tensors in expected.items():
+        checkpoint = Checkpoint.open(tmp_path, known, prefix)
+        assert_same(read_all(checkpoint), tensors)
+        known = checkpoint.manifest
+    if case == "two":
+        text = r"each of state_dict and model: pass prefix='app\.state_dict' or prefix='app\.m"
+        must_raise(CheckpointError, text, Checkpoint.open, tmp_path)
 
 
 def test_prefixes_that_select_nothing(tmp_path: Path) -> None:
     _save(tmp_path / "saved", SMALL)
-    with pytest.raises(CheckpointError, match=r"no tensor is under prefix='ema'; there are a\.weight, b"):
-        Checkpoint.open(tmp_path / "saved", prefix="ema")
+    text = r"no tensor is under prefix='ema'; there are a\.weight, b"
+    must_raise(CheckpointError, text, Checkpoint.open, tmp_path / "saved", prefix="ema")
     torch.save(SMALL, tmp_path / "a.pt")
     for source in (tmp_path / "a.pt", tmp_path, SMALL, Checkpoint.open(SMALL)):
-        with pytest.raises(ValueError, match="prefix='ema' is "):
-            Checkpoint.open(source, prefix="ema")
-
-
-def test_another_prefix_is_another_checkpoint(tmp_path: Path) -> None:
-    """Also for a loader that knows the folder."""
-    other = {key: value + 1 for key, value in SMALL.items()}
-    _save(tmp_path, {"model": SMALL, "ema": other})
-    known = Checkpoint.open(tmp_path).manifest
-    assert_same(read_all(Checkpoint.open(tmp_path, known)), SMALL)
-    assert_same(read_all(Checkpoint.open(tmp_path, known, "ema")), other)
+        must_raise(ValueError, "prefix='ema' is ", Checkpoint.open, source, prefix="ema")
 
 
 def _in_metadata(change: Any) -> Any:
@@ -191,19 +147,12 @@ def test_items_of_one_shape_may_lie_differently(tmp_path: Path) -> None:
     assert_same(read_all(Checkpoint.open(tmp_path)), {"a": tensor(1, (6,)), "b": tensor(3, (9,))[3:]})
 
 
-# ---- what is wrong ----
-
-
 class _Call:
     def __init__(self, function: Any, *args: Any) -> None:
         self._call = function, args
 
     def __reduce__(self) -> Any:
         return self._call
-
-
-def _chunk(metadata: Any) -> Any:
-    return metadata.state_dict_metadata["a.weight"].chunks[0]
 
 
 def _info(metadata: Any) -> Any:
@@ -236,7 +185,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"a\.weight of shape \[2, 3\] has a chunk at \[0, 0\] of \[4, 3\], which reaches outside",
     ),
     "no such chunk": (
-        _in_metadata(lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0]))), r"no file has the chunk of a\.weight at"
+        _in_metadata(lambda m: setattr(m.state_dict_metadata["a.weight"].chunks[0], "offsets", torch.Size([1, 0]))),
+        r"no file has the chunk of a\.weight at",
     ),
     "another dtype": (
         _in_metadata(lambda m: setattr(m.state_dict_metadata["a.weight"].properties, "dtype", torch.int32)),
@@ -244,6 +194,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "compressed": (
         _in_metadata(lambda m: setattr(_info(m), "transform_descriptors", ["zstd"])), "saved through an extension .*zstd"
+    ),
+    "not contiguous": (
+        lambda folder: _save(folder, {"model": nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last).state_dict()}),
+        r"model\.weight, .*not in row-major order, .* save it contiguous",
     ),
     "negative offset": (_in_metadata(lambda m: setattr(_info(m), "offset", -4)), "expected non-negative integers, got"),
 }  # fmt: skip
@@ -253,17 +207,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
     make, message = WRONG[what]
     make(_save(tmp_path / "saved", SMALL))
-    with pytest.raises(CheckpointError, match=message) as caught:
-        Checkpoint.open(tmp_path / "saved")
-    assert len(str(caught.value).splitlines()) == 1
+    caught = must_raise(CheckpointError, message, Checkpoint.open, tmp_path / "saved")
+    assert len(str(caught).splitlines()) == 1
     assert not (tmp_path / "saved" / "executed").exists()
-
-
-def test_a_tensor_that_was_not_contiguous_is_refused(tmp_path: Path) -> None:
-    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.weight, .*not in row-major order, .* save it contiguous"):
-        epload.load(nn.Conv2d(3, 8, 3), tmp_path)
 
 
 def test_chunks_that_overlap(tmp_path: Path) -> None:
@@ -271,12 +217,11 @@ def test_chunks_that_overlap(tmp_path: Path) -> None:
         info = json.dumps({"w": {"saved_offsets": [rank - 1, 0]}})
         path = tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors"
         save_file({"w": tensor(rank, (2, 3))}, path, metadata={"DCP_SHARDING_INFO": info})
-    with pytest.raises(CheckpointError, match=r"w of shape \[3, 3\] has chunks at \[0, 0\] and \[1, 0\] that overlap"):
-        Checkpoint.open(tmp_path)
+    text = r"w of shape \[3, 3\] has chunks at \[0, 0\] and \[1, 0\] that overlap"
+    must_raise(CheckpointError, text, Checkpoint.open, tmp_path)
 
 
 def _replaced(rank: int, folder: Path) -> list[str]:
-    """One rank's folder is another checkpoint."""
     path = folder / ("other" if rank == 1 else "saved")
     model = nn.ParameterDict({"b": nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)})
     model["a"] = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(4, 3))})
@@ -288,7 +233,6 @@ def _replaced(rank: int, folder: Path) -> list[str]:
 def test_a_rank_with_another_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path / "saved", SMALL)
     shutil.copytree(tmp_path / "saved", tmp_path / "other")
-    raw = bytearray((tmp_path / "other" / "__0_0.distcp").read_bytes())
-    raw[:] = raw.replace(raw_bytes(SMALL["a.weight"]), bytes(48))
-    (tmp_path / "other" / "__0_0.distcp").write_bytes(raw)
+    path = tmp_path / "other" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes().replace(raw_bytes(SMALL["a.weight"]), bytes(48)))
     all_fine(ranks.run(2, _replaced, tmp_path))

@@ -1,21 +1,36 @@
-"""Checkpoints that are not what they should be: headers, indices, folders and torch files are refused, by a clear error."""
+"""Files, folders and indices that are not what they should be: each is refused, by a clear error, with the path in it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import signal
+import socket
 import struct
+import tempfile
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 
-from epload import Checkpoint, CheckpointError
-from epload.checkpoint.safetensors import MAX_HEADER_BYTES
+import epload
+from epload import Checkpoint, CheckpointError, HierarchicalLoader, LoadError, LoadOptions, Topology
+from epload.checkpoint.local_store import LocalFile
+from epload.checkpoint.safetensors import MAX_HEADER_BYTES, read_layout
+from epload.cli.main import main
+from support import ranks
 from support.checkpoints import assert_same, entry, framed, header, index, read_all, tensor
-
-# ---- headers ----
+from support.failures import error_of, must_raise
+from support.malformed import FILES
 
 
 def text(shape: str = "[4]", offsets: str = "[0,16]", data: int = 16) -> bytes:
@@ -23,6 +38,7 @@ def text(shape: str = "[4]", offsets: str = "[0,16]", data: int = 16) -> bytes:
 
 
 HUGE = "1" + "0" * 4000
+TWO_BYTES = '"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 BAD_FILES = {
     "empty file": (b"", "0 bytes"),
     "too short": (b"\1\0\0", "3 bytes"),
@@ -31,13 +47,7 @@ BAD_FILES = {
     "not text": (framed(b"\xff\xfe\xfd\x80" * 4), "not JSON"),
     "deep nesting": (framed('{"w":' + "[" * 100_000 + "]" * 100_000 + "}"), "not JSON"),
     "list": (framed("[]"), "list"),
-    "duplicate names": (
-        framed(
-            '{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
-        )
-        + b"ab",
-        "duplicate key 'w'",
-    ),
+    "duplicate names": (framed(f"{{{TWO_BYTES},{TWO_BYTES}}}") + b"ab", "duplicate key 'w'"),
     "entry is a list": (header(w=[1, 2]), "w lacks"),
     "no dtype": (header(w={"shape": [4], "data_offsets": [0, 16]}), "w lacks"),
     "three offsets": (header(w=entry(offsets=[0, 8, 16])), "w lacks"),
@@ -76,71 +86,48 @@ def test_hostile_files(case: str, tmp_path: Path) -> None:
     content, message = BAD_FILES[case]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(path)
-    assert str(path) in str(caught.value)
-    assert message in str(caught.value)
-    assert len(str(caught.value)) < 1000 + len(str(path))
+    error = must_raise(CheckpointError, re.escape(message), Checkpoint.open, path)
+    assert str(path) in str(error)
+    assert len(str(error)) < 1000 + len(str(path))
 
 
 def test_a_header_over_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(struct.pack("<Q", MAX_HEADER_BYTES + 1))
     os.truncate(path, 2 * MAX_HEADER_BYTES)
-    with pytest.raises(CheckpointError, match=f"bad.safetensors.*{MAX_HEADER_BYTES + 1} bytes"):
-        Checkpoint.open(path)
+    must_raise(CheckpointError, f"bad.safetensors.*{MAX_HEADER_BYTES + 1} bytes", Checkpoint.open, path)
 
 
-# ---- folders, indices and torch files ----
-
-
-@pytest.mark.parametrize("outside", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", ".", ""])
-def test_an_index_that_points_out_of_its_folder(outside: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def test_an_index_that_points_out_of_its_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "model", tmp_path / "x.safetensors"
     (folder / "sub").mkdir(parents=True)
-    for target in (tmp_path / "x.safetensors", folder / "sub" / "x.safetensors"):
+    for target in (outside, folder / "sub" / "x.safetensors"):
         save_file({"w": tensor(1, (2,))}, target)
-    name = str(tmp_path / "x.safetensors") if outside.startswith("/") else outside
-    with pytest.raises(CheckpointError, match=r"index\.json.*plain file name"):
-        Checkpoint.open(index(folder, {"weight_map": {"w": name}}))
+    for name in ("../x.safetensors", str(outside), "sub/x.safetensors", "..", ".", ""):
+        content = index(folder, {"weight_map": {"w": name}})
+        must_raise(CheckpointError, r"index\.json.*plain file name", Checkpoint.open, content)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["{", "", "[]", "null", "3", {}, {"weight_map": None}, {"weight_map": ["w"]}, {"weight_map": {"w": 3}},
-     {"weight_map": {"w": ["x.safetensors"]}}, "[" * 100_000],
-    ids=lambda content: repr(content)[:40],
-)  # fmt: skip
-def test_an_index_that_is_none(content: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"index\.json"):
-        Checkpoint.open(index(tmp_path, content))
-
-
-def test_an_index_whose_file_lacks_a_key(tmp_path: Path) -> None:
-    save_file({"v": tensor(1, (2,))}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"places w in x\.safetensors, which does not contain it"):
-        Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x.safetensors", "w": "x.safetensors"}}))
-    torch.save({"v": tensor(1, (2,))}, tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"places w in x\.bin, which does not contain it"):
-        Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x.bin", "w": "x.bin"}}))
+def test_an_index_that_is_none_or_whose_file_lacks_a_key(tmp_path: Path) -> None:
+    maps = (None, ["w"], {"w": 3}, {"w": ["x.safetensors"]})
+    for content in ("{", "", "[]", "null", "3", {}, *({"weight_map": each} for each in maps), "[" * 100_000):
+        must_raise(CheckpointError, r"index\.json", Checkpoint.open, index(tmp_path, content))
+    for name, save in (("x.safetensors", save_file), ("x.bin", torch.save)):
+        save({"v": tensor(1, (2,))}, tmp_path / name)
+        path = index(tmp_path, {"weight_map": dict.fromkeys("vw", name)})
+        must_raise(CheckpointError, f"places w in {name}, which does not contain it", Checkpoint.open, path)
 
 
 def test_a_key_in_two_files(tmp_path: Path) -> None:
     first, second = {"v": tensor(1, (2,)), "w": tensor(2, (2,))}, {"w": tensor(3, (2,))}
-    save_file(first, tmp_path / "x-0.safetensors")
-    save_file(second, tmp_path / "x-1.safetensors")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.safetensors and in .*x-1\.safetensors"):
-        Checkpoint.open(tmp_path)
-    # An index settles which of the two counts.
-    checkpoint = Checkpoint.open(index(tmp_path, {"weight_map": {"v": "x-0.safetensors", "w": "x-1.safetensors"}}))
-    assert_same(read_all(checkpoint), {"v": first["v"], "w": second["w"]})
-    checkpoint.close()
-    folder = tmp_path / "torch"
-    folder.mkdir()
-    torch.save(first, folder / "x-0.bin")
-    torch.save(second, folder / "x-1.bin")
-    with pytest.raises(CheckpointError, match=r"w is both in .*x-0\.bin and in .*x-1\.bin"):
-        Checkpoint.open(folder)
+    for end, save in (("safetensors", save_file), ("bin", torch.save)):
+        (folder := tmp_path / end).mkdir()
+        for number, state in enumerate((first, second)):
+            save(state, folder / f"x-{number}.{end}")
+        must_raise(CheckpointError, f"w is both in .*x-0.{end} and in .*x-1.{end}", Checkpoint.open, folder)
+        # An index settles which of the two counts.
+        checkpoint = Checkpoint.open(index(folder, {"weight_map": {"v": f"x-0.{end}", "w": f"x-1.{end}"}}))
+        assert_same(read_all(checkpoint), {"v": first["v"], "w": second["w"]})
 
 
 class Trap:
@@ -153,27 +140,164 @@ class Trap:
         return open, (str(self._path), "w")
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
-    path, sprung = tmp_path / "trap.pt", tmp_path / "sprung"
-    torch.save({"w": tensor(1, (2,)), "x": Trap(sprung)}, path)
-    with pytest.raises(CheckpointError, match=r"trap\.pt"):
-        Checkpoint.open(path)
-    assert not sprung.exists()
-
-
 def test_torch_files_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "bad.pt"
+    path, sprung = tmp_path / "bad.pt", tmp_path / "sprung"
+    torch.save({"w": tensor(1, (2,)), "x": Trap(sprung)}, path)
+    must_raise(CheckpointError, "bad.pt", Checkpoint.open, path)
+    assert not sprung.exists()
     torch.save({"w": tensor(1, (2,))}, path)
     good = path.read_bytes()
-    contents = {"empty": b"", "random": b"\x80\x02}q\x00." * 9, "cut": good[: len(good) // 2]}
-    for case, content in contents.items():
+    for content in (b"", b"\x80\x02}q\x00." * 9, good[: len(good) // 2]):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"bad\.pt"):
-            pytest.fail(f"{case}: {Checkpoint.open(path).manifest}")
+        must_raise(CheckpointError, "bad.pt", Checkpoint.open, path)
     for value in (tensor(1, (2,)), [tensor(1, (2,))], {"w": 3}, {"state_dict": {"w": 3}}):
         torch.save(value, path)
-        message = (
-            "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
-        )
-        with pytest.raises(CheckpointError, match=rf"bad\.pt: {message}"):
-            Checkpoint.open(path)
+        text = "no tensors found; top-level keys: " if isinstance(value, dict) else "expected a dict of tensors, got a "
+        must_raise(CheckpointError, f"bad.pt: {text}", Checkpoint.open, path)
+
+
+STATE = {"weight": tensor(1, (4, 3)), "bias": tensor(2, (4,))}
+LIMIT = 60.0
+"""Seconds after which a run that waits for a FIFO is ended."""
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket has at most 107 characters
+    try:
+        with socket.socket(socket.AF_UNIX) as endpoint:
+            endpoint.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _linked_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("somewhere"))
+    path.symlink_to("somewhere")
+
+
+SPECIAL = [(os.mkfifo, "a FIFO"), (_linked_fifo, "a FIFO"), (_socket, "a socket"), (_zeros, "a character device")]
+NAMES = [
+    "model.safetensors", "model.safetensors.index.json", "part-1.safetensors", ".metadata", "pytorch_model.bin",
+    "pytorch_model.bin.index.json", "x.pt",
+]  # fmt: skip
+
+
+def _open_each(folder: Path) -> None:
+    for number, (make, kind) in enumerate(SPECIAL):
+        for name in NAMES:
+            path = folder / str(number) / name[1:] / name
+            path.parent.mkdir(parents=True)
+            make(path)
+            for source in (path, path.parent):
+                text = f"^cannot read {path}: expected a regular file, got {kind}"
+                must_raise(CheckpointError, text, Checkpoint.open, source)
+
+
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "blob")
+    path = tmp_path / "model.safetensors"
+    path.symlink_to("blob")
+    assert_same(read_all(Checkpoint.open(tmp_path)), STATE)
+    assert os.get_blocking(LocalFile(path).fd)
+    for target in ("nowhere", path.name):
+        path.unlink()
+        path.symlink_to(target)
+        for source in (tmp_path, path):
+            must_raise(CheckpointError, f"{path}: ", Checkpoint.open, source)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.bin", ".metadata", "model.safetensors.index.json"])
+def test_files_without_a_size_and_descriptions_of_any_size(name: str, tmp_path: Path) -> None:
+    """The latter have no content on disk, and would fill the memory."""
+    path = tmp_path / name
+    for target in ("/proc/self/mem", "/proc/version"):
+        path.symlink_to(target)
+        must_raise(CheckpointError, str(path), Checkpoint.open, tmp_path)
+        path.unlink()
+    if name in (".metadata", "model.safetensors.index.json"):
+        path.touch()
+        os.truncate(path, 1 << 42)
+        must_raise(CheckpointError, f"{name} has {1 << 42} bytes, expected at most", Checkpoint.open, tmp_path)
+
+
+def test_a_file_whose_lease_has_to_be_released(tmp_path: Path) -> None:
+    """A file server holds one on a file that its clients use: to open it takes until the lease is released, but it works."""
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    holder = os.open(path, os.O_RDWR)
+    before = signal.signal(signal.SIGIO, lambda *_: fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+    try:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        assert_same(read_all(Checkpoint.open(path)), STATE)
+    finally:
+        signal.signal(signal.SIGIO, before)
+        os.close(holder)
+
+
+def _load_fifo(rank: int, folder: Path) -> str:
+    """Ranks see different files under the same name, as on nodes with file systems of their own."""
+    os.chdir(folder / ("fifo" if rank else "file"))
+    with HierarchicalLoader(Topology.from_nodes([[0, 1]]), readers="every", progress=False) as loader:
+        return error_of(lambda: loader.load(nn.Linear(3, 4), "model.safetensors"))
+
+
+def test_all_ranks_refuse_a_fifo(tmp_path: Path) -> None:
+    for name in ("fifo", "file"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "fifo" / "model.safetensors")
+    save_file(STATE, tmp_path / "file" / "model.safetensors")
+    first, second = ranks.run(2, _load_fifo, tmp_path, limit=LIMIT)
+    assert first == second
+    assert first.startswith("CheckpointError: cannot read model.safetensors: expected a regular file, got a FIFO")
+
+
+def _other_files(folder: Path) -> None:
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    save_file(STATE, folder / "model.safetensors")
+    refusals: list[tuple[Any, type[Exception]]] = [
+        (lambda: epload.convert(folder / "model.safetensors", folder / "out", files=[fifo]), ValueError),
+        (lambda: epload.save(nn.Linear(3, 4), folder / "saved", names_from=fifo), CheckpointError),
+        (lambda: epload.save(nn.Linear(3, 4), folder / "saved", files=[fifo]), ValueError),
+    ]
+    for call, kind in refusals:
+        must_raise(kind, "fifo", call)
+    for command, *others in (["inspect"], ["verify"], ["diff", str(fifo)], ["convert", str(folder / "out")]):
+        result = CliRunner().invoke(main, [command, str(fifo), *others])
+        assert result.exit_code in (1, 2), result.output
+        assert "fifo" in result.output
+
+
+@pytest.mark.parametrize("read", [_open_each, _other_files])
+def test_the_path_and_the_kind_are_named(read: Callable[[Path], None], tmp_path: Path) -> None:
+    status, output = ranks.run_alone(read, tmp_path, limit=LIMIT)
+    assert status == 0, output
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=FILES, bucket_bytes=st.sampled_from([80, 96, 1 << 20]))
+def test_a_file_is_loaded_as_it_is_or_refused(content: bytes, bucket_bytes: int) -> None:
+    filled = nn.ParameterDict({"v": torch.zeros(4), "w": torch.zeros(2, 3), "e": torch.zeros(0)})  # as FILES also have
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        path.write_bytes(content)
+        try:
+            options = LoadOptions(bucket_bytes=bucket_bytes)
+            report = epload.load(filled, path, strict=False, readers="one", verify=True, options=options)
+        except LoadError:
+            return
+        found = {stored.name: stored for stored in read_layout(LocalFile(path))}
+    for name, parameter in filled.named_parameters():
+        if name in report.missing_keys or (name not in found and parameter.numel() == 0):  # which needs nothing
+            assert not parameter.detach().any()
+            continue
+        _, dtype, shape, offset, *_ = found[name]
+        raw = content[offset : offset + prod(shape) * dtype.itemsize]
+        value = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
+        expected = value.view(dtype).reshape(shape).to(parameter.dtype)
+        assert torch.equal(parameter.detach().view(torch.int32), expected.view(torch.int32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,22 +26,24 @@ from support.checkpoint_kinds import folder_with_index, small_state, torch_folde
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
 from support.checks import all_fine
 from support.dcp_checkpoints import FORMATS, folder_of, save_all
+from support.failures import must_raise
 from support.findings import not_refused
 from support.s3_server import BUCKET, SECRET, Moto, Proxy
 from support.small_model import NODES, meta_net, state_for, wrong
 from support.tls_server import untrusted
 
 LIBRARIES = ("obstore", "fsspec")
+Servers = tuple[Moto, Proxy]
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Moto, Proxy]]:
+def servers() -> Iterator[Servers]:
     with s3_server.serving() as found:
         yield found
 
 
 @pytest.fixture
-def s3(servers: tuple[Moto, Proxy], monkeypatch: pytest.MonkeyPatch) -> tuple[Moto, Proxy]:
+def s3(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Servers:
     servers[1].reset()
     for name, value in s3_server.environment(servers[1].address).items():
         monkeypatch.setenv(name, value)
@@ -54,13 +56,9 @@ def s3(servers: tuple[Moto, Proxy], monkeypatch: pytest.MonkeyPatch) -> tuple[Mo
     return servers
 
 
-@contextmanager
-def only(library: str) -> Iterator[None]:
-    """As if no other client were installed."""
-    with ExitStack() as stack:
-        if library == "fsspec":
-            stack.enter_context(mock.patch.dict(object_clients._OBSTORE, clear=True))
-        yield
+def only(library: str) -> AbstractContextManager[Any]:
+    """Hides the client that comes first."""
+    return mock.patch.dict(object_clients._OBSTORE, clear=library == "fsspec")
 
 
 def put(moto: Moto, folder: Path, prefix: str) -> str:
@@ -70,7 +68,7 @@ def put(moto: Moto, folder: Path, prefix: str) -> str:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", [folder_with_index, torch_folder_with_index], ids=lambda f: f.__name__)
-def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_folders_files_and_indices(library: str, kind: Any, s3: Servers, tmp_path: Path) -> None:
     kind(tmp_path, small_state())
     url = put(s3[0], tmp_path, f"{kind.__name__}/{library}")
     with only(library):
@@ -87,7 +85,7 @@ def test_folders_files_and_indices(library: str, kind: Any, s3: tuple[Moto, Prox
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", ["a b", "a+b", "a%20b", "a%2Bb", "mod\u00e8le"])
-def test_keys_are_what_they_are(name: str, library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_keys_are_what_they_are(name: str, library: str, s3: Servers, tmp_path: Path) -> None:
     """A key with %20 is not the one with a space; in an address of the web it is."""
     state, other = {"weight": tensor(1, (4, 3))}, {"weight": tensor(2, (4, 3))}
     web = f"{s3[1].address}/{BUCKET}/{library}/{quote(name)}"
@@ -104,15 +102,7 @@ def test_keys_are_what_they_are(name: str, library: str, s3: tuple[Moto, Proxy],
             assert_same(read_all(Checkpoint.open(source)), state)
 
 
-def test_what_the_environment_says_of_the_client_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
-    options = object_clients._client_options("s3")
-    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
-    assert "allow_http" not in object_clients._client_options("gs")
-
-
-def test_requests_go_on_with_the_threads_there_are(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_requests_go_on_with_the_threads_there_are(s3: Servers, tmp_path: Path) -> None:
     folder_with_index(tmp_path, small_state())
     url, start, started = put(s3[0], tmp_path, "few threads"), threads.start, []
 
@@ -128,7 +118,7 @@ def test_requests_go_on_with_the_threads_there_are(s3: tuple[Moto, Proxy], tmp_p
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "web"])
-def test_sets_of_weights(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_sets_of_weights(library: str, s3: Servers, tmp_path: Path) -> None:
     """The choice is that of local folders, also where names are asked for one by one."""
     states = [{"weight": tensor(number, (4, 3))} for number in range(4)]
     torch.save(states[0], tmp_path / "pytorch_model.bin")
@@ -141,31 +131,22 @@ def test_sets_of_weights(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -
     with only(library):
         for number, variant in ((0, ""), (1, "fp16"), (3, "ema")):
             assert_same(read_all(Checkpoint.open(url, variant=variant)), states[number])
-        with pytest.raises(CheckpointError, match="no weights of variant='x'"):
-            Checkpoint.open(url, variant="x")
+        must_raise(CheckpointError, "no weights of variant='x'", Checkpoint.open, url, variant="x")
         save_file(states[3], tmp_path / "diffusion_pytorch_model.safetensors")
         put(s3[0], tmp_path, url.partition(f"{BUCKET}/")[2])
-        with pytest.raises(
-            CheckpointError, match=r"pytorch_model\.bin, diffusion_pytorch_model\.safetensors; pass the file"
-        ):
-            Checkpoint.open(url)
+        text = r"pytorch_model\.bin, diffusion_pytorch_model\.safetensors; pass the file"
+        must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
-@pytest.fixture(scope="module")
-def dcp_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dcp")
-    ranks.run(2, save_all, folder)
-    return folder
-
-
-def test_dcp_folders(s3: tuple[Moto, Proxy], dcp_folders: Path) -> None:
+def test_dcp_folders(s3: Servers, tmp_path: Path) -> None:
+    ranks.run(2, save_all, tmp_path)
     for form in FORMATS:
-        path = folder_of(dcp_folders, "tp x fsdp", form)
+        path = folder_of(tmp_path, "tp x fsdp", form)
         checkpoint = Checkpoint.open(put(s3[0], path, f"dcp/{form}"))
         assert_same(read_all(checkpoint), read_all(Checkpoint.open(path)))
 
 
-def test_any_pieces(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_any_pieces(s3: Servers, tmp_path: Path) -> None:
     state = {name: tensor(i, (5000,), torch.uint8) for i, name in enumerate("xyz")}
     save_file(state, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(put(s3[0], tmp_path, "pieces"))
@@ -183,13 +164,9 @@ def test_any_pieces(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
             assert bytes(bucket.tolist()) == bytes(expected)
 
 
-# ---- faults ----
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("fault", ["slow down", "truncate", "reset"])
-def test_faults_that_pass(fault: str, library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """Every second request fails."""
+def test_faults_that_pass(fault: str, library: str, s3: Servers, tmp_path: Path) -> None:
     state = {f"t{i}": tensor(i, (3000,)) for i in range(5)}
     save_file(state, tmp_path / "model.safetensors")
     url = put(s3[0], tmp_path, f"faults/{library}/{fault.replace(' ', '-')}")
@@ -203,31 +180,30 @@ def test_faults_that_pass(fault: str, library: str, s3: tuple[Moto, Proxy], tmp_
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_faults_that_stay(library: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_faults_that_stay(library: str, s3: Servers, tmp_path: Path) -> None:
     save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
     url = put(s3[0], tmp_path, f"stay/{library}")
     with mock.patch.object(object_store, "ATTEMPTS", 2), only(library):
         checkpoint = Checkpoint.open(url)
         for fault in ("503", "reset"):
             s3[1].fault = lambda method, path, number, fault=fault: fault
-            with pytest.raises(CheckpointError, match=r"cannot read s3://.*: 2 attempts failed, the last: ") as caught:
-                read_all(checkpoint)
-            clean(caught.value)
+            clean(
+                must_raise(CheckpointError, "cannot read s3://.*: 2 attempts failed, the last: ", read_all, checkpoint)
+            )
 
 
-def clean(error: BaseException | None) -> None:
+def clean(error: BaseException) -> None:
     """Neither the message nor what it came from shows a secret or an address with a signature."""
     text = str(error)
     assert SECRET not in text
     assert "Signature" not in text
     assert len(text.splitlines()) == 1
-    assert error is not None
     assert error.__cause__ is None or isinstance(error.__cause__, OSError)
     assert error.__suppress_context__ or error.__context__ is None
 
 
-def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """Of the same size and header. The server refuses it by its ETag, before a byte of it is used."""
+def test_a_replaced_object(s3: Servers, tmp_path: Path) -> None:
+    """It has the same size and header. The server refuses it by its ETag, before a byte of it is used."""
     for library in LIBRARIES:
         with only(library):
             save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
@@ -238,97 +214,80 @@ def test_a_replaced_object(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
             put(s3[0], tmp_path, f"replaced/{library}")
             assert "was replaced by another object" in checkpoint.changed()
             if library == "obstore":
-                with pytest.raises(
-                    CheckpointError, match="was replaced by another object while it was read; load again"
-                ):
-                    read_all(checkpoint)
-            with pytest.raises(CheckpointError, match=r"was replaced by .* after it was opened"):
-                checkpoint.reopen()
-            with pytest.raises(CheckpointError, match="is not the file that the source rank has"):
-                join_source(url, checkpoint.manifest)
+                text = "was replaced by another object while it was read; load again"
+                must_raise(CheckpointError, text, read_all, checkpoint)
+            must_raise(CheckpointError, "was replaced by .* after it was opened", checkpoint.reopen)
+            text = "is not the file that the source rank has"
+            must_raise(CheckpointError, text, join_source, url, checkpoint.manifest)
             s3[0].request("DELETE", f"/{BUCKET}/replaced/{library}/model.safetensors")
             assert checkpoint.changed().endswith("was removed")
-            with pytest.raises(CheckpointError, match="was removed after it was opened"):
-                read_all(checkpoint)
+            must_raise(CheckpointError, "was removed after it was opened", read_all, checkpoint)
 
 
-def test_what_is_not_there(s3: tuple[Moto, Proxy]) -> None:
+def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects, and then clients. What the environment says of a client counts, too."""
+    monkeypatch.setenv("AWS_READ_TIMEOUT", "7s")
+    options = object_clients._client_options("s3")
+    assert (options["allow_http"], options["read_timeout"], options["connect_timeout"]) == (True, "7s", "10s")
+    assert "allow_http" not in object_clients._client_options("gs")
     for library in LIBRARIES:
         with only(library):
-            with pytest.raises(
-                CheckpointError, match=r"no checkpoint in s3://weights/nothing: expected \*\.safetensors"
+            for name, text in (
+                ("nothing", r"no checkpoint in s3://weights/nothing: expected \*\.safetensors"),
+                ("no.safetensors", r"cannot read s3://weights/no\.safetensors: no such object"),
             ):
-                Checkpoint.open(f"s3://{BUCKET}/nothing")
-            with pytest.raises(CheckpointError, match=r"cannot read s3://weights/no\.safetensors: no such object"):
-                Checkpoint.open(f"s3://{BUCKET}/no.safetensors")
-    with pytest.raises(CheckpointError, match=r"cannot open nope://a/b: .*Fsspec"):
-        Checkpoint.open("nope://a/b")
-
-
-def test_without_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+                must_raise(CheckpointError, text, Checkpoint.open, f"s3://{BUCKET}/{name}")
+    must_raise(CheckpointError, "cannot open nope://a/b: .*Fsspec", Checkpoint.open, "nope://a/b")
     for name in ("obstore", "obstore.store", "fsspec", "fsspec.core"):
         monkeypatch.setitem(sys.modules, name, None)
     for url, extra in (("s3://a/b", "s3"), ("gs://a/b", "gs"), ("https://a/b", "http"), ("oss://a/b", "fsspec")):
-        with pytest.raises(CheckpointError, match=rf"no client for .* is installed .*pip install epload\[{extra}\]"):
-            Checkpoint.open(url)
+        text = rf"no client for .* is installed .*pip install epload\[{extra}\]"
+        must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
 def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
-    (tmp_path / "served").mkdir()
-    save_file({"x": torch.ones(3)}, tmp_path / "served" / "model.safetensors")
-    with untrusted(tmp_path / "served", tmp_path) as address:
+    save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+    with untrusted(tmp_path, tmp_path) as address:
         for source in (f"{address}/model.safetensors", address):
-            with pytest.raises(
-                CheckpointError, match="its certificate is not valid for it, or not signed by"
-            ) as caught:
-                Checkpoint.open(source)
-            clean(caught.value)
+            text = "its certificate is not valid for it, or not signed by"
+            clean(must_raise(CheckpointError, text, Checkpoint.open, source))
 
 
-# ---- loads ----
-
-
-def _load(rank: int, address: str, url: str, readers: str, case: str) -> list[str]:
+def _load(rank: int, address: str, url: str, all_readers: tuple[str, ...], turns: tuple[str, ...]) -> list[str]:
     os.environ.update(s3_server.environment(address))
     object_store.FIRST_PAUSE = 0.02
-    model, problems = meta_net(), []
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, bucket_bytes=2000, progress=False)
-    with loader:
-        for turn in ("from meta", "again"):
-            report = loader.load(model, url)
-            problems += [f"{turn}: {text}" for text in wrong(model, state_for(1))]
-            if readers == "auto" and (report.readers, report.reason[:13]) != ("every", "auto -> every"):
-                problems.append(f"{report.readers}, {report.reason}")
-            if case == "once":
-                break
+    problems, options = [], {"bucket_bytes": 2000, "progress": False}
+    for readers in all_readers:
+        model = meta_net()
+        with HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, **options) as loader:
+            for turn in turns:
+                report = loader.load(model, f"{url}/{readers}")
+                problems += [f"{readers}, {turn}: {text}" for text in wrong(model, state_for(1))]
+                if readers == "auto" and (report.readers, report.reason[:13]) != ("every", "auto -> every"):
+                    problems.append(f"{report.readers}, {report.reason}")
     return problems
 
 
-def now_and_then(seed: int | str) -> s3_server.Fault:
+def now_and_then(seed: int) -> s3_server.Fault:
     """Returns a fault for one request in ten, so that all seven attempts of one fail in one of ten million."""
     random = Random(seed)
     return lambda method, path, number: random.choice([*[""] * 18, "503", "reset"])
 
 
-@pytest.mark.parametrize("readers", ["auto", "partitioned"])
-def test_loads_with_faults(readers: str, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """2 x 2 ranks, from meta and as a reload, while requests fail."""
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    url = put(s3[0], tmp_path, f"load/{readers}")
-    s3[1].fault = now_and_then(readers)
-    all_fine(ranks.run(4, _load, s3[1].address, url, readers, "faults"))
-
-
-@pytest.mark.parametrize(("readers", "times"), [("partitioned", 1), ("per_node", 2)])
-def test_bytes_of_a_job(readers: str, times: int, s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
-    """Once in the job, or once a node; the header is read by one rank alone."""
-    save_file(state_for(1), tmp_path / "model.safetensors")
-    url = put(s3[0], tmp_path, f"count/{readers}")
-    all_fine(ranks.run(4, _load, s3[1].address, url, readers, "once"))
+def test_loads_and_the_bytes_of_a_job(s3: Servers, tmp_path: Path) -> None:
+    """2 x 2 ranks read once in the job, or once a node, and one rank alone the header; then in spite of requests that fail."""
     path = tmp_path / "model.safetensors"
-    sent = sorted(s3[1].sent[f"/{BUCKET}/count/{readers}/model.safetensors"])
+    save_file(state_for(1), path)
+    for readers in ("partitioned", "per_node", "auto"):
+        put(s3[0], tmp_path, f"load/{readers}")
+    url, times = f"s3://{BUCKET}/load", {"partitioned": 1, "per_node": 2}
+    all_fine(ranks.run(4, _load, s3[1].address, url, (*times,), ("from meta",)))
     size, header = path.stat().st_size, 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert sum(end - begin for begin, end in sent) == min(size, 1 << 20) + times * (size - header)
+    for readers, count in times.items():
+        sent = s3[1].sent[f"/{BUCKET}/load/{readers}/model.safetensors"]
+        assert sum(end - begin for begin, end in sent) == min(size, 1 << 20) + count * (size - header)
+    s3[1].fault = now_and_then(1)
+    all_fine(ranks.run(4, _load, s3[1].address, url, ("auto", "partitioned"), ("from meta", "again")))
 
 
 def _replaced_meanwhile(rank: int, address: str, url: str, port: int, folder: str) -> list[str]:
@@ -348,7 +307,7 @@ def _replaced_meanwhile(rank: int, address: str, url: str, port: int, folder: st
         return not_refused(lambda: loader.load(meta_net(), url), "was replaced by another object")
 
 
-def test_an_object_replaced_during_the_load(s3: tuple[Moto, Proxy], tmp_path: Path) -> None:
+def test_an_object_replaced_during_the_load(s3: Servers, tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         save_file(state_for(number), tmp_path / str(number) / "model.safetensors")

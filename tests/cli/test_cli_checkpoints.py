@@ -1,17 +1,22 @@
-"""``epload inspect``, ``verify`` and ``diff``."""
+"""``epload inspect``, ``verify``, also with lists of digests and signatures, and ``diff``."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import model_signing
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load_file, save_file
 
+import epload
 from epload.cli.main import main
 
 
@@ -21,12 +26,15 @@ def run(*arguments: str | Path, status: int = 0) -> str:
     return result.stdout
 
 
+def refused(*arguments: str | Path, status: int = 1) -> str:
+    """Returns what a command that prints nothing else says on standard error."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stdout) == (status, ""), result.output
+    return result.stderr
+
+
 def run_json(*arguments: str | Path, status: int = 0) -> Any:
     return json.loads(run(*arguments, "--json", status=status))
-
-
-def lines(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -41,22 +49,15 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["", "torch/model.pt"])
-def test_inspect_summarizes_and_folds(name: str, checkpoint: Path) -> None:
-    found = lines(run("inspect", checkpoint / name))
-    assert ["tensors", "8", "(95", "elements,", "376", "B)"] in found
-    assert sorted(found[found.index(["tensors", "dtype", "shape", "name"]) + 1 :]) == [
-        ["1", "bfloat16", "[4]", "layers.1.norm"],
-        ["1", "int64", "[]", "steps"],
-        ["6", "float32", "[3,", "5]", "layers.{0..1}.experts.{0..2}.up"],
-    ]
-
-
-def test_inspect_as_json_and_filtered(checkpoint: Path) -> None:
+def test_inspect(checkpoint: Path) -> None:
+    for name in ("", "torch/model.pt"):
+        lines = [" ".join(line.split()) for line in run("inspect", checkpoint / name).splitlines()]
+        assert "tensors 8 (95 elements, 376 B)" in lines
+        assert sorted(lines[lines.index("tensors dtype shape name") + 1 :]) == [
+            "1 bfloat16 [4] layers.1.norm", "1 int64 [] steps", "6 float32 [3, 5] layers.{0..1}.experts.{0..2}.up",
+        ]  # fmt: skip
     found = run_json("inspect", checkpoint)
-    assert found["files"] == {
-        name: (checkpoint / name).stat().st_size for name in ("part-0.safetensors", "part-1.safetensors")
-    }
+    assert found["files"] == {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
     assert (found["count"], found["elements"], found["nbytes"]) == (8, 95, 376)
     assert found["dtypes"]["float32"] == {"tensors": 6, "nbytes": 360}
     assert {each["name"]: each["shape"] for each in found["tensors"]}["layers.1.experts.2.up"] == [3, 5]
@@ -64,15 +65,10 @@ def test_inspect_as_json_and_filtered(checkpoint: Path) -> None:
     some = run_json("inspect", checkpoint, "--filter", r"experts\.[12]")
     assert (some["count"], some["nbytes"]) == (4, 240)
     assert "4 of 8" in run("inspect", checkpoint, "--filter", r"experts\.[12]")
-
-
-@pytest.mark.parametrize("command", ["inspect", "diff"])
-def test_a_filter_without_a_match_is_an_error(command: str, checkpoint: Path) -> None:
-    paths = [str(checkpoint)] * (2 if command == "diff" else 1)
-    result = CliRunner().invoke(main, [command, *paths, "--filter", "nothing"])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "epload: --filter 'nothing' matches no tensor of" in result.stderr
-    assert "layers.0.experts.0.up" in result.stderr
+    for command in (["inspect", checkpoint], ["diff", checkpoint, checkpoint]):
+        errors = refused(*command, "--filter", "nothing")
+        assert "epload: --filter 'nothing' matches no tensor of" in errors
+        assert "layers.0.experts.0.up" in errors
 
 
 def test_inspect_says_that_an_optimizer_is_not_shown(tmp_path: Path) -> None:
@@ -96,9 +92,7 @@ def test_verify_reads_everything_and_finds_nothing(name: str, checkpoint: Path) 
     path = checkpoint / name / "part-0.safetensors"
     if path.exists():
         path.write_bytes(path.read_bytes()[:-1])
-        result = CliRunner().invoke(main, ["verify", str(path)])
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert "is truncated" in result.stderr
+        assert "is truncated" in refused("verify", path)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +129,6 @@ def test_diff_shows_the_largest_differences(tmp_path: Path) -> None:
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
-    """Compares two formats: equal checkpoints, and those that differ in every way."""
     assert run("diff", checkpoint, checkpoint / "torch/model.pt") == "8 tensors with equal values\n"
     assert run_json("diff", checkpoint, checkpoint / "torch/model.pt")["values"] == []
     state = torch.load(checkpoint / "torch/model.pt")
@@ -152,8 +145,8 @@ def test_diff(checkpoint: Path, tmp_path: Path) -> None:
     assert found["dtypes"] == {"steps": [["int64", []], ["int32", []]]}
     value = {"name": "layers.0.experts.0.up", "differing": 1, "count": 15, "largest": 0.75, "mean": 0.05}
     assert found["values"] == [value]
-    text = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", status=1)
-    assert text.splitlines() == [
+    both = checkpoint / "torch/model.pt", tmp_path / "other.pt"
+    assert run("diff", *both, status=1).splitlines() == [
         "only in FIRST: layers.{0..1}.experts.1.up (2 tensors)",
         "only in SECOND: extra",
         "shape: layers.1.norm [4] / [2, 2]",
@@ -161,13 +154,9 @@ def test_diff(checkpoint: Path, tmp_path: Path) -> None:
         "values: layers.0.experts.0.up: 1 of 15 elements, max 0.75, mean 0.05",
         "4 tensors with equal values, 1 tensor with other values",
     ]
-    headers = run("diff", checkpoint / "torch/model.pt", tmp_path / "other.pt", "--headers", status=1)
-    assert "0.75" not in headers
-    narrowed = [checkpoint / "torch/model.pt", tmp_path / "other.pt", "--filter", r"layers\.0\.experts\.0"]
-    run("diff", *narrowed, status=1)
-    run("diff", *narrowed, "--atol", "0.75")
-    run("diff", *narrowed, "--atol", "0.74", status=1)
-    run("diff", *narrowed, "--rtol", "1")
+    assert "0.75" not in run("diff", *both, "--headers", status=1)
+    for options, status in ((), 1), (("--atol", "0.75"), 0), (("--atol", "0.74"), 1), (("--rtol", "1"), 0):
+        run("diff", *both, "--filter", r"layers\.0\.experts\.0", *options, status=status)
 
 
 def test_a_conversion_to_another_dtype_is_equal_within_a_tolerance(tmp_path: Path) -> None:
@@ -182,18 +171,101 @@ def test_a_conversion_to_another_dtype_is_equal_within_a_tolerance(tmp_path: Pat
     assert "dtype (allowed): w bfloat16" in run("diff", tmp_path / "bf16", tmp_path / "f32", "--rtol", "0")
 
 
-def test_a_rename_whose_pattern_looks_around(tmp_path: Path) -> None:
+def test_renames(tmp_path: Path) -> None:
     save_file({"a.b": torch.zeros(3), "c.b=d": torch.ones(3)}, tmp_path / "m.safetensors")
-    renames = [word for rename in (r"(?<=a)\.(?=b)=_", r"^c\.(?!x)=c=") for word in ("--rename", rename)]
-    run("convert", tmp_path / "m.safetensors", tmp_path / "new", *renames)
+    arguments = ["convert", tmp_path / "m.safetensors", tmp_path / "new", "--rename", r"(?<=a)\.(?=b)=_"]
+    assert "--rename 'nosuch' matches no tensor of" in refused(*arguments, "--rename", "nosuch=x")
+    assert not (tmp_path / "new").exists()
+    run(*arguments, "--rename", r"^c\.(?!x)=c=")
     assert sorted(load_file(tmp_path / "new" / "model.safetensors")) == ["a_b", "c=b=d"]
 
 
-def test_a_rename_that_matches_nothing_is_refused(tmp_path: Path) -> None:
-    save_file({"model.w": torch.zeros(3)}, tmp_path / "m.safetensors")
-    new = tmp_path / "new"
-    arguments = ["convert", str(tmp_path / "m.safetensors"), str(new), "--rename", "^model=", "--rename", "nosuch=x"]
-    result = CliRunner().invoke(main, arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "--rename 'nosuch' matches no tensor of" in result.stderr
-    assert not new.exists()
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two files with an index, a list of digests and a file that is no part of it."""
+    (tmp_path / "config.json").write_text("{}")
+    state = {"a": torch.arange(1000), "b": torch.arange(2000)}
+    epload.save(state, tmp_path / "c", max_shard_bytes=16000, files=[tmp_path / "config.json"], checksums=True)
+    return tmp_path / "c"
+
+
+def sha256sum(folder: Path) -> Path:
+    names = sorted(path.name for path in folder.iterdir())
+    listed = folder.parent / "SHA256SUMS"
+    listed.write_bytes(subprocess.run(["sha256sum", *names], cwd=folder, capture_output=True, check=True).stdout)
+    return listed
+
+
+def change_byte(path: Path) -> None:
+    """Changes the last byte of a file, or of JSON one that means nothing."""
+    content = path.read_bytes()
+    changed = content.replace(b" ", b"\n", 1) if b" " in content[:9] else content[:-1] + bytes([content[-1] ^ 1])
+    path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["list", "published"])
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "config.json"])
+def test_all_files_are_compared(kind: str, name: str, folder: Path) -> None:
+    given = sha256sum(folder) if kind == "list" else kind
+    output = run("verify", folder, "--checksums", given)
+    assert f"{5 if kind == 'list' else 4} files" in output
+    assert run_json("verify", folder, "--checksums", given)["checksums"] in output
+    change_byte(folder / name)
+    assert f"{folder / name} is not the file" in refused("verify", folder, "--checksums", given)
+
+
+def test_a_listed_file_that_is_gone_or_in_another_folder(folder: Path, tmp_path: Path) -> None:
+    listed = sha256sum(folder)
+    good = listed.read_text()
+    for lines, text in (
+        (good.replace("config.json", "absent"), "absent, which"),
+        (f"{good}{'0' * 64}  {tmp_path / 'other'}\n", f"names {tmp_path / 'other'}, which is not in {folder}"),
+    ):
+        listed.write_text(lines)
+        assert text in refused("verify", folder, "--checksums", listed)
+
+
+def test_convert_writes_the_list_and_says_its_digest(folder: Path, tmp_path: Path) -> None:
+    digest = run("convert", folder, tmp_path / "d", "--checksums").strip().rpartition("; ")[2]
+    run("verify", tmp_path / "d", "--checksums", digest)
+    errors = refused("verify", tmp_path / "d", "--checksums", "sha256:" + "0" * 64)
+    assert "is not the one that was asked for" in errors
+
+
+def key_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = folder / f"{name}.key", folder / f"{name}.pub"
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+@pytest.mark.parametrize("change", ["", "a bit", "a file"])
+def test_signatures(change: str, folder: Path, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path, "author")
+    _, other = key_pair(tmp_path, "other")
+    bundle = tmp_path / "model.sig"
+    model_signing.signing.Config().use_elliptic_key_signer(private_key=private).sign(folder, bundle)
+    if change == "a bit":
+        change_byte(folder / "config.json")
+    elif change:
+        (folder / "new").touch()
+    words = ["verify", folder, "--signature", bundle, "--public-key"]
+    if not change:
+        assert f"is a signature by the key {public} of {folder}" in run(*words, public)
+    else:
+        assert "is no signature of" in refused(*words, public)
+    assert "is no signature of" in refused(*words, other)
+    (folder / "epload-delta.json").touch()
+    assert "which its signature does not cover" in refused(*words, public)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--signature FILE", "--signature FILE --identity a", "--public-key FILE",
+     "--signature FILE --public-key FILE --identity a --identity-provider b"],
+)  # fmt: skip
+def test_options_that_do_not_say_who_has_signed(words: str, folder: Path) -> None:
+    file = str(folder / "config.json")
+    assert "expected --" in refused("verify", folder, *words.replace("FILE", file).split(), status=2)

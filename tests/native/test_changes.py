@@ -1,15 +1,21 @@
-"""Changes between two buffers: encoded, applied, and refused where they are damaged."""
+"""Changes between two buffers, encoded and applied or refused; checksums and digests of regions; against plain torch."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from epload.core import dtypes
 from epload.native import ops
+from support.failures import must_raise
+from support.region_copies import Problem, problems, table_of
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 16
@@ -51,9 +57,8 @@ def test_a_copy_of_the_base_becomes_what_has_changed(unit: int, units: int) -> N
 def test_several_blocks_follow_one_another() -> None:
     base = random_bytes(3 * CHUNK + 8, 9)
     changed = changed_bytes(base, 4, torch.arange(0, len(base) // 4, 7))
-    blocks = [
-        encode(a, b, unit)[0] for a, b, unit in zip(base.split(CHUNK), changed.split(CHUNK), (1, 2, 4, 8), strict=True)
-    ]
+    parts = zip(base.split(CHUNK), changed.split(CHUNK), (1, 2, 4, 8), strict=True)
+    blocks = [encode(*part)[0] for part in parts]
     ops.apply_changes(torch.cat(blocks), base)
     assert torch.equal(base, changed)
 
@@ -62,26 +67,22 @@ def test_changes_that_are_not_whole_units_of_the_buffer_leave_it_as_it_was() -> 
     """A block that does not begin at a multiple of its unit follows a valid one."""
     base = random_bytes(3 + 8, 10)
     blocks = [encode(part, part ^ 1, unit)[0] for part, unit in ((base[:3], 1), (base[3:].clone(), 8))]
-    for call in (ops.check_changes, ops.apply_changes):
-        with pytest.raises(ValueError, match="at a multiple of 8 bytes"):
-            call(torch.cat(blocks), len(base) if call is ops.check_changes else base)
+    for call, of in ((ops.check_changes, len(base)), (ops.apply_changes, base)):
+        must_raise(ValueError, "at a multiple of 8 bytes", call, torch.cat(blocks), of)
     assert torch.equal(base, random_bytes(3 + 8, 10))
-
-
-def test_a_base_at_an_address_of_no_unit_stays_as_it_was() -> None:
+    # Nor may a base lie at an address of no unit.
     memory = random_bytes(17, 10)
     base = memory[1:]
     blocks = [encode(part.clone(), part ^ 1, unit)[0] for part, unit in ((base[:8], 1), (base[8:], 8))]
-    with pytest.raises(ValueError, match="starts and ends at a multiple of 8 bytes"):
-        ops.apply_changes(torch.cat(blocks), base)
-    with pytest.raises(ValueError, match="expected the changes to be other memory"):
-        ops.apply_changes(memory[:8], base)
+    must_raise(ValueError, "starts and ends at a multiple of 8 bytes", ops.apply_changes, torch.cat(blocks), base)
+    must_raise(ValueError, "expected the changes to be other memory", ops.apply_changes, memory[:8], base)
     assert torch.equal(memory, random_bytes(17, 10))
 
 
 def test_tensors_at_any_address_are_compared() -> None:
     """Tensors as a memory-mapped checkpoint may have them."""
     memory = [random_bytes(4 * 10 + 1, seed) for seed in (11, 12)]
+    memory[0][1:5], memory[1][1:5] = torch.zeros(4), torch.tensor([0, 0, 0, 0x80])  # -0.0 is another value than 0.0
     old, new = (torch.frombuffer(bytes_.numpy(), dtype=torch.float32, offset=1) for bytes_ in memory)
     copies = torch.tensor([[0, 0, dtypes.code(torch.float32), 1, 0, 10, 1]])
     out = torch.empty(ops.encoded_limit(40), dtype=torch.uint8)
@@ -119,7 +120,7 @@ def regions_before_and_after() -> tuple[list[Tensor], list[Tensor]]:
     return before, after
 
 
-def packed(tensors: list[Tensor]) -> Tensor:
+def packed_regions(tensors: list[Tensor]) -> Tensor:
     bucket = torch.zeros(END, dtype=torch.uint8)
     ops.pack(bucket, tensors, ROWS)
     return bucket
@@ -128,10 +129,10 @@ def packed(tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_regions_become_those_that_have_changed(is_packed: bool) -> None:
     before, after = regions_before_and_after()
-    bucket, out = packed(after), torch.empty(ops.encoded_limit(END, len(ROWS)), dtype=torch.uint8)
+    bucket, out = packed_regions(after), torch.empty(ops.encoded_limit(END, len(ROWS)), dtype=torch.uint8)
     nbytes, count = ops.encode_regions(before, bucket if is_packed else after, ROWS, 64, END, out)
     encoded = out[:nbytes].clone()
-    body = packed(before)[64:]
+    body = packed_regions(before)[64:]
     assert ops.apply_changes(encoded, body) == count  # a receiver has the bucket
     assert torch.equal(body, bucket[64:])
 
@@ -157,40 +158,17 @@ def test_changes_of_other_regions_are_refused_before_any_is_applied() -> None:
         ("no encoded changes", torch.cat([encoded[:1] ^ 255, encoded[1:]]), ROWS, END),
         ("follow one another", encoded, ROWS.flip(0), END),
     ]:
-        with pytest.raises(ValueError, match=text):
-            ops.apply_regions(changes, before, copies, 64, end)
+        must_raise(ValueError, text, ops.apply_regions, changes, before, copies, 64, end)
         for found, want in zip(before, unchanged, strict=True):
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
-    with pytest.raises(ValueError, match="a bucket of at least"):
-        ops.encode_regions(before, packed(after)[:-1].clone(), ROWS, 64, END, out)
-    with pytest.raises(ValueError, match="changed tensor 1 to be as that of the base"):
-        ops.encode_regions(before, [after[0], after[1][1:], after[2]], ROWS, 64, END, out)
-    with pytest.raises(ValueError, match="expected 3 changed tensors, got 2"):
-        ops.encode_regions(before, after[:2], ROWS, 64, END, out)
-    for of_base, changed in ((before, out), (before, [*after[:2], out[:672].view(torch.complex128).view(7, 6)])):
-        with pytest.raises(ValueError, match="other memory"):
-            ops.encode_regions(of_base, changed, ROWS, 64, END, out)
-
-
-def test_bits_are_compared_and_not_values() -> None:
-    base = torch.tensor([0.0, float("nan"), 1.0, float("nan")]).bfloat16()
-    changed = base.clone()
-    changed.view(torch.int16)[0] = -(1 << 15)  # -0.0
-    changed.view(torch.int16)[1] += 1  # another NaN
-    assert changed[0] == base[0]
-    encoded, count = encode(base.view(torch.uint8), changed.view(torch.uint8), 2)
-    assert count == 2
-    ops.apply_changes(encoded, base.view(torch.uint8))
-    assert torch.equal(base.view(torch.int16), changed.view(torch.int16))
-
-
-def test_a_changed_bf16_value_takes_at_most_3_3_bytes_at_2_percent() -> None:
-    base = random_bytes(32 << 20, 2)
-    generator = torch.Generator().manual_seed(3)
-    positions = torch.randperm(len(base) // 2, generator=generator)[: len(base) // 100]
-    encoded, count = encode(base, changed_bytes(base, 2, positions), 2)
-    assert count == len(positions)
-    assert len(encoded) <= 3.3 * count
+    for text, changed in (
+        ("a bucket of at least", packed_regions(after)[:-1].clone()),
+        ("changed tensor 1 to be as that of the base", [after[0], after[1][1:], after[2]]),
+        ("expected 3 changed tensors, got 2", after[:2]),
+        ("other memory", out),
+        ("other memory", [*after[:2], out[:672].view(torch.complex128).view(7, 6)]),
+    ):
+        must_raise(ValueError, text, ops.encode_regions, before, changed, ROWS, 64, END, out)
 
 
 def test_the_format_is_the_documented_one() -> None:
@@ -229,13 +207,11 @@ def test_damaged_changes_are_refused_or_stay_inside_the_base(unit: int, density:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_no_beginning_of_an_encoding_is_one(unit: int) -> None:
-    """The last gap takes three bytes."""
     base = torch.zeros(1000 * unit, dtype=torch.uint8)
     encoded, _ = encode(base, changed_bytes(base, unit, torch.tensor([2, 303, 900])), unit)
     assert ops.check_changes(encoded, len(base)) == 3
     for nbytes in range(len(encoded)):
-        with pytest.raises(ValueError, match=r"damaged|no encoded changes"):
-            ops.check_changes(encoded[:nbytes].clone(), len(base))
+        must_raise(ValueError, "damaged|no encoded changes", ops.check_changes, encoded[:nbytes].clone(), len(base))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -256,5 +232,85 @@ def test_what_does_not_fit_is_refused() -> None:
         "room for 81": lambda: ops.encode_changes(base, changed, 2, torch.empty(80, dtype=torch.uint8)),
         "other memory": lambda: ops.encode_changes(base[:16], changed[:16], 2, changed),
     }.items():
-        with pytest.raises(ValueError, match=match):
-            call()
+        must_raise(ValueError, match, call)
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(0, 300), seed=st.integers(0, 9), data=st.data())
+def test_a_checksum_sees_every_bit(size: int, seed: int, data: st.DataObject) -> None:
+    bytes_ = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    before = ops.checksum(bytes_)
+    assert 0 < before < 1 << 64
+    assert before == ops.checksum(bytes_.clone())
+    assert before != ops.checksum(torch.cat([bytes_, torch.zeros(1, dtype=torch.uint8)]))
+    if size:
+        bytes_[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        assert before != ops.checksum(bytes_)
+
+
+def reference(data: bytes) -> int:
+    """The checksum as csrc/digest.cpp describes it."""
+
+    def step(lane: int, word: int) -> int:
+        product = (lane ^ word) * 0x9E3779B97F4A7C15
+        return product % (1 << 64) ^ product >> 64
+
+    lanes = [1, 2, 3, 4]
+    for at in range(0, len(data), 32):
+        block = data[at : at + 32].ljust(32, b"\0")
+        lanes = [step(lane, int.from_bytes(block[8 * i : 8 * i + 8], "little")) for i, lane in enumerate(lanes)]
+    return functools.reduce(step, lanes, len(data)) or 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 31, 32, 33, 64, 100, 1000])
+def test_a_checksum_is_that_of_the_description(size: int) -> None:
+    """Whatever instructions the machine has: ranks of different machines compare theirs."""
+    data = bytes(i * 37 % 256 for i in range(size))
+    assert ops.checksum(torch.tensor(list(data), dtype=torch.uint8)) == reference(data)
+    must_raise(ValueError, "checksum: expected a contiguous tensor", ops.checksum, torch.zeros(4, 4)[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_signs_do_not_undo_each_other(dtype: torch.dtype) -> None:
+    """A multiplication alone passes a change of the highest bit on as it is, which another sign could undo."""
+    per_word = 8 // dtype.itemsize
+    values = torch.arange(1, 1 + 12 * per_word).to(dtype)
+    of_one_lane = [4 * word * per_word + element for word in range(3) for element in range(per_word)]
+    flips = [chosen for count in range(5) for chosen in itertools.combinations(of_one_lane, count)]
+    seen = set()
+    for chosen in flips:
+        changed = values.clone()
+        changed[list(chosen)] *= -1
+        seen.add(ops.checksum(changed))
+    assert len(seen) == len(flips)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problem=problems())
+def test_digests_are_those_of_the_regions(problem: Problem) -> None:
+    """Digests of tensors are of the region's elements one after the other, those of a bucket of what unpacking makes of it."""
+    bucket, tensors = problem.bucket(), problem.tensors([base.clone() for base in problem.bases])
+    table = table_of(problem.rows, problem.dims)
+    ops.unpack(bucket, tensors, table)
+    boxes = [
+        tensors[row.tensor][tuple(slice(a, a + n) for a, n in zip(row.start, row.size, strict=True))]
+        for row in problem.rows
+    ]
+    digests = ops.digest_tensors(tensors, table).tolist()
+    assert [digest & (1 << 64) - 1 for digest in digests] == [ops.checksum(box.contiguous()) for box in boxes]
+    for row, number in zip(table, table[:, 0].tolist(), strict=True):
+        row[0] = dtypes.code(tensors[number].dtype)
+    assert ops.digest_bucket(bucket, table).tolist() == digests
+
+
+def test_a_table_that_reaches_outside_the_bucket_is_refused() -> None:
+    bucket = torch.zeros(64, dtype=torch.uint8)
+    good = torch.tensor([[dtypes.code(torch.float32), 0, dtypes.code(torch.float32), 1, 0, 16, 1]])
+    ops.digest_bucket(bucket, good)
+    for column, value, text in (
+        (0, 999, "dtype code"), (1, -1, "outside the bucket"), (1, 61, "outside the bucket"), (2, 999, "dtype code"),
+        (3, 2, "dims"), (5, 17, "outside the bucket"), (5, -1, "negative"), (6, 1 << 62, "outside the bucket"),
+    ):  # fmt: skip
+        table = good.clone()
+        table[0, column] = value
+        must_raise(ValueError, text, ops.digest_bucket, bucket, table)

@@ -27,8 +27,7 @@ def in_process(rank: int, function: Callable[[], None]) -> None:
 
 
 def op(unpack: bool) -> Callable[..., None]:
-    library = torch.ops.epload_test
-    return library.unpack if unpack else library.pack  # type: ignore[no-any-return]
+    return getattr(torch.ops.epload_test, "unpack" if unpack else "pack")  # type: ignore[no-any-return]
 
 
 @MANY
@@ -41,12 +40,9 @@ def any_problem() -> None:
     check_problem()
 
 
-def large_problem() -> None:
+def large_problem_and_every_conversion() -> None:
     for unpack in (False, True):
         check_equal(big_problem(), unpack, op(unpack), DEVICE)
-
-
-def every_conversion() -> None:
     check_conversions(op(False), op(True), DEVICE)
 
 
@@ -73,7 +69,7 @@ def one_launch() -> None:
 
 
 def odd_regions() -> None:
-    """What the kernel does not take goes through ATen, in the same call: more dims than it counts, other conversions."""
+    """Goes through ATen, in the same call, with what the kernel does not take: more dims than it counts, other conversions."""
     shape = [2] * 6 + [1]
     rows = [
         Row(0, 0, torch.int64, [0] * 7, shape, packed(shape)),
@@ -90,7 +86,7 @@ def odd_regions() -> None:
 
 
 def divisions() -> None:
-    """The kernel divides by multiplying, which must be exact."""
+    """The kernel divides by multiplying, which must be exact. Nothing is in its way here."""
     dice = random.Random(1)
     top = 2**31 - 1
     for divisor in [*range(1, 70), *(2**k + d for k in range(7, 31) for d in (-1, 0, 1)), top - 1, top]:
@@ -98,10 +94,13 @@ def divisions() -> None:
         numbers = [0, 1, divisor - 1, divisor, top, top - 1, last, max(0, last - 1)]
         numbers += [dice.randrange(top + 1) for _ in range(200)]
         assert fakedev._native().divide(numbers, divisor) == [n // divisor for n in numbers], divisor
+    obstacle = torch.ops.epload_test.cuda_obstacle
+    assert obstacle(torch.device(DEVICE)) == ""
+    assert obstacle(torch.device(f"{fakedev.NAME}:7")) == "torch finds no such device"
 
 
 def without_kernels() -> None:
-    """What a driver that is too old for them, or a device that they have no code for, looks like."""
+    """Looks like a driver that is too old for them, or a device that they have no code for."""
     os.environ["EPLOAD_TEST_NO_KERNELS"] = "1"
     library, reason = torch.ops.epload_test, "no kernel image is available for execution on the device"
     with tempfile.TemporaryFile() as stderr:  # of native code, which warns on standard error
@@ -119,16 +118,9 @@ def without_kernels() -> None:
         assert part in lines[0]
 
 
-def with_kernels() -> None:
-    library = torch.ops.epload_test
-    assert library.cuda_obstacle(torch.device(DEVICE)) == ""
-    assert library.cuda_obstacle(torch.device(f"{fakedev.NAME}:7")) == "torch finds no such device"
+CASES = [any_problem, large_problem_and_every_conversion, one_launch, odd_regions, divisions, without_kernels]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [any_problem, large_problem, every_conversion, one_launch, odd_regions, divisions, with_kernels, without_kernels],
-    ids=lambda case: case.__name__,
-)
+@pytest.mark.parametrize("case", CASES)
 def test_in_a_process_with_the_device(case: Callable[[], None]) -> None:
     assert ranks.run(1, in_process, case, setup=fakedev.setup) == [None]

@@ -1,5 +1,5 @@
-"""Regions that cross between the host and a device through a pipe, against plain torch; and that each wait of it is needed. On a
-fake asynchronous accelerator."""
+"""Regions that cross between the host and a device through a pipe, each wait of it, and memory that processes share. On the fake
+accelerator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from epload.native import ops
 from support import fakedev, ranks
 from support.accelerator import DEVICE
 from support.checks import all_fine
-from support.region_reads import BF16, F32, Files, Row, Shape, box, table_of
+from support.failures import must_raise
+from support.jobs import Job, Meeting, run
+from support.region_reads import BF16, F32, Files, Row, box, filled, table_of
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -32,10 +35,6 @@ Case = tuple[list[Row], list[Tensor]]
 
 def pipe(threads: int, piece: int = PIECE) -> ops.Pipe:
     return ops.device_pipe(torch.device(DEVICE), threads, piece)
-
-
-def filled(shape: Shape, dtype: torch.dtype) -> Tensor:
-    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def random_case(rng: random.Random, files: Files, converts: bool) -> Case:
@@ -59,7 +58,7 @@ def random_case(rng: random.Random, files: Files, converts: bool) -> Case:
 
 
 def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
-    """What is read and what is uploaded from memory equals what slicing and copy_ make of the files; and back."""
+    """Compares what is read and what is uploaded from memory with what slicing and copy_ make of the files; and back."""
     files, problems = Files(folder), []
     for nbytes in (3 << 20, 1 << 20, 700_001):
         number = files.add(nbytes)
@@ -79,11 +78,9 @@ def crosses(rank: int, folder: Path, seeds: int) -> list[str]:
         where = table_of(rows)
         placed = [target.to(DEVICE) for target in targets]
         read, *bad = ops.read_regions(files.descriptors, *where[:3], placed, where[3], 1, False, way)
-        if bad != [-1, 0, 0]:
-            problems.append(f"seed {seed}: {bad}")
         wanted = sum(torch.Size(row.size).numel() * row.dtype.itemsize for row in rows)
-        if read < wanted:
-            problems.append(f"seed {seed}: {read} bytes read of {wanted}")
+        if bad != [-1, 0, 0] or read < wanted:
+            problems.append(f"seed {seed}: {bad}, {read} bytes read of {wanted}")
         memory = [torch.frombuffer(raw, dtype=torch.uint8) for raw in files.raw]
         file, offset, origins, table = where
         origins = torch.stack([file[origins[:, 0]], offset[origins[:, 0]] + origins[:, 1]], 1)
@@ -106,10 +103,8 @@ def goes_back(
     downloaded = [each.clone() for each in written]
     expected = [each.clone() for each in written]
     for row in rows:
-        raw = expected[row.file].numpy()
-        whole = torch.frombuffer(raw, dtype=torch.uint8)[row.offset :][
-            : torch.Size(row.shape).numel() * row.dtype.itemsize
-        ]
+        nbytes = torch.Size(row.shape).numel() * row.dtype.itemsize
+        whole = expected[row.file][row.offset :][:nbytes]
         typed = whole.clone().view(row.dtype).reshape(row.shape)
         box(typed, row.start, row.size).copy_(box(placed[row.target].cpu(), row.at, row.size))
         whole.copy_(typed.reshape(-1).view(torch.uint8))
@@ -135,12 +130,17 @@ def test_regions_cross_both_ways(semantics: str, tmp_path: Path) -> None:
     all_fine(ranks.run(1, crosses, tmp_path, 60, setup=partial(fakedev.setup, semantics)))
 
 
-# ---- each wait ----
-
 ELEMENTS = 6 * PIECE // 4
-"""Of float32: three turns of a lane of two pieces."""
+"""Elements of float32: three turns of a lane of two pieces."""
 BROKEN_ROUNDS, RIGHT_ROUNDS = 5, 10
 WAITS = ("piece_reuse", "pipe_entry", "pipe_exit", "piece_write")
+
+
+ORIGIN = torch.zeros(1, 2, dtype=torch.int64)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return CopyTable.of_bytes(torch.tensor([0]), torch.tensor([tensor.nbytes])).rows
 
 
 class Scene:
@@ -159,12 +159,7 @@ class Scene:
         return torch.Stream(stream_id=found, device_index=0, device_type=kind)
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        table = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([source.nbytes])).rows
-        ops.upload([source], torch.zeros(1, 2, dtype=torch.int64), [target.view(torch.uint8)], table, self.pipe)
-
-    def download(self, source: Tensor, target: Tensor) -> None:
-        table = CopyTable.of_bytes(torch.tensor([0]), torch.tensor([source.nbytes])).rows
-        ops.download([source.view(torch.uint8)], table, [target], torch.zeros(1, 2, dtype=torch.int64), self.pipe)
+        ops.upload([source], ORIGIN, [target.view(torch.uint8)], whole(source), self.pipe)
 
     @contextmanager
     def held(self, stream: torch.Stream) -> Iterator[Callable[[], None]]:
@@ -189,7 +184,7 @@ class Scene:
         return torch.equal(target.cpu(), values)
 
     def pipe_entry(self, values: Tensor) -> bool:
-        """What the caller has queued on its stream has yet to write to the target."""
+        """Work that the caller has queued on its stream has yet to write to the target."""
         some = values[: PIECE // 4]
         target = torch.zeros(len(some), device=DEVICE)
         with self.held(torch.accelerator.current_stream(DEVICE)):
@@ -216,7 +211,7 @@ class Scene:
         source, target = values[: PIECE // 4].to(DEVICE), torch.zeros(PIECE // 4)
         torch.accelerator.synchronize()
         with self.held(self.lane):
-            self.download(source, target)
+            ops.download([source.view(torch.uint8)], whole(source), [target], ORIGIN, self.pipe)
         return torch.equal(target, values[: PIECE // 4])
 
 
@@ -233,10 +228,6 @@ def rounds(rank: int) -> list[str]:
             problems.append(f"{rule}: right without the wait")
         del os.environ["EPLOAD_TEST_BREAK"]
     return problems
-
-
-def test_each_wait_is_needed() -> None:
-    all_fine(ranks.run(1, rounds, setup=fakedev.setup))
 
 
 def freed(rank: int) -> list[str]:
@@ -257,5 +248,89 @@ def freed(rank: int) -> list[str]:
     return problems
 
 
-def test_a_pipe_is_freed_when_its_last_copy_is_done() -> None:
-    all_fine(ranks.run(1, freed, setup=fakedev.setup))
+@pytest.mark.parametrize("check", [rounds, freed])
+def test_each_wait_is_needed_and_a_pipe_is_freed_when_its_last_copy_is_done(check: Callable[[int], list[str]]) -> None:
+    all_fine(ranks.run(1, check, setup=fakedev.setup))
+
+
+setup = partial(fakedev.setup, "nccl")
+
+
+def numbers(number: int) -> torch.Tensor:
+    return torch.arange(400_000) * (number + 1)
+
+
+def lend(rank: int, meeting: Meeting) -> None:
+    """Small tensors in one allocation, a large one in its own; a view and an empty tensor. Then all of them are freed."""
+    small, large = [numbers(i)[:1000].to(DEVICE) for i in range(3)], numbers(3).to(DEVICE)
+    tensors = [*small, large, large[5000:].view(-1, 5), torch.empty(0, device=DEVICE)]
+    places, handles, sizes = ops.share_memory(tensors)
+    assert len({place for place, _ in places.tolist()[:3]}) == 1
+    assert len(handles) == 2
+    assert (places[4, 1] - places[3, 1], places[5].tolist()) == (5000 * 8, [-1, 0])
+    assert ops.share_memory([large, large])[1] == handles[1:]
+    torch.accelerator.synchronize()
+    meeting.say("lent", repr((places.tolist(), handles, sizes, os.getpid())))
+    meeting.hear("opened")
+    for tensor in [*small, large]:
+        tensor.fill_(-1)
+    torch.accelerator.synchronize()
+    meeting.say("changed")
+    meeting.hear("seen")
+    handle, nbytes = handles[1], sizes[1]
+    del tensors, large, small, tensor
+    torch.accelerator.empty_cache()
+    meeting.say("freed", repr((handle, nbytes)))
+
+
+def borrow(rank: int, meeting: Meeting) -> None:
+    places, handles, sizes, _ = eval(meeting.hear("lent"))
+    device = torch.device(DEVICE)
+    opened = [ops.open_memory(handle, nbytes, device) for handle, nbytes in zip(handles, sizes, strict=True)]
+    again = ops.open_memory(handles[1], sizes[1], device)
+
+    def look(number: int, count: int) -> torch.Tensor:
+        allocation, begin = places[number]
+        return opened[allocation][begin : begin + 8 * count].view(torch.int64).cpu()
+
+    for number, count in ((0, 1000), (1, 1000), (2, 1000), (3, 400_000)):
+        assert torch.equal(look(number, count), numbers(number)[:count]), number
+    assert [(memory.device, memory.nbytes) for memory in opened] == [(device, nbytes) for nbytes in sizes]
+    meeting.say("opened")
+    meeting.hear("changed")
+    assert (look(3, 10) == -1).all(), "what the other process has written is not seen"
+    meeting.say("seen")
+    handle, nbytes = eval(meeting.hear("freed"))
+    assert (again[:8] != 0).any(), "memory that is open goes with its owner's"
+    text = "cannot be opened on fakedev:0: invalid resource handle"
+    must_raise(RuntimeError, text, ops.open_memory, handle, nbytes, device)
+
+
+def test_another_process_reads_what_is_there() -> None:
+    run([Job(1, lend, setup=setup), Job(1, borrow, setup=setup)])
+
+
+def refusals(rank: int, meeting: Meeting) -> None:
+    here, there = torch.ones(4, device=DEVICE), torch.ones(4, device="fakedev:1")
+    _, (handle,), (nbytes,) = ops.share_memory([here])
+
+    def opening(handle: str, nbytes: int = nbytes, device: str = DEVICE) -> Any:
+        return lambda: ops.open_memory(handle, nbytes, torch.device(device))
+
+    for call, kind, text in (
+        (lambda: ops.share_memory([]), ValueError, "expected at least one tensor"),
+        (lambda: ops.share_memory([here, there]), ValueError, "tensor 1 is on fakedev:1"),
+        (lambda: ops.share_memory([torch.ones(4)]), RuntimeError, "memory of cpu cannot be shared"),
+        (lambda: ops.close_memory(here), ValueError, "expected memory that open_memory has opened"),
+        (opening(handle, device="cpu"), RuntimeError, "memory of cpu cannot be shared"),
+        (opening(handle), RuntimeError, "cannot be opened on fakedev:0"),  # what the process shares itself
+        (opening(handle[:-2]), ValueError, "a handle of 64 bytes"),
+        (opening("x" * 128), ValueError, "non-hexadecimal"),
+        (opening("00" * 64), RuntimeError, "cannot be opened on fakedev:0"),
+        (opening(handle, 0), ValueError, "expected the bytes of an allocation, got 0"),
+    ):
+        must_raise(kind, text, call)
+
+
+def test_what_is_refused() -> None:
+    run([Job(1, refusals, setup=setup)])

@@ -1,4 +1,4 @@
-"""The batched region copy: equal to plain torch views and copy_."""
+"""The batched region copy on CPU against plain torch; a bad table, bucket or tensor is refused before anything is copied."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.fx import operator_schemas
 
 from epload.core import dtypes
 from epload.native import ops
+from support import ranks
 from support.checks import as_bytes
+from support.failures import must_raise
 from support.region_copies import DTYPES, Problem, Row, check_conversions, check_equal, problems, table_of
+
+
+def assert_packed(tensors: list[Tensor], table: Tensor, bucket: Tensor) -> None:
+    packed = torch.zeros_like(bucket)
+    ops.pack(packed, tensors, table)
+    assert torch.equal(packed, bucket)
 
 
 @settings(max_examples=250, deadline=None)
@@ -49,15 +58,10 @@ def test_inference_tensors_are_written_and_converted(stored: torch.dtype, shift:
         targets = [torch.zeros(3), torch.zeros(2)]
     values = torch.arange(1, 6).to(stored)
     bucket = torch.cat([torch.zeros(shift, dtype=torch.uint8), as_bytes(values)])
-    rows = [
-        Row(0, shift, stored, [0], [3], [1]),
-        Row(1, shift + 3 * stored.itemsize, stored, [0], [2], [1]),
-    ]
+    rows = [Row(0, shift, stored, [0], [3], [1]), Row(1, shift + 3 * stored.itemsize, stored, [0], [2], [1])]
     ops.unpack(bucket, targets, table_of(rows, 1))
     assert torch.cat(targets).tolist() == [1, 2, 3, 4, 5]
-    packed = torch.zeros_like(bucket)
-    ops.pack(packed, targets, table_of(rows, 1))
-    assert torch.equal(packed, bucket)
+    assert_packed(targets, table_of(rows, 1), bucket)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
@@ -92,8 +96,7 @@ def test_lazy_views_are_resolved_or_refused(lazy: str) -> None:
     ops.pack(bucket, [source], table_of([row], 1))
     assert torch.equal(bucket.view(source.dtype), source.clone())
     before = bucket.clone()
-    with pytest.raises(RuntimeError, match="aterialize"):
-        ops.unpack(bucket, [source], table_of([row], 1))
+    must_raise(RuntimeError, "aterialize", ops.unpack, bucket, [source], table_of([row], 1))
     assert torch.equal(bucket, before)
 
 
@@ -110,9 +113,7 @@ def test_transposed_regions_larger_than_a_tile(dims: tuple[int, ...], dtype: tor
     expected[inner] = turned
     ops.unpack(bucket, [target], table_of([row], len(dims)))
     assert torch.equal(target, expected)
-    again = torch.zeros_like(bucket)
-    ops.pack(again, [target], table_of([row], len(dims)))
-    assert torch.equal(again, bucket)
+    assert_packed([target], table_of([row], len(dims)), bucket)
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def two_threads() -> Iterator[None]:
 
 
 MEGABYTES = 9 << 20
-"""Of each of two regions: enough for two threads."""
+"""Each of two regions has so many bytes: enough for two threads."""
 
 
 @pytest.mark.parametrize("run", [1, 1023, 1025, 5003])
@@ -150,8 +151,7 @@ def test_megabytes_of_no_alignment(two_threads: None, run: int, shift: int) -> N
 
 
 def test_regions_that_interleave_in_the_bucket(two_threads: None) -> None:
-    """Two converted, misaligned regions share no byte but lie between each other's elements; two threads must not mix
-    them up."""
+    """Two regions share no byte but lie between each other's elements; two threads must not mix them up."""
     count = 4 << 20
     tensors = [torch.full((count,), 1.0), torch.full((count,), 2.0)]
     width = torch.bfloat16.itemsize
@@ -164,45 +164,35 @@ def test_regions_that_interleave_in_the_bucket(two_threads: None) -> None:
         assert got.tolist() == [count, 2 * count]
 
 
-def test_no_rows_and_empty_regions() -> None:
+def test_no_rows_empty_regions_and_reference_bytes() -> None:
     bucket = torch.zeros(0, dtype=torch.uint8)
     ops.unpack(bucket, [], torch.empty((0, 4), dtype=torch.int64))
     ops.unpack(bucket, [torch.zeros(3)], torch.empty((0, 16), dtype=torch.int64))
     empty = Row(0, 0, torch.float32, [1, 0], [2, 0], [0, 1])
     ops.unpack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
     ops.pack(bucket, [torch.zeros(3, 0)], table_of([empty], 2))
+    # The table's columns, spelled out once without the helpers of this file.
+    bucket = torch.tensor([9, 9, 1, 2, 3, 4, 5, 6], dtype=torch.uint8)
+    target = torch.zeros(3, 2, dtype=torch.uint8)
+    ops.unpack(bucket, [target], torch.tensor([[0, 2, 0, 2, 1, 0, 2, 2, 3, 1]]))
+    assert target.tolist() == [[0, 0], [1, 2], [4, 5]]
 
 
 def test_parameters_record_no_gradient() -> None:
+    """But a backward that needs the values from before fails, rather than use the new ones."""
     layer = torch.nn.Linear(4, 3)
-    before = layer(torch.ones(1, 4)).sum()
+    before = (layer.weight * layer.weight).sum()
     rows = [Row(0, 0, torch.float32, [0, 0], [3, 4], [4, 1]), Row(1, 48, torch.bfloat16, [0], [3], [1])]
     bucket = torch.cat([torch.arange(12.0).view(torch.uint8), torch.ones(3, dtype=torch.bfloat16).view(torch.uint8)])
     parameters = [layer.weight, layer.bias]
     ops.unpack(bucket, parameters, table_of(rows, 2))
-    for parameter in parameters:
-        assert parameter.is_leaf
-        assert parameter.requires_grad
-        assert parameter.grad_fn is None
+    assert [(each.is_leaf, each.requires_grad, each.grad_fn) for each in parameters] == [(True, True, None)] * 2
     assert layer.weight.flatten().tolist() == list(range(12))
     assert layer.bias.tolist() == [1, 1, 1]
-    packed = torch.zeros_like(bucket)
-    ops.pack(packed, parameters, table_of(rows, 2))
-    assert torch.equal(packed, bucket)
-    assert not packed.requires_grad
+    assert_packed(parameters, table_of(rows, 2), bucket)
     layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad is not None
-    assert before.requires_grad
-
-
-def test_autograd_learns_of_the_write() -> None:
-    """A backward that needs the values from before must fail rather than use the new ones."""
-    weight = torch.nn.Parameter(torch.ones(4))
-    loss = (weight * weight).sum()
-    row = Row(0, 0, torch.float32, [0], [4], [1])
-    ops.unpack(torch.zeros(16, dtype=torch.uint8), [weight], table_of([row], 1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    must_raise(RuntimeError, "modified by an inplace operation", before.backward)
 
 
 def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +206,101 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(torch.ops.epload.coalesced_bcast.default, (tensors, 0, "", "", 64, "two_level"))
 
 
-def test_reference_bytes() -> None:
-    """The table's columns, spelled out once without the helpers of this file."""
-    bucket = torch.tensor([9, 9, 1, 2, 3, 4, 5, 6], dtype=torch.uint8)
-    target = torch.zeros(3, 2, dtype=torch.uint8)
-    ops.unpack(bucket, [target], torch.tensor([[0, 2, 0, 2, 1, 0, 2, 2, 3, 1]]))
-    assert target.tolist() == [[0, 0], [1, 2], [4, 5]]
+INT64_MAX = 2**63 - 1
+INT64_MIN = -(2**63)
+GOOD = [0, 0, dtypes.code(torch.float32), 2, 1, 2, 3, 4, 6, 1]
+"""A region of a float32 tensor of shape [4, 6] at the start of a bucket of 256 bytes."""
+COLUMNS = ["tensor", "offset", "dtype", "ndim", "start0", "start1", "size0", "size1", "stride0", "stride1"]
+UNMOVABLE = [12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 30, 33, 36, 37, 40, 43]
+"""Codes of quantized, bit and sub-byte dtypes: no Tensor.copy_ converts them."""
+BAD_VALUES = {
+    "tensor": [-1, 2, 2**32],
+    "offset": [-1, -4, 256 - 60, 256, 2**40, INT64_MAX - 3],
+    "dtype": [-1, 46, 47, 1000, 2**32 + 6, *UNMOVABLE],
+    "ndim": [-1, 0, 1, 3, 2**32 + 2],
+    "start0": [-1, 2, 4, INT64_MAX - 2],
+    "start1": [-1, 3, 6, INT64_MAX - 3],
+    "size0": [-1, 4, 5],
+    "size1": [-1, 5, 7],
+    "stride0": [-1, -6, 31, 64, 2**61, 2**62, INT64_MAX // 2 + 1, INT64_MAX // 4],
+    "stride1": [-1, 18, 64, 2**61, 2**62, INT64_MAX // 3 + 1, INT64_MAX // 12],
+}
+PAIRS = (("start0", "size0"), ("stride0", "stride1"), ("offset", "stride0"), ("size0", "stride0"))
+
+
+@pytest.mark.parametrize("unpack", [True, False], ids=["unpack", "pack"])
+def test_bad_row_copies_nothing(unpack: bool) -> None:
+    extremes = (INT64_MAX, INT64_MIN)
+    changes = [{column: value} for column, values in BAD_VALUES.items() for value in (*values, *extremes)]
+    changes += [dict.fromkeys(pair, value) for pair in PAIRS for value in (*extremes, 2**62)]
+    for change in changes:
+        bad = [1, *GOOD[1:]]
+        for column, value in change.items():
+            bad[COLUMNS.index(column)] = value
+        refused(torch.tensor([GOOD, bad, GOOD]), unpack, "row 1 ")
+
+
+def refused(table: Tensor, unpack: bool, match: str, bucket: Tensor | None = None) -> None:
+    bucket = torch.arange(256, dtype=torch.uint8) if bucket is None else bucket
+    tensors = [torch.full((4, 6), 7.0), torch.full((4, 6), 8.0)]
+    before = [t.clone() for t in [bucket, *tensors]]
+    with pytest.raises(ValueError, match=match):
+        (ops.unpack if unpack else ops.pack)(bucket, tensors, table)
+    for got, want in zip([bucket, *tensors], before, strict=True):
+        assert torch.equal(got, want), "nothing was copied"
+
+
+@pytest.mark.parametrize("unpack", [True, False], ids=["unpack", "pack"])
+def test_bad_table_or_bucket_copies_nothing(unpack: bool) -> None:
+    good = torch.tensor([GOOD])
+    tables = [
+        good.int(), good.double(), good[0], good[None],
+        torch.nn.functional.pad(good, (0, 1)), good[:, :-1].contiguous(), good[:, :3].contiguous(), good[:, :7].contiguous(),
+        torch.stack([good, good], dim=2)[:, :, 0], torch.tensor([GOOD, GOOD]).t().contiguous().t(),
+    ]  # fmt: skip
+    for table in tables:
+        refused(table, unpack, "region_copy")
+    raw = torch.zeros(512, dtype=torch.uint8)
+    buckets = [
+        raw[:256].to(torch.int8), raw[:256].view(torch.float32), raw[:256].bool(), raw[None, :256], raw[0], raw[::2],
+        raw[:1].expand(256), raw[:63], raw[:0],
+    ]  # fmt: skip
+    for bucket in buckets:
+        refused(good, unpack, "region_copy", bucket)
+
+
+def test_row_that_just_fits() -> None:
+    tensor = torch.zeros(4, 6)
+    bucket = torch.arange(16, dtype=torch.float32).view(torch.uint8)
+    ops.unpack(bucket, [tensor], torch.tensor([GOOD]))
+    assert tensor[1:4, 2:6].tolist() == [[0, 1, 2, 3], [6, 7, 8, 9], [12, 13, 14, 15]]
+    text = "row 0 reaches outside the bucket of 63 bytes"
+    must_raise(ValueError, text, ops.unpack, bucket[:63], [tensor], torch.tensor([GOOD]))
+    # More elements than can be counted, which the tensor and the bucket have in one.
+    row, tensor = torch.tensor([[*GOOD[:4], 0, 0, 2**31, 2**31, 0, 0]]), torch.zeros(1).expand(2**31, 2**31)
+    must_raise(ValueError, "row 0 has more bytes than fit in an int64", ops.unpack, bucket, [tensor], row)
+
+
+@pytest.mark.parametrize("unpack", [True, False], ids=["unpack", "pack"])
+@pytest.mark.parametrize("kind", ["meta", "meta bucket", "sparse"])
+def test_tensors_without_plain_memory_are_refused(unpack: bool, kind: str) -> None:
+    """A meta tensor among others must not turn the whole call into a silent no-op."""
+    good = torch.full((4, 6), 7.0)
+    other = {"meta": good.to("meta"), "meta bucket": good, "sparse": good.to_sparse()}[kind]
+    bucket = torch.arange(256, dtype=torch.uint8, device="meta" if kind == "meta bucket" else "cpu")
+    second = [1, *GOOD[1:]]
+    op, table = ops.unpack if unpack else ops.pack, torch.tensor([GOOD, second])
+    must_raise(ValueError, "region_copy", op, bucket, [good, other], table)
+    assert bool((good == 7).all())
+
+
+def write_to_freed_storage() -> None:
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="region_copy"):
+        ops.unpack(torch.zeros(32, dtype=torch.uint8), [freed], torch.tensor([[0, 0, 6, 1, 0, 8, 1]]))
+
+
+def test_freed_storage_is_refused() -> None:
+    """FSDP frees an unsharded parameter so. Writing to it would end the process, which is one of its own here."""
+    assert ranks.run_alone(write_to_freed_storage) == (0, "")

@@ -1,10 +1,13 @@
-"""Reading regions of files straight into tensors, against plain torch on the files' bytes."""
+"""Reading regions of files straight into tensors, through the page cache or past it, against plain torch on the files' bytes."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from epload.core.copy_table import CopyTable
 from epload.native import ops
+from page_cache import cached, drop
+from support.checkpoints import make_cold, tensor
+from support.failures import must_raise
 from support.region_copies import packed
-from support.region_reads import BF16, F32, Files, Row, Shape, table_of
+from support.region_reads import BF16, F32, Files, Row, Shape, filled, table_of
 
 SCRATCH = 4 << 20
 """Bytes that go through a thread's buffer at once; what is more is read in parts."""
-
-
-def filled(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def test_contiguous_rows_are_one_request_each_byte_once(files: Files) -> None:
@@ -34,8 +37,7 @@ def test_contiguous_rows_are_one_request_each_byte_once(files: Files) -> None:
 @pytest.mark.parametrize("gap", [0, 1, 4096, 4097, 100_000])
 @pytest.mark.parametrize("length", [1000, 30_000])
 def test_gaps(files: Files, length: int, gap: int) -> None:
-    """The bytes between are read where that is cheaper than a request of their own, and go nowhere. Long runs are several
-    requests."""
+    """The bytes between are read where that is cheaper than a request of their own, and go nowhere."""
     step = length + gap
     number = files.add(40 * step)
     rows = [Row(number, step * i, (length,), torch.uint8, (0,), (length,), 0, (length * i,)) for i in range(40)]
@@ -44,7 +46,6 @@ def test_gaps(files: Files, length: int, gap: int) -> None:
 
 
 def test_lengths_and_places_of_no_alignment(files: Files) -> None:
-    """Bytes before and after each row stay as they were."""
     number = files.add(12 << 20)
     rows = []
     offset, place = 3, 5
@@ -99,29 +100,21 @@ def test_transposed(files: Files, shape: Shape, dims: Shape, dtype: torch.dtype)
         assert target.nbytes <= nbytes <= dtype.itemsize * span
 
 
-def test_sparse_spans_are_read_in_parts(files: Files) -> None:
-    """A quarter of a percent of a 16 MB span: not all of it is read."""
-    number = files.add(16 << 20)
-    row = Row(number, 0, (256, 16384), F32, (0, 5), (256, 40), 0, (0, 0))
+def test_sparse_large_and_cast_rows(files: Files) -> None:
+    """A quarter of a percent of a 16 MB span: not all of it is read. Others go through the scratch buffer."""
+    row = Row(files.add(16 << 20), 0, (256, 16384), F32, (0, 5), (256, 40), 0, (0, 0))
     assert files.check([row], [filled((256, 40))]) < 2 << 20
-
-
-def test_large_and_cast_rows_go_through_the_scratch_buffer(files: Files) -> None:
     count = 5 * SCRATCH // 4 + 3
     number = files.add(4 * count + 2)
     files.check([Row(number, 2, (count,), F32, (0,), (count,), 0, (0,))], [filled((count,))])
     files.check([Row(number, 2, (2 * count,), BF16, (1,), (2 * count - 1,), 0, (0,))], [filled((2 * count - 1,))])
 
 
-def test_many_tiny_rows_of_several_files(files: Files) -> None:
+def test_many_tiny_rows_of_several_files_and_empty_ones(files: Files) -> None:
     for _ in range(3):
-        files.add(9_001)
+        number = files.add(9_001)
     rows = [Row(i % 3, 3 * (i // 3), (3,), torch.uint8, (0,), (3,), i % 5, (3 * (i // 5),)) for i in range(9_000)]
     assert files.check(rows, [filled((5_400,), torch.uint8) for _ in range(5)]) == 27_000
-
-
-def test_nothing_to_read(files: Files) -> None:
-    number = files.add(10)
     rows = [
         Row(number, 0, (0,), F32, (0,), (0,), 0, (0,)),
         Row(number, 1 << 50, (3, 0), F32, (0, 0), (3, 0), 1, (0, 0)),
@@ -130,9 +123,6 @@ def test_nothing_to_read(files: Files) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     nothing = empty, empty, empty.view(0, 2), [], empty.view(0, 7)
     assert ops.read_regions([], *nothing, 2) == (0, -1, 0, 0)
-
-
-# ---- failures ----
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -171,59 +161,47 @@ def test_wrong_arguments_read_nothing(files: Files) -> None:
     targets = [filled((10, 10)), filled((10, 10))]
     before = [target.clone().view(torch.uint8) for target in targets]
 
-    def refused(
-        text: str, change: list[tuple[int, int]], file: int = number, offset: int = 0, origin: tuple[int, int] = (1, 0),
-        **others: object,
-    ) -> None:  # fmt: skip
-        """With some entries of the second row changed, and of the tensor that it is of."""
+    def refused(text: str, column: int = 0, value: int = 1, file: int = number, offset: int = 0, **others: Any) -> None:
+        """Changes a column of the second row, which is that of its tensor unless told."""
         files_of, offsets, origins, table = table_of([good, Row(**{**vars(good), "target": 1})])
-        for column, value in change:
-            table[1, column] = value
-        files_of[1], offsets[1], origins[1] = file, offset, torch.tensor(origin)
-        arguments = {
-            "descriptors": files.descriptors, "files": files_of, "offsets": offsets, "origins": origins,
-            "targets": targets, "copies": table, **others,
-        }  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            ops.read_regions(*arguments.values(), 2)  # type: ignore[arg-type]
-        assert all(torch.equal(t.view(torch.uint8), b) for t, b in zip(targets, before, strict=True)), (
-            "nothing was read"
-        )
+        table[1, column] = value
+        files_of[1], offsets[1], origins[1] = file, offset, torch.tensor(others.pop("origin", (1, 0)))
+        made = {
+            "files": files_of,
+            "offsets": offsets,
+            "origins": origins,
+            "targets": targets,
+            "copies": table,
+            **others,
+        }
+        must_raise(ValueError, text, ops.read_regions, files.descriptors, *made.values(), 2)
+        equal = [torch.equal(t.view(torch.uint8), b) for t, b in zip(targets, before, strict=True)]
+        assert all(equal), "nothing was read"
 
-    for text, change in (
-        ("outside tensor 1", [(4, 1)]),
-        ("outside tensor 1", [(7, 11)]),
-        ("outside tensor 1", [(4, -1)]),
-        ("row 1", [(0, 2)]),
-        ("row 1", [(0, -1)]),
-        ("row 1", [(2, 9999)]),
-        ("row 1", [(3, 1)]),
-        ("row 1 has a negative size or stride in dim 0", [(8, -10)]),
-        ("row 1", [(8, 2**62)]),
-    ):
-        refused(text, change)
+    for column, value in ((4, 1), (7, 11), (4, -1)):
+        refused("outside tensor 1", column, value)
+    for column, value in ((0, 2), (0, -1), (2, 9999), (3, 1), (8, 2**62)):
+        refused("row 1", column, value)
+    refused("row 1 has a negative size or stride in dim 0", 8, -10)
     for offset in (-4, 2**63 - 1):
-        refused("row 1", [], offset=offset)
+        refused("row 1", offset=offset)
     for file in (1, -1):
-        refused(f"row 1 names file {file}", [], file)
-    refused("row 1", [], origin=(1, -1))
-    for tensor in (2, -1):
-        refused(f"row 1 starts at byte 8 of tensor {tensor} of 2", [], origin=(tensor, 8))
-    refused("row 1 starts at byte 9223372036854775807 of tensor 1", [], offset=1, origin=(1, 2**63 - 1))
-    refused("1 files and 2 offsets", [], files=torch.zeros(1, dtype=torch.int64))
+        refused(f"row 1 names file {file}", file=file)
+    refused("row 1", origin=(1, -1))
+    for target in (2, -1):
+        refused(f"row 1 starts at byte 8 of tensor {target} of 2", origin=(target, 8))
+    refused("row 1 starts at byte 9223372036854775807 of tensor 1", offset=1, origin=(1, 2**63 - 1))
+    refused("1 files and 2 offsets", files=torch.zeros(1, dtype=torch.int64))
     two_by_two = torch.zeros(2, 2, dtype=torch.int64)
-    refused("got origins of shape .1, 2. for rows of shape .2, ", [], origins=two_by_two[:1])
-    refused("origins.* of shape .2, 3.", [], origins=torch.zeros(2, 3, dtype=torch.int64))
-    refused("origins .* got Float", [], origins=two_by_two.float())
-    refused("origins .* contiguous", [], origins=two_by_two.T)
-    refused("origins .* for rows of shape .14.", [], copies=torch.zeros(14, dtype=torch.int64))
+    refused("got origins of shape .1, 2. for rows of shape .2, ", origins=two_by_two[:1])
+    refused("origins.* of shape .2, 3.", origins=torch.zeros(2, 3, dtype=torch.int64))
+    refused("origins .* got Float", origins=two_by_two.float())
+    refused("origins .* contiguous", origins=two_by_two.T)
+    refused("origins .* for rows of shape .14.", copies=torch.zeros(14, dtype=torch.int64))
     for name in ("files", "offsets"):
-        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2)})
-        refused(f"expected {name} as a contiguous 1-D int64", [], **{name: torch.zeros(2, 1, dtype=torch.int64)})
-    refused("meta", [], targets=[targets[0], targets[1].to("meta")])
-
-
-# ---- any shapes ----
+        for wrong in (torch.zeros(2), torch.zeros(2, 1, dtype=torch.int64)):
+            refused(f"expected {name} as a contiguous 1-D int64", **{name: wrong})
+    refused("meta", targets=[targets[0], targets[1].to("meta")])
 
 
 Job = tuple[list[int], list[tuple[Shape, list[int]]], list[Row], torch.dtype]
@@ -258,8 +236,7 @@ def jobs(draw: st.DrawFn) -> Job:
 @given(jobs(), st.integers(-1, 7))
 def test_any_boxes(tmp_path: Path, job: Job, threads: int) -> None:
     sizes, shapes, rows, wanted = job
-    files = Files(tmp_path)
-    try:
+    with closing(Files(tmp_path)) as files:
         for row in rows:  # large enough for every row's tensor
             need = row.offset + torch.Size(row.shape).numel() * row.dtype.itemsize
             sizes[row.file] = max(sizes[row.file], need)
@@ -271,5 +248,70 @@ def test_any_boxes(tmp_path: Path, job: Job, threads: int) -> None:
             back = [order.index(d) for d in range(len(shape))]
             targets.append(lying.permute(back)[tuple(slice(0, n) for n in shape)])
         files.check(rows, targets, threads)
-    finally:
-        files.close()
+
+
+MIB = 1 << 20
+NBYTES = 9 * MIB + 123
+"""The file has more than two requests, and its last block is not whole."""
+RANGES = [
+    (0, NBYTES), (1, NBYTES - 1), (4095, 2), (4096, 4 * MIB), (5 * MIB - 7, 4 * MIB + 100), (NBYTES - 300_000, 300_000),
+    (NBYTES - 5, 5), (123_457, 300_001), (0, 0),
+]  # fmt: skip
+"""Offset in the file and bytes."""
+
+
+@pytest.fixture
+def content() -> Tensor:
+    return tensor(1, (NBYTES,), torch.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path, content: Tensor) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(content.numpy().tobytes())
+    make_cold(path)
+    return path
+
+
+@pytest.fixture
+def descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def read(descriptor: int, offset: int, nbytes: int, target: Tensor, direct: bool = True) -> tuple[int, int, int, int]:
+    zero = torch.zeros(1, dtype=torch.int64)
+    rows = CopyTable.of_bytes(zero, zero + nbytes).rows
+    return ops.read_regions([descriptor], zero, zero, torch.tensor([[0, offset]]), [target], rows, 2, direct)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_any_range_of_a_cold_file(offset: int, nbytes: int, path: Path, descriptor: int, content: Tensor) -> None:
+    """It is not in the cache afterwards."""
+    buffer = torch.full((nbytes + 100,), 255, dtype=torch.uint8)
+    expected = buffer.clone()
+    expected[33 : 33 + nbytes] = content[offset : offset + nbytes]
+    assert read(descriptor, offset, nbytes, buffer[33:]) == (nbytes, -1, 0, 0)
+    assert torch.equal(buffer, expected)
+    assert cached(path) < 0.1
+
+
+def test_what_is_in_the_cache_is_read_there(path: Path, descriptor: int, content: Tensor) -> None:
+    """Among it what another program has just written, and the disk does not have yet."""
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    read(descriptor, 0, NBYTES, buffer, direct=False)
+    assert cached(path) > 0.9
+    changed = content.flip(0)
+    with open(path, "r+b") as file:
+        file.write(changed.numpy().tobytes())
+    read(descriptor, 0, NBYTES, buffer)
+    assert torch.equal(buffer, changed)
+
+
+def test_a_cold_file_that_is_too_short(path: Path, descriptor: int) -> None:
+    os.truncate(path, 5 * MIB + 17)
+    drop(path)
+    buffer = torch.zeros(NBYTES, dtype=torch.uint8)
+    _, failed, offset, error = read(descriptor, 0, NBYTES, buffer)
+    assert (failed, offset, error) == (0, 5 * MIB + 17, 0)

@@ -64,7 +64,6 @@ def main(folder: Path, log: Path) -> None:
 
 
 def read(folder: Path, seconds: float) -> dict[str, tuple[list[int], list[int], list[int]]]:
-    """``seconds``: that each request takes longer."""
     store, log = folder / "store", folder / "log"
     store.mkdir(exist_ok=True)
     environment = os.environ | slow_store.environment(store, log, seconds)

@@ -1,10 +1,11 @@
-"""Which torch and Python versions are supported: one answer everywhere, and what differs between torch versions."""
+"""Supported versions of torch and Python: one answer everywhere, and what differs between torch versions."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,31 +29,20 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-def sharded() -> nn.Module:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
-    fully_shard(model[0])
-    return fully_shard(model)
-
-
-class OfTorch211:
-    """FSDPState as torch 2.11 has it: one parameter group, or none, and no list of them."""
-
-    def __init__(self, state: Any) -> None:
-        self._fsdp_param_group = state._fsdp_param_group
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("private", [True, False])
 def test_one_parameter_group_and_no_list(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sharded()
-    targets = collect(model)
+    """FSDPState as torch 2.11 has it: one parameter group, or none, and no list of them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    fully_shard(model[0])
+    fully_shard(model)
     expected = Modules(model).fsdp_parameters
     states = {id(module): module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     fully_shard(extra := nn.Sequential())  # of no parameters, and so of no group
     states[id(extra)] = extra._get_fsdp_state()
     targets = collect(model)  # asks torch's own code to reshard
-    old = {key: OfTorch211(state) for key, state in states.items()}
+    old = {key: SimpleNamespace(_fsdp_param_group=state._fsdp_param_group) for key, state in states.items()}
     monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda module: old[id(module)])
     assert len(expected) == 3
     assert list(map(id, Modules(model).fsdp_parameters)) == list(map(id, expected))

@@ -23,6 +23,7 @@ from epload.core.log import logger
 from epload.errors import message_of, redact, redact_url
 from epload.observe.trace import Event, Events, merge_events, save_trace
 from support import ranks
+from support.failures import error_of, must_raise
 
 SECRET = "hunter2"
 URLS = {
@@ -73,25 +74,14 @@ def test_urls(url: str, shown: str) -> None:
     assert text.startswith("GET '")
 
 
-@pytest.mark.parametrize("text", UNCHANGED)
-def test_what_has_none_stays(text: str) -> None:
-    assert redact(text) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_other_texts() -> None:
+    assert [redact(text) for text in UNCHANGED] == UNCHANGED
+    for text in (
         "hf_hunter2hunter2hunter2", "ghp_hunter2hunter2hunter2", "github_pat_hunter2_hunter2_hunter2",
         "Authorization: Bearer hunter2.hunter2", "AWS_SECRET_ACCESS_KEY=hunter2", "AccountKey=hunter2",
         "<Error>X-Amz-Signature=hunter2</Error>", "X-Amz-Security-Token=hunter2&a=b", "sig=hunter2", "Password=hunter2",
-    ],
-)  # fmt: skip
-def test_secrets_outside_urls(text: str) -> None:
-    assert SECRET not in redact(f"the server said: {text}.")
-
-
-def test_long_texts() -> None:
-    """The time is proportional to their length."""
+    ):  # fmt: skip
+        assert SECRET not in redact(f"the server said: {text}.")
     for part in ("a.", "a:", "a:/", "://", "s3://a:b", "@", "x:/y:z ", "sig=", "X-Amz-"):
         redact(part * 50_000)
 
@@ -114,10 +104,9 @@ def test_opening(url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest
         lambda: epload.load(nn.Linear(2, 2), url, progress=False),
         lambda: epload.load_state({"w": torch.zeros(2)}, url, progress=False),
     ):
-        with pytest.raises(LoadError) as caught:
-            call()
-        assert SECRET not in "".join(traceback.format_exception_only(caught.value))
-        cause = caught.value.__cause__
+        error = must_raise(LoadError, ".", call)
+        assert SECRET not in "".join(traceback.format_exception_only(error))
+        cause = error.__cause__
         assert cause is None or SECRET not in str(cause)
     assert SECRET not in caplog.text
     for command in (["inspect", url], ["verify", url], ["diff", url, url], ["convert", url, "/nonexistent/out"]):
@@ -155,42 +144,34 @@ class Constant(Checkpoint):
         bucket.zero_()
 
 
-def test_reports() -> None:
+def _fail(rank: int) -> str:
+    model, source = nn.Linear(2, 2, bias=False), Constant(fails=True)
+    return error_of(lambda: epload.load(model, source, readers="one", progress=False))
+
+
+def test_reports_and_what_a_client_says_on_another_rank() -> None:
     report = epload.load(nn.Linear(2, 2, bias=False), Constant(), progress=False)
     assert report.source == "https://host/a"
     assert SECRET not in f"{report}{report!r}{report.to_dict()}"
-
-
-def _fail(rank: int) -> str:
-    with pytest.raises(LoadError) as caught:
-        epload.load(nn.Linear(2, 2, bias=False), Constant(fails=True), readers="one", progress=False)
-    return str(caught.value)
-
-
-def test_what_a_client_says_on_another_rank() -> None:
     first, second = ranks.run(2, _fail)
     assert first == second
     assert SECRET not in first
     assert "GET https://host/a failed" in first
 
 
-def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_traces_and_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO, "epload")
     logger.info("loading %s, %d ranks", URL, 2)
     logger.info("%d ranks", 2)
     assert [record.getMessage() for record in caplog.records] == ["loading https://host/a, 2 ranks", "2 ranks"]
     assert caplog.records[1].args == (2,)
-
-
-def test_traces(tmp_path: Path) -> None:
     events = Events(0, spans=[Event("MainThread", "read", 0, 1, detail=URL, name=URL)])
     save_trace(merge_events([events]), tmp_path / "load.json", {})
     text = (tmp_path / "load.json").read_text()
     assert SECRET not in text
     assert text.count("https://host/a") == 2
-
-
-def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"source": URL, URL: [URL, 1.5]})
     shown = json.loads(capsys.readouterr().out)
     assert shown == {"source": "https://host/a", "https://host/a": ["https://host/a", 1.5]}

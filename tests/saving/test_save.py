@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 import epload
 from epload.mapping import Convert, Rename, Reshape, Split
 from support import ranks
-from support.checkpoints import read_folder
-from support.failures import error_of
+from support.checkpoints import assert_same, read_folder
+from support.failures import error_of, must_raise
 from support.synced_models import LAYOUTS, SHAPES, build, check, values, write
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -45,9 +45,7 @@ def test_saved_files_have_the_models_tensors(tmp_path: Path) -> None:
         layout, options = CASES[number]
         folder = tmp_path / "steps" / str(number)
         found = read_folder(folder)
-        assert found.keys() == SHAPES.keys()
-        for name in SHAPES:
-            assert torch.equal(found[name], values(name, 3).to(options.get("dtype", torch.float32))), (layout, name)
+        assert_same(found, {name: values(name, 3).to(options.get("dtype", torch.float32)) for name in SHAPES})
         nbytes = sum(tensor.nbytes for tensor in found.values())
         assert sum(report.written for report in reports) == nbytes, f"{layout}: each byte once"
         assert max(report.written for report in reports) <= 0.35 * nbytes, f"{layout}: evenly"
@@ -88,47 +86,27 @@ def test_state_dicts_and_mistakes(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     results = ranks.run(2, save_states, str(folder))
     assert results[0] == results[1]
-    for error, start in zip(
-        results[0],
-        (
-            "ValueError: expected only tensors in the state dict, got epoch, a int",
-            f"ValueError: {folder} exists and is not empty",
-            "ValueError: w is torch.complex128, which safetensors files do not have",
-            "ValueError: ranks 0 and 1 save different tensors",
-            "ValueError: expected max_shard_bytes to be a number of bytes",
-            "TypeError: expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of Tensor",
-            "TypeError: expected an nn.Module or a dict of tensors, got int",
-            "ValueError: expected tensors to save, got none",
-        ),
-        strict=True,
-    ):
-        assert error.startswith(start), error
-    found = read_folder(folder)
-    assert torch.equal(found.pop("step"), torch.tensor(7)), "the first checkpoint is still there"
-    assert found.keys() == {f"model.{name}" for name in SHAPES}
-    assert all(torch.equal(found[f"model.{name}"], values(name, 1)) for name in SHAPES)
+    texts = (
+        "ValueError: expected only tensors in the state dict, got epoch, a int",
+        f"ValueError: {folder} exists and is not empty",
+        "ValueError: w is torch.complex128, which safetensors files do not have",
+        "ValueError: ranks 0 and 1 save different tensors",
+        "ValueError: expected max_shard_bytes to be a number of bytes",
+        "TypeError: expected a torch.nn.Module, or a list of Megatron-Core modules, got a list of Tensor",
+        "TypeError: expected an nn.Module or a dict of tensors, got int",
+        "ValueError: expected tensors to save, got none",
+    )
+    assert [text for error, text in zip(results[0], texts, strict=True) if not error.startswith(text)] == []
+    expected = {f"model.{name}": values(name, 1) for name in SHAPES}
+    assert_same(read_folder(folder), {**expected, "step": torch.tensor(7)})  # the first checkpoint is still there
     assert os.listdir(tmp_path) == ["c"]
 
 
-def save_again(rank: int, folder: str, extra: str) -> None:
+def save_in_background(rank: int, folder: str) -> tuple[float, str]:
     model = build("tp1", dist.get_world_size())
     for version in (1, 2):
         write(model, version)
-        epload.save(model, folder, overwrite=True, files=[extra])
-
-
-def test_a_folder_is_replaced(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    folder.mkdir()
-    (folder / "old").write_text("")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    ranks.run(2, save_again, str(folder), str(tmp_path / "tokenizer.json"))
-    assert sorted(os.listdir(folder)) == ["model.safetensors", "tokenizer.json"]
-    assert all(torch.equal(found, values(name, 2)) for name, found in read_folder(folder).items())
-    assert sorted(os.listdir(tmp_path)) == ["c", "tokenizer.json"]
-
-
-def save_in_background(rank: int, folder: str) -> tuple[float, str]:
+        epload.save(model, f"{folder}/old", overwrite=True, files=[f"{folder}/tokenizer.json"])
     model = build("fsdp", dist.get_world_size())
     write(model, 1)
     pending = epload.save_async(model, f"{folder}/1")
@@ -140,14 +118,17 @@ def save_in_background(rank: int, folder: str) -> tuple[float, str]:
     return second.wait().seconds, error_of(epload.save_async(model, f"{folder}/1").wait)
 
 
-def test_saves_in_the_background(tmp_path: Path) -> None:
+def test_saves_in_the_background_and_into_a_folder_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("old/file", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     for seconds, error in ranks.run(2, save_in_background, str(tmp_path)):
         assert seconds > 0
         assert error.startswith(f"ValueError: {tmp_path}/1 exists")
-    for version in (1, 2):
-        assert all(
-            torch.equal(found, values(name, version)) for name, found in read_folder(tmp_path / str(version)).items()
-        )
+    for name, version in (("1", 1), ("2", 2), ("old", 2)):
+        assert_same(read_folder(tmp_path / name), {name: values(name, version) for name in SHAPES})
+    assert sorted(os.listdir(tmp_path / "old")) == ["model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "old", "tokenizer.json"]
 
 
 def test_a_save_that_has_ended_keeps_no_tensors(tmp_path: Path) -> None:
@@ -171,9 +152,7 @@ def test_rows_that_a_checkpoint_interleaves_and_a_flat_parameter(tmp_path: Path)
     flat = Convert(("wide",), ("flat",), (Reshape((-1,)),))
     options = {"mapping": epload.Mapping(converts=(apart, flat)), "names_from": tmp_path / "names.safetensors"}
     epload.save(model, tmp_path / "new", **options)
-    assert read_folder(tmp_path / "new").keys() == state.keys()
-    for name, tensor in read_folder(tmp_path / "new").items():
-        assert torch.equal(tensor, state[name]), name
+    assert_same(read_folder(tmp_path / "new"), state)
 
 
 def test_a_tensor_that_is_made_of_several_dtypes(tmp_path: Path) -> None:
@@ -184,44 +163,39 @@ def test_a_tensor_that_is_made_of_several_dtypes(tmp_path: Path) -> None:
     epload.save(torch.nn.ParameterDict({"a": half, "b": wide}), tmp_path / "new", **options)
     assert torch.equal(read_folder(tmp_path / "new")["both"], torch.cat([half, wide]))
     numbers = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(epload.ModelMismatch, match="both would be made of tensors of float32 and int64"):
-        epload.save(torch.nn.ParameterDict({"a": numbers, "b": wide}), tmp_path / "other", **options)
+    model = torch.nn.ParameterDict({"a": numbers, "b": wide})
+    text = "both would be made of tensors of float32 and int64"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "other", **options)
 
 
 def test_names_of_another_checkpoint(tmp_path: Path) -> None:
     model, names = torch.nn.Linear(2, 3), tmp_path / "names.pt"
     torch.save({"weight": torch.zeros(3, 2)}, names)
-    with pytest.raises(
-        epload.ModelMismatch, match="have no place in the checkpoint and would be left out: 1 tensor: bias;"
-    ):
-        epload.save(model, tmp_path / "new", names_from=names)
+    text = "have no place in the checkpoint and would be left out: 1 tensor: bias;"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new", names_from=names)
     rename = epload.Mapping(renames=(Rename("^weight$", "w"),))
-    with pytest.raises(ValueError, match="checkpoint names of the model's tensors cannot be derived"):
-        epload.save(model, tmp_path / "new", mapping=rename)
+    text = "checkpoint names of the model's tensors cannot be derived"
+    must_raise(ValueError, text, epload.save, model, tmp_path / "new", mapping=rename)
     assert os.listdir(tmp_path) == ["names.pt"]
+    model = torch.nn.ParameterDict({"a": torch.ones(2), "empty": torch.ones(0, 3)})
+    epload.save(model, tmp_path / "new", names_from={"a": torch.zeros(2)})  # without what is empty
+    assert read_folder(tmp_path / "new").keys() == {"a"}
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/step-1", Path("gs://bucket/step-1")])
-def test_a_url_is_no_folder_to_write(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_and_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     epload.save({"w": torch.ones(2)}, "source")
-    for call in (lambda: epload.save({"w": torch.ones(2)}, path), lambda: epload.convert("source", path)):
-        with pytest.raises(ValueError, match="expected the path of a local folder"):
-            call()
+    for path in ("s3://bucket/step-1", Path("gs://bucket/step-1")):
+        for call, source in ((epload.save, {"w": torch.ones(2)}), (epload.convert, "source")):
+            must_raise(ValueError, "expected the path of a local folder", call, source, path)
     assert os.listdir() == ["source"]
-
-
-def test_copied_files_do_not_replace_those_that_are_written(tmp_path: Path) -> None:
+    # Nor may files to be copied replace those that are written.
     for name in ("a/model.safetensors.index.json", "a/model.safetensors", "a/tokenizer.json", "b/tokenizer.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    for files in (
-        ["a/model.safetensors.index.json"],
-        ["a/model.safetensors"],
-        ["a/tokenizer.json", "b/tokenizer.json"],
-    ):
-        with pytest.raises(ValueError, match="expected files="):
-            epload.save({"w": torch.ones(2)}, tmp_path / "c", files=[tmp_path / file for file in files])
+    for names in ("a/model.safetensors.index.json", "a/model.safetensors", "a/tokenizer.json b/tokenizer.json"):
+        files = [tmp_path / name for name in names.split()]
+        must_raise(ValueError, "expected files=", epload.save, {"w": torch.ones(2)}, tmp_path / "c", files=files)
         assert not (tmp_path / "c").exists()
 
 
@@ -234,9 +208,3 @@ def test_a_tied_tensor_has_the_name_that_others_are_tied_to(tmp_path: Path) -> N
         mapping = epload.Mapping(ties=((f"{first}.weight", f"{second}.weight"),))
         epload.save(model, tmp_path / first, mapping=mapping, names_from=names)
         assert load_file(tmp_path / first / "model.safetensors").keys() == {f"{first}.weight"}
-
-
-def test_an_empty_tensor_may_be_missing_in_names_from(tmp_path: Path) -> None:
-    model = torch.nn.ParameterDict({"a": torch.ones(2), "empty": torch.ones(0, 3)})
-    epload.save(model, tmp_path / "new", names_from={"a": torch.zeros(2)})
-    assert load_file(tmp_path / "new" / "model.safetensors").keys() == {"a"}

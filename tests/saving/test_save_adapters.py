@@ -20,14 +20,15 @@ from peft import (
     inject_adapter_in_model,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import epload
 from support import ranks
+from support.checkpoints import assert_same, read_folder
 from support.checks import all_fine
+from support.failures import must_raise
 from support.findings import not_refused
 from support.jobs import Job, Meeting, run
 
@@ -44,33 +45,30 @@ def base(tied: bool = False) -> LlamaForCausalLM:
 
 
 def adapted(tied: bool = False, **options: Any) -> Any:
-    """A model whose adapter and copies were trained."""
     options = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], **options}
-    model = get_peft_model(base(tied), LoraConfig(r=3, init_lora_weights=False, **options))
-    train(model)
-    return model
+    return train(get_peft_model(base(tied), LoraConfig(r=3, init_lora_weights=False, **options)))
 
 
-def train(model: nn.Module) -> None:
+def train(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 torch.manual_seed(len(name))
                 parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+def merge(model: Any) -> Any:
+    model.merge_adapter()
+    return model
 
 
 def merged(**options: Any) -> Any:
-    model = adapted(**options)
-    model.merge_adapter()
-    return model
+    return merge(adapted(**options))
 
 
-def ia3() -> Any:
-    targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-    model = get_peft_model(base(), IA3Config(init_ia3_weights=False, **targets))
-    train(model)
-    model.merge_adapter()
-    return model
+def trained_and_merged(config: Any, model: nn.Module | None = None) -> Any:
+    return merge(train(get_peft_model(model or base(), config)))
 
 
 def two_adapters() -> Any:
@@ -79,14 +77,7 @@ def two_adapters() -> Any:
     config = LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model.add_adapter("second", config)
     model.set_adapter("second")
-    train(model)
-    return model
-
-
-def second_adapter() -> Any:
-    model = two_adapters()
-    model.merge_adapter()
-    return model
+    return train(model)
 
 
 def disabled(model: Any) -> Any:
@@ -97,8 +88,7 @@ def disabled(model: Any) -> Any:
 
 def injected() -> Any:
     """A transformers model without PEFT's outer modules, as transformers' own ``add_adapter`` leaves it."""
-    model = inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False), base())
-    train(model)
+    model = train(inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False), base()))
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.merge()
@@ -114,77 +104,66 @@ def experts() -> Any:
     )  # fmt: skip
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
-    model = get_peft_model(Qwen3MoeForCausalLM(config).eval(), lora)
-    train(model)
-    model.merge_adapter()
-    return model
+    return trained_and_merged(lora, Qwen3MoeForCausalLM(config).eval())
 
 
-def shared_matrices() -> Any:
-    """The layers share matrices that belong to the tuner."""
-    model = get_peft_model(base(), VeraConfig(r=3, target_modules=["q_proj"], init_weights=True))
-    train(model)
-    model.merge_adapter()
-    return model
-
-
+IA3 = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 SAVED: dict[str, Callable[[], Any]] = {
     "merged": merged,
     "dora": lambda: merged(use_dora=True),
     "the copy of the head is trained, and not the embedding that it was tied to": lambda: merged(tied=True),
     "trained tokens": lambda: merged(trainable_token_indices=[1, 5], modules_to_save=None),
-    "ia3": ia3,
-    "the second of two": second_adapter,
+    "ia3": lambda: trained_and_merged(IA3Config(init_ia3_weights=False, **IA3)),
+    "the second of two": lambda: merge(two_adapters()),
     "disabled": lambda: disabled(adapted()),
     "injected": injected,
     "experts": experts,
-    "shared matrices": shared_matrices,
+    "matrices that layers share": lambda: trained_and_merged(VeraConfig(r=3, target_modules=["q_proj"])),
     "the transformers model inside": lambda: merged().get_base_model(),
 }
 
 
 @pytest.mark.parametrize("case", SAVED)
 def test_what_is_saved_computes_the_same(case: str, tmp_path: Path) -> None:
-    """And has the names of the base model alone."""
     model = SAVED[case]()
     logits = model(IDS).logits
     epload.save(model, tmp_path)
     reference = (Qwen3MoeForCausalLM if case == "experts" else LlamaForCausalLM).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(reference(IDS).logits, logits)
-    names = load_file(tmp_path / "model.safetensors").keys()
+    names = read_folder(tmp_path).keys()
     if case == "experts":  # the library's checkpoints have each expert apart
         assert not any("base_layer" in name for name in names)
     else:
         assert names <= base().state_dict().keys()
 
 
-def unmerged(layer: str = "") -> Any:
+def unmerged() -> Any:
     model = merged()
-    if layer:
-        model.base_model.get_submodule(layer).unmerge()
-    else:
-        model.unmerge_adapter()
+    model.unmerge_adapter()
     return model
 
 
-def prompted(config: Any) -> Any:
-    return get_peft_model(base(), config)
+def unmerged_layer() -> Any:
+    model = merged()
+    model.base_model.get_submodule("model.model.layers.1.self_attn.q_proj").unmerge()
+    return model
+
+
+def prompted(make: Callable[..., Any], **options: Any) -> Any:
+    return get_peft_model(base(), make(task_type="CAUSAL_LM", **options))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "never merged": (adapted, "call merge_adapter() before"),
     "unmerged": (unmerged, "call merge_adapter() before"),
     "one layer unmerged": (
-        lambda: unmerged("model.model.layers.1.self_attn.q_proj"),
+        unmerged_layer,
         "layers.1.self_attn.q_proj has an active adapter that is not merged (default)",
     ),
     "disabled": (lambda: disabled(merged()), "merged into its base weights and disabled at once"),
-    "prompt": (
-        lambda: prompted(PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
-        "has a prompt that is trained",
-    ),
+    "prompt": (lambda: prompted(PromptTuningConfig, num_virtual_tokens=3), "has a prompt that is trained"),
     "adaption": (
-        lambda: prompted(AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")),
+        lambda: prompted(AdaptionPromptConfig, adapter_len=3, adapter_layers=1),
         "has a prompt that is trained",
     ),
 }
@@ -193,34 +172,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_base_model_computes_is_refused(case: str, tmp_path: Path) -> None:
     make, text = REFUSED[case]
-    with pytest.raises(epload.ModelMismatch, match=re.escape(text)):
-        epload.save(make(), tmp_path / "saved")
+    must_raise(epload.ModelMismatch, re.escape(text), epload.save, make(), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def save_sharded(rank: int, folder: str) -> None:
-    model = merged()
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    epload.save(model, folder)
-
-
-def test_a_sharded_model(tmp_path: Path) -> None:
-    ranks.run(2, save_sharded, str(tmp_path / "saved"))
-    expected = merged().merge_and_unload().state_dict()
-    state = load_file(tmp_path / "saved/model.safetensors")
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value)
-
-
 def merge_sharded(rank: int, folder: str) -> list[str]:
+    sharded = merged()
+    for layer in sharded.base_model.model.model.layers:
+        fully_shard(layer)
+    epload.save(fully_shard(sharded), f"{folder}/merged")
     problems = []
     for kind, options in {"dora": {"use_dora": True}, "lora": {}}.items():
         torch.manual_seed(3)
-        model = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], **options))
-        train(model)
+        model = train(get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], **options)))
         expected = copy.deepcopy(model).merge_and_unload().state_dict()
         for layer in model.base_model.model.model.layers:
             fully_shard(layer.self_attn.q_proj)  # a class of its own then
@@ -229,53 +193,42 @@ def merge_sharded(rank: int, folder: str) -> list[str]:
         model.merge_adapter()
         if kind == "dora":
             text = "merge_and_unload() before"
-            problems += not_refused(lambda: epload.save(model, folder), "ModelMismatch", text)  # noqa: B023
+            problems += not_refused(lambda: epload.save(model, f"{folder}/{kind}"), "ModelMismatch", text)  # noqa: B023
             with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
                 problems += not_refused(lambda: sender.send_weights(1), text)
         else:
-            epload.save(model, folder)
-            state = load_file(f"{folder}/model.safetensors")
+            epload.save(model, f"{folder}/{kind}")
+            state = read_folder(Path(folder, kind))
             problems += [name for name, value in expected.items() if not torch.allclose(state[name], value, atol=1e-6)]
     return problems
 
 
-def test_a_merge_that_a_dtensor_ignores(tmp_path: Path) -> None:
-    """PEFT assigns ``weight.data``, with which torch leaves a DTensor as it is."""
-    all_fine(ranks.run(2, merge_sharded, str(tmp_path / "saved")))
-
-
-class Outer(nn.Module):
-    def __init__(self, mixed: bool) -> None:
-        super().__init__()
-        config = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
-        self.inner = get_peft_model(base(), config, mixed=mixed)
+def test_sharded_models(tmp_path: Path) -> None:
+    """Merged before or after they are sharded: PEFT assigns ``weight.data``, with which torch leaves a DTensor as it is."""
+    all_fine(ranks.run(2, merge_sharded, str(tmp_path)))
+    torch.testing.assert_close(read_folder(tmp_path / "merged"), dict(merged().merge_and_unload().state_dict()))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_an_adapter_around_a_module_of_the_model(mixed: bool, tmp_path: Path) -> None:
-    model = Outer(mixed)
+    config = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    model = nn.ModuleDict({"inner": get_peft_model(base(), config, mixed=mixed)})
     epload.save({f"inner.{name}": value for name, value in base().state_dict().items()}, tmp_path / "base")
     report = epload.load(model, tmp_path / "base", strict=False, progress=False)
     assert report.unexpected_keys == []
     assert all(".lora_" in name for name in report.missing_keys)
-    model.inner.merge_adapter()
+    model["inner"].merge_adapter()
     epload.save(model, tmp_path / "saved")
-    expected = model.inner.merge_and_unload().state_dict()
-    state = load_file(tmp_path / "saved/model.safetensors")
-    assert state.keys() == {f"inner.{name}" for name in expected}
-    assert all(torch.equal(state[f"inner.{name}"], value) for name, value in expected.items())
-
-
-# ---- syncs ----
+    expected = model["inner"].merge_and_unload().state_dict()
+    assert_same(read_folder(tmp_path / "saved"), {f"inner.{name}": value for name, value in expected.items()})
 
 
 def send(rank: int, meeting: Meeting, folder: str | None) -> list[str]:
     """Two versions, with a failed one between them: unmerged weights, or else a model that is read and not sent."""
     model = two_adapters()
-    names = Path(folder, "names") if folder is not None else None
+    names, problems = Path(folder, "names") if folder is not None else None, []
     if names is not None:
         base().save_pretrained(names)
-    problems = []
     with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, names_from=names, timeout=60) as sender:
         meeting.say("address", sender.address)
         for version, adapter in enumerate(("default", "second")):
@@ -294,8 +247,7 @@ def send(rank: int, meeting: Meeting, folder: str | None) -> list[str]:
 
 
 def receive(rank: int, meeting: Meeting) -> list[str]:
-    model, reference = base(), two_adapters()
-    problems = []
+    model, reference, problems = base(), two_adapters(), []
     with epload.WeightReceiver(model, meeting.hear("address"), strict=True, timeout=60) as receiver:
         for adapter in ("default", "second"):
             receiver.receive_weights()
@@ -310,5 +262,4 @@ def receive(rank: int, meeting: Meeting) -> list[str]:
 
 @pytest.mark.parametrize("names", [False, True])
 def test_versions_are_of_the_adapter_that_is_active(names: bool, tmp_path: Path) -> None:
-    """Also after a version that failed."""
     assert run([Job(1, send, (str(tmp_path) if names else None,)), Job(1, receive)]) == [[[]], [[]]]

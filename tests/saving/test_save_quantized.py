@@ -1,12 +1,12 @@
 """Quantized saves declare what transformers reads, and models that are quantized are saved as it writes them.
 
-The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here."""
+The library keeps fp8 only where there is a GPU, and says so in ``validate_environment``, which is left out here.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +22,14 @@ import epload
 from campaigns.census import judge
 from campaigns.census.classes import auto_classes
 from epload.mapping import Quantize
+from support.failures import must_raise
 from support.pretrained import SIZES, config
 from support.quantized import BF16, FP8, assert_same, fine_grained
 
 BLOCKS = fine_grained((16, 16))
 
 
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
-        yield
+as_on_a_gpu = partial(mock.patch.object, FineGrainedFP8HfQuantizer, "validate_environment")
 
 
 def build(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
@@ -50,19 +48,11 @@ QWEN2_MOE = transformers.Qwen2MoeConfig(
 @pytest.mark.parametrize(
     ("kind", "options", "block"),
     [
-        ("qwen3_moe", QWEN, (16, 16)),
-        ("qwen3_moe", QWEN, None),
-        ("llama", {}, None),
-        (
-            "qwen3_moe",
-            {"moe_intermediate_size": 8},
-            (16, 16),
-        ),  # less than a block: each half of gate and up has a scale
-        ("mixtral", {"intermediate_size": 32}, (16, 16)),
-        ("deepseek_v3", QWEN, (16, 16)),
-        ("llama", {}, (16, 16)),
+        ("qwen3_moe", QWEN, (16, 16)), ("qwen3_moe", QWEN, None), ("llama", {}, None), ("llama", {}, (16, 16)),
+        ("qwen3_moe", {"moe_intermediate_size": 8}, (16, 16)),  # less than a block: each half of gate and up has a scale
+        ("mixtral", {"intermediate_size": 32}, (16, 16)), ("deepseek_v3", QWEN, (16, 16)),
     ],
-)
+)  # fmt: skip
 def test_a_model_in_fp8_is_saved_as_by_the_library(
     kind: str, options: dict[str, Any], block: tuple[int, int] | None, tmp_path: Path
 ) -> None:
@@ -88,8 +78,8 @@ def test_blocks_across_gate_and_up_are_refused(block: tuple[int, int] | None, sh
             grid = (len(weight), *(-(-length // 16) if block else 1 for length in weight.shape[1:]))
             setattr(experts, name, torch.nn.Parameter(weight.to(FP8), requires_grad=False))
             experts.register_parameter(f"{name}_scale_inv", torch.nn.Parameter(torch.ones(grid)))
-    with pytest.raises(epload.ModelMismatch, match=f"has fp8 blocks of {shown}, which reach across the parts of shape"):
-        epload.save(model, tmp_path / "new")
+    text = f"has fp8 blocks of {shown}, which reach across the parts of shape"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new")
 
 
 def test_scales_without_a_place_are_not_left_out(tmp_path: Path) -> None:
@@ -99,44 +89,36 @@ def test_scales_without_a_place_are_not_left_out(tmp_path: Path) -> None:
     quantization = transformers.FineGrainedFP8Config(weight_block_size=(2, 2), modules_to_not_convert=["lm_head"])
     with as_on_a_gpu():
         model = cls.from_pretrained(tmp_path / "wide", dtype=BF16, quantization_config=quantization)
-    with pytest.raises(
-        epload.ModelMismatch, match=r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
-    ):
-        epload.save(model, tmp_path / "new")
+    text = r"have no place in the checkpoint .*experts\.gate_up_proj_scale_inv"
+    must_raise(epload.ModelMismatch, text, epload.save, model, tmp_path / "new")
 
 
 class OddLinear(torch.nn.Linear):
     """Is none of the classes that the library replaces."""
 
 
-def test_linear_layers_of_other_classes_stay(tmp_path: Path) -> None:
+def test_names_of_what_is_not_quantized(tmp_path: Path) -> None:
     layers = {"plain": torch.nn.Linear(32, 32), "odd": OddLinear(32, 32)}
     epload.save(torch.nn.ModuleDict(layers).to(BF16), tmp_path / "new", mapping=Quantize(BLOCKS))
     saved = load_file(tmp_path / "new" / "model.safetensors")
     assert (saved["plain.weight"].dtype, saved["odd.weight"].dtype) == (FP8, BF16)
     declared = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     assert declared["modules_to_not_convert"] == ["odd"]
-
-
-def test_a_name_that_would_exclude_what_is_quantized(tmp_path: Path) -> None:
+    # A name may not exclude what is quantized, too.
     inner = torch.nn.ModuleDict({"aggregate": torch.nn.Linear(32, 32)})
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "out": inner}).to(BF16)
-    with pytest.raises(
-        ValueError, match=r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
-    ):
-        epload.save(model, tmp_path / "new", mapping=Quantize(BLOCKS))
+    text = r"out\.aggregate would be quantized, but modules_to_not_convert also has to list gate"
+    must_raise(ValueError, text, epload.save, model, tmp_path / "other", mapping=Quantize(BLOCKS))
+
+
+CAUSAL, TIED = "AutoModelForCausalLM", {"lm_head", "model.embed_tokens"}
 
 
 @pytest.mark.parametrize(
     ("kind", "auto", "rule", "wide"),
     [
-        ("qwen2_moe", "AutoModelForCausalLM", {}, {"lm_head", "mlp.gate", "mlp.shared_expert_gate"}),
-        (
-            "llama",
-            "AutoModelForCausalLM",
-            {"modules_to_not_convert": ["model.layers.0.mlp"]},
-            {"lm_head", "model.embed_tokens"},
-        ),  # tied
+        ("qwen2_moe", CAUSAL, {}, {"lm_head", "mlp.gate", "mlp.shared_expert_gate"}),
+        ("llama", CAUSAL, {"modules_to_not_convert": ["model.layers.0.mlp"]}, TIED),
         ("llama", "AutoModelForSequenceClassification", {}, set()),
     ],
 )
@@ -172,12 +154,17 @@ def test_a_dequantized_model_is_no_longer_declared_as_quantized(tmp_path: Path) 
 
 def test_what_is_quantized_already_is_not_declared_otherwise(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(100, 100, dtype=BF16), "b.weight": torch.ones(100, 100).to(FP8)}
-    save_file(tensors | {"b.weight_scale_inv": torch.ones(2, 2)}, tmp_path / "part.safetensors")
-    with pytest.raises(ValueError, match=r"expected weights that are not quantized, but b\.weight is"):
-        epload.convert(tmp_path / "part.safetensors", tmp_path / "new", quantize=Quantize(BLOCKS, weights=("^a",)))
-    save_file({"a.weight": tensors["a.weight"], "a.weight_scale_inv": torch.ones(7, 7)}, tmp_path / "taken.safetensors")
-    with pytest.raises(ValueError, match=r"expected no tensor with the name .* there is a\.weight_scale_inv"):
-        epload.convert(tmp_path / "taken.safetensors", tmp_path / "new", quantize=Quantize(BLOCKS, weights=("^a",)))
+    part, taken = tensors | {"b.weight_scale_inv": torch.ones(2, 2)}, {"a.weight_scale_inv": torch.ones(7, 7)}
+    rule = Quantize(BLOCKS, weights=("^a",))
+    for state, text in (
+        (part, r"expected weights that are not quantized, but b\.weight is"),
+        (
+            taken | {"a.weight": tensors["a.weight"]},
+            r"expected no tensor with the name .* there is a\.weight_scale_inv",
+        ),
+    ):
+        save_file(state, tmp_path / "old.safetensors")
+        must_raise(ValueError, text, epload.convert, tmp_path / "old.safetensors", tmp_path / "new", quantize=rule)
     assert not (tmp_path / "new").exists()
 
 

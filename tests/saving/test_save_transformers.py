@@ -23,13 +23,9 @@ FSDP, HSDP = partial(fsdp, shard=4), partial(fsdp, replicate=2, shard=2)
 TP, EP = partial(by_the_library, tp_size=2, fsdp_size=2), partial(by_the_library, ep_size=2, fsdp_size=4)
 CASES: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "qwen3_moe": (FSDP, HSDP, TP, EP),
-    "mixtral": (FSDP, EP),
-    "deepseek_v3": (FSDP, EP),
-    "gpt_oss": (FSDP,),
-    "qwen3_vl_moe": (FSDP,),
-    "llama": (FSDP, TP),
-    "bert": (HSDP,),
-}
+    "mixtral": (FSDP, EP), "deepseek_v3": (FSDP, EP), "gpt_oss": (FSDP,), "qwen3_vl_moe": (FSDP,),
+    "llama": (FSDP, TP), "bert": (HSDP,),
+}  # fmt: skip
 
 
 def quiet() -> None:

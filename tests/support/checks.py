@@ -44,6 +44,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def flipped(tensor: Tensor, step: int) -> Tensor:
+    """Returns a copy in which one bit of every so many bytes differs."""
+    raw = as_bytes(tensor).clone()
+    raw[::step] ^= 1
+    return raw.view(tensor.dtype).reshape(tensor.shape)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

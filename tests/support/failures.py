@@ -30,6 +30,16 @@ def outcome(action: Callable[[], Any]) -> Failure:
     return None
 
 
+Kind = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def must_raise(kind: Kind, match: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> BaseException:
+    """Fails unless a call raises an error of this kind whose text matches. Returns the error."""
+    with pytest.raises(kind, match=match) as caught:
+        call(*args, **options)
+    return caught.value
+
+
 def check(outcomes: Sequence[Outcome], expected: dict[str, tuple[str, list[str]]]) -> None:
     """Every case failed on all ranks with one class and one text, which says each of the expected things."""
     problems = [f"rank {rank}: {text}" for rank, (_, lines) in enumerate(outcomes) for text in lines]

@@ -57,6 +57,11 @@ def box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
     return tensor[box_slices(start, size)]
 
 
+def filled(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A target that nothing has been read into."""
+    return torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
 class Files:
     """Files of bytes that tell where they are."""
 

@@ -1,4 +1,4 @@
-"""verify=: a bit that changes anywhere between the file and a shard is found, and named; and what is right is not doubted."""
+"""Verified loads, and the comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import product
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,24 +23,17 @@ from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology, We
 from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.state_dict import StateDictCheckpoint
 from epload.loading import run
-from epload.mapping.resolve import resolve_mapping
-from epload.model.targets import collect
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
-from epload.planning.plan import make_plan
 from epload.transfer.local import Local
-from epload.verify.digests import digest_shards, verify_digests
+from epload.verify import compare
+from epload.verify.compare import compare_values
 from support import ranks
 from support.checks import all_fine
-from support.failures import error_of
+from support.failures import error_of, must_raise
 from support.small_model import BUCKET, NODES, Net, State, meta_net, only_readers, state_for, wrong
 
-WAYS = (
-    ("one", "two_level"),
-    ("one", "striped"),
-    ("partitioned", "striped"),
-    ("every", "two_level"),
-)
+WAYS = (("one", "two_level"), ("one", "striped"), ("partitioned", "striped"), ("every", "two_level"))
 
 
 def loader_for(way: tuple[str, str], verify: bool = True, bucket_bytes: int = BUCKET) -> HierarchicalLoader:
@@ -99,13 +94,15 @@ def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
 
 def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
     problems = []
-    for way in WAYS:
+    # Where each rank reads a dict, nothing is there yet after "read".
+    for way, source in [*product(WAYS, [path]), *product(WAYS[:-1], [state])]:
         model, loader = meta_net(), loader_for(way)
+        source = only_readers(source, way[0]) if source is state else path
         with flips_in_shard(rank == 3, lambda target: target.ndim == 2 and target.shape[1] == 6 and len(target) <= 4):
-            text = error_of(lambda model=model, loader=loader: loader.load(model, path, dtype=dtype))
-        if "embed.weight on rank 3;" not in text:
+            text = error_of(lambda m=model, each=loader, s=source: each.load(m, s, dtype=dtype))
+        if not re.search(r"after the load, shards differ from .* as rank \d reads it: embed.weight on rank 3;", text):
             problems.append(f"{way}: {text}")
-        loader.load(model, path, dtype=dtype)
+        loader.load(model, source, dtype=dtype)
         problems += [f"{way}, after that: {text}" for text in wrong(model, state, dtype)]
     return problems
 
@@ -155,11 +152,8 @@ def test_a_file_that_ends_before_it_is_proven_is_named(tmp_path: Path) -> None:
         os.truncate(tmp_path / "model-0.safetensors", 1500)
         prove(*arguments)
 
-    with (
-        mock.patch.object(run, "_prove", truncate_first),
-        pytest.raises(CheckpointError, match=r"model-0\.safetensors"),
-    ):
-        HierarchicalLoader(verify=True).load(model, tmp_path)
+    with mock.patch.object(run, "_prove", truncate_first):
+        must_raise(CheckpointError, r"model-0\.safetensors", HierarchicalLoader(verify=True).load, model, tmp_path)
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
@@ -192,33 +186,6 @@ def test_which_nan_something_is_converted_to_is_not_doubted(tmp_path: Path) -> N
     all_fine(ranks.run(4, nan_places, tmp_path, {"w": values}))
 
 
-@pytest.mark.parametrize("from_file", [True, False])
-def test_what_differs_is_found_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
-    """Two ranks hold the same, and one has the end of every tenth tensor wrong."""
-    model = nn.ParameterList([nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(50)])
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors")
-    checkpoint, targets = Checkpoint.open(tmp_path if from_file else state), collect(model)
-    plan = make_plan(checkpoint.manifest, targets, resolve_mapping("auto", model, targets.index), 512)
-    right = digest_shards(plan, [0], targets.local())[0]
-    for value in list(model.parameters())[::10]:
-        value.data[-1] += 1
-    wrong_too = digest_shards(plan, [0], targets.local())[0]
-
-    def prove(messages: dict[int, bytes]) -> None:
-        list(verify_digests(plan, 0, messages, checkpoint, checkpoint.manifest))
-
-    prove({0: right, 7: right})
-    failure = error_of(lambda: prove({0: right, 3: wrong_too, 7: right}))
-    listed = re.fullmatch(
-        r"\w+: after the load, shards differ from .* as rank 0 reads it: (.*); the memory, the network.*", failure
-    )
-    assert listed is not None, failure
-    names = listed[1].split(", ")
-    assert all(re.fullmatch(r"\d+ on rank 3", text) for text in names), "and of no other rank"
-    assert {text.split()[0] for text in names} == {f"{i}" for i in range(0, 50, 10)}
-
-
 def test_the_report_says_what_was_verified() -> None:
     for verify in (True, False):
         report = epload.load(Net(), state_for(), verify=verify)
@@ -228,36 +195,67 @@ def test_the_report_says_what_was_verified() -> None:
 
 
 def consumed(rank: int) -> str:
-    source = Checkpoint.from_state_dict(state_for(), consume=True)
-    with pytest.raises(ValueError, match="verify=True reads the checkpoint again") as refusal:
-        loader_for(WAYS[0]).load(meta_net(), only_readers(source))
-    loader_for(WAYS[0], verify=False).load(meta_net(), only_readers(source))
-    return str(refusal.value)
-
-
-def verifies_itself(rank: int) -> list[str]:
-    """Ranks without the checkpoint do as the one that has it."""
-    with mock.patch.object(StateDictCheckpoint, "verified", True):
-        model = Net()
-        report = epload.load(model, only_readers(state_for(1), "one"), readers="one", verify=True, progress=False)
-    return wrong(model, state_for(1)) + ["verified"] * report.verified
-
-
-def test_ranks_without_the_checkpoint_do_not_verify_what_verifies_itself() -> None:
-    all_fine(ranks.run(2, verifies_itself))
+    source = only_readers(Checkpoint.from_state_dict(state_for(), consume=True))
+    text = error_of(lambda: loader_for(WAYS[0]).load(meta_net(), source))
+    loader_for(WAYS[0], verify=False).load(meta_net(), source)
+    return text
 
 
 def test_what_can_be_read_only_once_cannot_be_verified() -> None:
-    assert all("leave out consume=True" in text for text in ranks.run(4, consumed))
+    text = "ValueError: .*verify=True reads the checkpoint again.*leave out consume=True"
+    assert all(re.search(text, found) for found in ranks.run(4, consumed))
 
 
 @pytest.mark.parametrize(("verify", "advice"), [("full", "True to"), ("off", "False not to"), (1, "True to")])
 def test_verify_is_a_bool(verify: Any, advice: str) -> None:
-    for make in (
-        HierarchicalLoader,
-        lambda **options: WeightSender(nn.Linear(2, 2), "127.0.0.1:0", receivers=1, **options),
-    ):
-        with pytest.raises(
-            TypeError, match=f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove"
-        ):
-            make(verify=verify)
+    for make in (HierarchicalLoader, partial(WeightSender, nn.Linear(2, 2), "127.0.0.1:0", receivers=1)):
+        text = f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove"
+        must_raise(TypeError, text, make, verify=verify)
+
+
+def difference(a: Tensor, b: Tensor, **tolerances: float) -> tuple[int, float, float] | None:
+    """Returns the number of elements that differ, and their largest and mean distance."""
+    pair = [Checkpoint.from_state_dict({"t": each}) for each in (a, b)]
+    seen: list[int] = []
+    found = list(compare_values(pair[0], pair[1], ["t"], seen.append, **tolerances))
+    assert sum(seen) == a.nbytes
+    return (found[0]["differing"], found[0]["largest"], found[0]["mean"]) if found else None
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_counts_and_distances(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_CHUNK_ELEMENTS", chunk)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8):
+        a = torch.arange(3 * 11).reshape(3, 11).to(dtype)
+        b = a.clone()
+        b[0, 0], b[2, 10] = 5, 24
+        assert difference(a, a) is None
+        assert difference(a, b) == (2, 8.0, pytest.approx(13 / 33))
+    for dtype in (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool):
+        a, b = torch.tensor([0.0, 1.0, 0.0, 1.0]).to(dtype), torch.tensor([0.0, 1.0, 1.0, 1.0]).to(dtype)
+        assert difference(a, a.clone()) is None
+        assert difference(a, b) == (1, 1.0, 0.25)
+
+
+def test_values_are_compared_and_neither_bytes_nor_float64() -> None:
+    exact, rounded = torch.tensor([1.0, 2.0, 3.140625]), torch.tensor([1.001])
+    odd, large = torch.tensor([nan, inf, -inf, nan, inf, 0.0]), torch.tensor([2**60, 2**60 + 1, -1])
+    unsigned = torch.tensor([2**60, 2**60 + 1, 2**64 - 1], dtype=torch.uint64)
+    for a, b, differing in (
+        (exact, exact.bfloat16(), 0), (rounded, rounded.bfloat16(), 1), (odd, odd.clone(), 0), (odd, odd.double(), 0),
+        (large, torch.tensor([2**60, 2**60, -1]), 1), (large, unsigned, 1), (large[:2], unsigned[:2], 0),
+    ):  # fmt: skip
+        found = difference(a, b)
+        assert (found[0] if found else 0) == differing
+    assert difference(odd, torch.tensor([nan, inf, inf, 1.0, 2.0, -0.0]), rtol=0.5, atol=1.0) == (3, inf, inf)
+
+
+def test_tolerances_are_those_of_isclose() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(1000, generator=generator, dtype=torch.float64)
+    b = a + torch.rand(1000, generator=generator, dtype=torch.float64) * 0.1
+    expected = int((~torch.isclose(a, b, rtol=0.05, atol=0.02)).sum())
+    assert 0 < expected < 1000
+    found = difference(a, b, rtol=0.05, atol=0.02)
+    assert found is not None
+    assert found[0] == expected

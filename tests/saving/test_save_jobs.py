@@ -1,0 +1,189 @@
+"""Saves by several ranks: every layout, models on a device, nodes with file systems of their own, and the memory taken."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import epload
+from epload.checkpoint.delta import BATCH_BYTES
+from epload.saving.plan import SLOT_BYTES
+from measure import PeakMemory
+from support import fakedev, ranks
+from support.accelerator import DEVICE
+from support.checkpoints import assert_same, read_all
+from support.checks import all_fine, flipped, full_values, ties
+from support.failures import error_of
+from support.layout_cases import cases
+from support.layout_loads import meta_model, none_fails, oracle
+from support.synced_models import SHAPES, build, check, values, write
+
+
+def save_cases(rank: int, folder: str) -> list[str]:
+    failures = []
+    for number, case in enumerate(cases(4)):
+        try:
+            model = oracle(case)
+            epload.save(model, f"{folder}/{number}", max_shard_bytes=200 if number % 2 else 1 << 30)
+            epload.save(model, f"{folder}/changes-{number}", base=f"{folder}/base-{number}")
+        except Exception:
+            failures.append(f"rank {rank}: {case.name}: {traceback.format_exc(limit=-3)}")
+    return failures
+
+
+def test_every_layout(tmp_path: Path) -> None:
+    """Some bytes of each tensor differ in the bases; some tensors are missing, and others have another shape."""
+    for number, case in enumerate(cases(4)):
+        state = full_values(meta_model(case))
+        old = {name: flipped(tensor, 7 + number) for name, tensor in list(state.items())[number % 2 :]}
+        if number % 3 == 0:
+            old = {name: tensor.reshape(-1) if i % 2 else tensor for i, (name, tensor) in enumerate(old.items())}
+        (tmp_path / f"base-{number}").mkdir()
+        save_file({"gone": torch.ones(3), **old}, tmp_path / f"base-{number}" / "model.safetensors")
+    none_fails(ranks.run(4, save_cases, str(tmp_path), limit=300))
+    for number, case in enumerate(cases(4)):
+        model = meta_model(case)
+        expected = full_values(model)
+        found = read_all(epload.Checkpoint.open(tmp_path / str(number)))
+        tied = ties(model.state_dict(keep_vars=True))
+        assert all(len(found.keys() & {*group}) == 1 for group in tied), f"{case.name}: tied tensors once"
+        assert found.keys() | {name for group in tied for name in group} == expected.keys(), case.name
+        assert_same(found, {name: expected[name] for name in found})
+        assert_same(read_all(epload.Checkpoint.open(tmp_path / f"changes-{number}")), found)
+
+
+MB = 1 << 20
+PYTHON = 24 * MB
+"""Planning, threads, and what allocators keep."""
+
+
+def save_large(rank: int, folder: str) -> int:
+    """Returns the bytes above the start, where the shards are 128 MB; of a save with a base, those above a batch."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, device="meta") for _ in range(32)))  # 512 MB
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    topology = epload.Topology.from_nodes([[0, 1], [2, 3]])
+    for parameter in model.parameters():
+        parameter.detach().to_local().normal_()
+    dist.barrier()
+    with PeakMemory() as memory:
+        report = epload.save(model, folder, topology=topology, timeout=60)
+    assert report.nbytes == 512 * MB
+    for parameter in model.parameters():
+        parameter.detach().to_local()[::3] += 1
+    with PeakMemory() as with_base:
+        epload.save(model, f"{folder}-2", topology=topology, timeout=60, base=folder)
+    return max(memory.above, with_base.above - BATCH_BYTES)
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    found = ranks.run(4, save_large, str(folder))
+    limit = 2 * SLOT_BYTES + PYTHON
+    assert all(above <= limit for above in found), ([above // MB for above in found], limit // MB)
+    assert (folder / "model.safetensors").stat().st_size > 512 * MB
+    with torch.no_grad():
+        epload.load(nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32))), folder)
+
+
+PATH = "/proc/self/cwd/step/1"
+
+
+def save_on_disks(rank: int, nodes: list[list[int]], disks: list[str], in_background: bool) -> str:
+    os.chdir(disks[rank])
+    model = build("fsdp", dist.get_world_size())
+    write(model, 3)
+    options = {"topology": epload.Topology.from_nodes(nodes), "timeout": 30}
+    if in_background:
+        return error_of(lambda: epload.save_async(model, PATH, **options).wait())
+    return error_of(lambda: epload.save(model, PATH, **options))
+
+
+def make_disks(folder: Path, names: str) -> list[str]:
+    for name in names:
+        (folder / name).mkdir(exist_ok=True)
+    return [str(folder / name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "disks", "others", "in_background"),
+    [
+        ([[1, 2], [0]], "abb", "ranks 1, 2 do", False),
+        ([[0, 1], [2]], "aba", "ranks 1 do", True),  # as in containers with file systems of their own
+        ([[0], [1, 2]], "aaa", "", False),
+    ],
+)
+def test_another_file_system_is_refused(
+    nodes: list[list[int]], disks: str, others: str, in_background: bool, tmp_path: Path
+) -> None:
+    texts = ranks.run(len(disks), save_on_disks, nodes, make_disks(tmp_path, disks), in_background)
+    assert len(set(texts)) == 1
+    if not others:
+        assert texts[0] == ""
+        assert os.listdir(tmp_path / "a" / "step") == ["1"]
+        return
+    assert texts[0].startswith("LoadError")
+    assert f"{others} not see the folder that rank 0 has made there, and nothing was saved" in texts[0]
+    assert "save to a folder that all nodes share" in texts[0]
+    assert not [name for disk in tmp_path.iterdir() for name in os.listdir(disk) if os.listdir(disk / name)]
+
+
+def save_on_one_node(rank: int, disks: list[str]) -> None:
+    os.chdir(disks[rank])
+    group = dist.new_group([2, 3])
+    if rank >= 2:
+        model = build("plain", 1)
+        write(model, 3)
+        epload.save(model, PATH, topology=epload.Topology.discover(group), timeout=30)
+
+
+def test_the_ranks_of_one_node_save_to_its_disk(tmp_path: Path) -> None:
+    ranks.run(4, save_on_one_node, make_disks(tmp_path, "aabb"))
+    assert os.listdir(tmp_path / "a") == []
+    found = load_file(tmp_path / "b" / "step" / "1" / "model.safetensors")
+    assert all(found[name].equal(values(name, 3)) for name in SHAPES)
+
+
+def same_files(rank: int, folder: str) -> list[str]:
+    """A model on a device writes what it writes on CPU, where regions are packed first; in each layout, and converted."""
+    model, problems = build("fsdp", dist.get_world_size(), where=DEVICE), []
+    write(model, 1)
+    epload.save(model, f"{folder}/now")
+    pending = epload.save_async(model, f"{folder}/later")
+    write(model, 2)
+    pending.wait()
+    epload.save(model, f"{folder}/changes", base=f"{folder}/now")
+    for name, version in (("now", 1), ("later", 1), ("changes", 2)):
+        again = build("tp1", dist.get_world_size(), where=DEVICE if name == "changes" else "cpu")
+        epload.load(again, f"{folder}/{name}", progress=False)
+        check(again, version)
+    for kind in ("plain", "fsdp", "tp0", "tp1"):
+        for dtype in (None, torch.bfloat16):
+            for where in ("cpu", DEVICE):
+                model = build(kind, dist.get_world_size(), where=where)
+                write(model, 3)
+                path = f"{folder}/{kind}-{dtype}-{where[:3]}"
+                epload.save(model, path, dtype=dtype, max_shard_bytes=20_000)
+            dist.barrier()
+            one, other = (Path(f"{folder}/{kind}-{dtype}-{where}") for where in ("cpu", DEVICE[:3]))
+            names = sorted(each.name for each in one.iterdir())
+            if names != sorted(each.name for each in other.iterdir()):
+                problems.append(f"{kind}: other files")
+            different = [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
+            problems += [f"{kind}, {dtype}: {name} differs" for name in different]
+    return problems
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize("semantics", ["nccl", "hccl"])
+def test_a_model_on_a_device_writes_the_same_files(semantics: str, tmp_path: Path) -> None:
+    all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, semantics)))
