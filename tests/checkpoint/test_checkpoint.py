@@ -148,9 +148,9 @@ def test_what_is_sent_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
         again = Manifest.from_compact(manifest.compact, manifest.provenance)
         for what in ("names", "shapes", "dtypes", "nbytes", "digest", "identity"):
             assert getattr(again, what) == getattr(manifest, what)
-        if manifest.locations is None:
-            assert again == manifest
-        else:
+        assert again == manifest
+        assert again != manifest.with_provenance(["another source", *manifest.provenance[1:]])
+        if manifest.locations is not None:
             numbers = range(len(manifest.names))
             assert [*map(again.locations.of_tensor, numbers)] == [*map(manifest.locations.of_tensor, numbers)]
     for what in ("digest", "identity"):

@@ -22,7 +22,7 @@ from epload.core.columns import column
 from epload.core.pieces import Kinds, Quantization, distinct_values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Manifest:
     """Names, shapes and dtypes of a checkpoint's tensors, one entry per tensor in each column, ordered as their bytes are stored.
 
@@ -40,6 +40,12 @@ class Manifest:
     """Names of entries that hold no tensor, such as ``_extra_state``: listed in reports, otherwise ignored."""
     quantization: Quantization | None = None
     """The declaration of quantized weights in the checkpoint's ``config.json``; None if there is none."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and (self.compact, self.provenance) == (other.compact, other.provenance)
+
+    def __hash__(self) -> int:
+        return hash(self.compact)
 
     @cached_property
     def kinds(self) -> Kinds:
