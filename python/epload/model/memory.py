@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
+from epload.core.copy_table import copy_row
 from epload.native import ops
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
@@ -84,7 +84,7 @@ def keeps_writes(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel():
         return True
     dims = tensor.dim()
-    row = torch.tensor([[0, 0, dtypes.code(tensor.dtype), dims, *[0] * dims, *[1] * (2 * dims)]], device="cpu")
+    row = torch.tensor([copy_row(dims, 0, 0, tensor.dtype, [0] * dims, [1] * dims, [1] * dims)], device="cpu")
     element, read = torch.empty(2, tensor.dtype.itemsize, dtype=torch.uint8, device=tensor.device).unbind()
     try:
         ops.pack(element, [tensor], row)

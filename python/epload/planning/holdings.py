@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epload.core import dtypes as dtype_names
 from epload.core.columns import column, expand, numbered, to_raw
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import Copy, CopyTable, copy_row
 from epload.core.pieces import Metadata
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
@@ -29,10 +29,6 @@ NO_PART = -1
 LocalView = tuple[int, View]
 """A box of a local tensor with the region of a tensor that has the same elements. The number counts the
 tensor's local tensors."""
-
-
-Copy = list[int]
-"""A row of a copy table whose target counts in the tensor's local tensors."""
 
 
 class Share(NamedTuple):
@@ -151,14 +147,6 @@ class Holdings:
         """Digest that is equal for equal holdings only."""
         return digest_of("".join(map(digest_of, (*self.encode(), self.encode_targets()))).encode())
 
-    def copy(
-        self, place: int, offset: int, dtype: torch.dtype, start: Shape, size: Shape, strides: Sequence[int]
-    ) -> Copy:
-        """Returns the copy between a bucket's elements from ``offset`` on, of this dtype, and a box of a local tensor."""
-        fill = [0] * (self.dims - len(size))
-        fixed = [place, offset * dtype.itemsize, dtype_names.code(dtype), len(size)]
-        return [*fixed, *start, *fill, *size, *fill, *strides, *fill]
-
     def encode(self) -> tuple[bytes, bytes]:
         """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
         shares = [(shape, views, dtype and dtype_names.name(dtype)) for shape, views, dtype in self.classes]
@@ -274,12 +262,12 @@ def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: 
         dtype: of the tensor.
         begin: where the bytes start in the tensor.
     """
-    first, end = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
+    itemsize, dims = dtype.itemsize, holdings.dims
     views = holdings.classes[number].views if number != NO_PART else ()
     return [
-        holdings.copy(place, view.offset - first, dtype, view.start, view.size, view.strides)
+        copy_row(dims, place, view.offset * itemsize - begin, dtype, view.start, view.size, view.strides)
         for place, whole in views
-        for view in whole.within(first, end)
+        for view in whole.within(begin // itemsize, (begin + nbytes) // itemsize)
     ]
 
 
@@ -311,9 +299,9 @@ def copies_of_box(
     for part in [exact] if exact is not None else holdings.parts[number]:
         if (shared := intersect(box, part.box)) is None:
             continue
-        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
-        local_strides = [0 if dim < 0 else strides[dim] for dim in part.dims]
-        copies.append(holdings.copy(part.place, offset + steps, dtype, *part.within(*shared), local_strides))
+        at = offset + sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
+        local, local_strides = part.within(*shared), [0 if dim < 0 else strides[dim] for dim in part.dims]
+        copies.append(copy_row(holdings.dims, part.place, at * dtype.itemsize, dtype, *local, local_strides))
         if once and shared == box:
             return copies[-1:]
     return copies
@@ -326,13 +314,13 @@ def expand_copies(
     for thousands of tensors, but for their targets and offsets, are listed once.
 
     Args:
-        templates: lists of copies, as from :func:`copies_of_box`.
+        templates: lists of copies, as from :func:`copies_of_box`, whose targets count in the tensor's local tensors.
         tensor: int64 [n], the tensor of each row.
         template: int64 [n], the template of each row.
     """
     entry, row = expand(column(list(map(len, templates))), template)
     table = column([value for copies in templates for copy in copies for value in copy])
-    copies = CopyTable(table.reshape(-1, CopyTable.columns(holdings.dims))[entry])
+    copies = CopyTable.of(table, holdings.dims).select(entry)
     first = column([0, *map(len, holdings.targets)]).cumsum(0)[tensor[row]]
     copies.target[:] = column(list(chain.from_iterable(holdings.targets)))[first + copies.target]
     return copies, row
