@@ -34,7 +34,7 @@ from epload.core.placement import (
 )
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.fp8 import Fp8Format, rounded
+from epload.mapping.fp8 import Fp8Format, grid, rounded
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
@@ -184,7 +184,7 @@ def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tupl
         ends = zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True)
         first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
         size = tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))
-    return first, _box_view(first, size, _grid(shape, blocks))
+    return first, View.of_box(first, size, grid(shape, blocks))
 
 
 def stack_alike(scalings: Iterable[tuple[Scaling, torch.dtype]]) -> list[list[Scaling]]:
@@ -227,7 +227,7 @@ def scaling_of_box(
     """
     scale, shape = _scale_of(manifest, number, weight, [dtype]), manifest.shapes[weight]
     blocks = _block_shape(manifest, weight, scale)
-    return scale, Scaling(0, _box_view(*box, shape), shape, blocks, 1, (0,) * len(shape), _grid(shape, blocks))
+    return scale, Scaling(0, View.of_box(*box, shape), shape, blocks, 1, (0,) * len(shape), grid(shape, blocks))
 
 
 @lru_cache(maxsize=1024)
@@ -359,7 +359,7 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     declared = manifest.quantization.blocks if manifest.quantization is not None else ()
     of_all_dims = [(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2]
     of_all_dims = [tuple(map(min, block, _whole(shape))) for block in of_all_dims]  # where some may be the same
-    blocks = {block for block in of_all_dims if _grid(shape, block) == counts}
+    blocks = {block for block in of_all_dims if grid(shape, block) == counts}
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
     if not blocks and len(padded) == len(shape):
         even = tuple(-(-n // max(count, 1)) or 1 for n, count in zip(shape, padded, strict=True))
@@ -393,11 +393,6 @@ def _is_unambiguous(shape: Shape, counts: Shape, even: Shape) -> bool:
 def _whole(shape: Shape) -> Shape:
     """Returns the shape of the only block of a weight."""
     return tuple(max(n, 1) for n in shape)
-
-
-def _grid(shape: Shape, blocks: Shape) -> Shape:
-    """Returns the number of scales along each dim of a weight."""
-    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
 
 
 # ---- geometry ----
@@ -448,8 +443,3 @@ def _keeps_blocks(view: View, shape: Shape) -> bool:
     steps = zip(view.size, view.strides, runs, strict=True)
     is_exact = all(n == 1 or step == strides[dim] * count for n, step, (dim, count) in steps)
     return is_exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True))
-
-
-def _box_view(start: Shape, size: Shape, shape: Shape) -> View:
-    """Returns the view of a box of a tensor of this shape that fills a tensor with the box alone."""
-    return View.whole(shape).crop(start, size)._replace(start=(0,) * len(size))
