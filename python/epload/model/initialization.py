@@ -31,6 +31,7 @@ from epload.model import dtensor
 from epload.model.expert_parallel import Parts, global_name, outer_shard
 from epload.model.memory import is_poisoned, poison
 from epload.model.modules import Modules
+from epload.observe.render import list_first
 
 _INITIALIZED = "_is_hf_initialized"
 """The attribute with which transformers marks tensors and modules that its initializers must leave alone."""
@@ -311,7 +312,7 @@ class _Initializer:
         except Exception as error:
             raise ModelMismatch(
                 f"{name} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
-                f"checkpoint does not fill: {', '.join(self.names[:5])}. Pass init_missing=hook(module, path, names) to fill it"
+                f"checkpoint does not fill: {list_first(self.names)}. Pass init_missing=hook(module, path, names) to fill it"
             ) from error
 
     def _seed_generators(self, path: str, own: list[str]) -> None:

@@ -20,6 +20,7 @@ from epload.core.pieces import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
 from epload.model.modules import Modules, NamedModule
+from epload.observe.render import list_first
 
 NamedTensor = tuple[str, Tensor]
 
@@ -32,8 +33,6 @@ _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _OFFLOADING = "_hf_hook", "_diffusers_hook"
 ATTRIBUTES = frozenset((*_STATE_METHODS, *_LOAD_METHODS, *_OFFLOADING))
 """Attributes by which a module may have a say in its state, besides its class and its hooks."""
-_MAX_LISTED = 5
-"""Names in an error message."""
 
 
 def read_state(
@@ -245,11 +244,10 @@ def _fillable(
 
 
 def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bool = False) -> ModelMismatch:
-    listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
     way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
     remove = "" if is_hidden else "remove the hook or method for the load, and "
     return ModelMismatch(
-        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or {remove}"
+        f"{problem}: {list_first(names)}. {way if prefix else 'Call its own load_state_dict'}; or {remove}"
         "map the checkpoint's names to those of the parameters with mapping="
     )
 
