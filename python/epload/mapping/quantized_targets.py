@@ -60,7 +60,7 @@ def with_quantized(
         scale = _scale_of(manifest, targets, sources, weight, name_of[weight], rule.format)
         layouts = targets.layout[weight], targets.layout[scale]
         if layouts not in boxes_of:
-            boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(_shape(targets, weight)))
+            boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(targets.shape(weight)))
         boxes = boxes_of[layouts]
         quantized.append(
             QuantizedTarget(weight, scale, tuple(enumerate(boxes, len(targets.names) + len(names))), rule.format)
@@ -105,14 +105,14 @@ def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[T
     """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local`` are the local tensors of
     ``targets``."""
     weight, scale = local[target.weight].detach(), local[target.scale].detach()
-    shape = _shape(targets, target.weight)
+    shape = targets.shape(target.weight)
     for number, (start, size) in target.boxes:
         if 0 in size:
             continue
         narrow, stored = quantize_blocks(local[number], target.format)
         _copy_owned(narrow, start, targets, target.weight, weight)
         stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
-        if prod(_shape(targets, target.scale)) == 1:
+        if prod(targets.shape(target.scale)) == 1:
             scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
         else:
             first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
@@ -150,7 +150,7 @@ def _scale_of(
     """Returns the target that has the scales of a weight. Raises ModelMismatch if none fits.
 
     ``sources``: the checkpoint tensors that fill each target."""
-    dtype, shape = targets.dtypes[weight], _shape(targets, weight)
+    dtype, shape = targets.dtypes[weight], targets.shape(weight)
     scale = targets.index.get(f"{name}{format.suffix}")
     if scale is None or len(shape) < 2 or dtype is not FP8:
         raise ModelMismatch(
@@ -158,7 +158,7 @@ def _scale_of(
             f"float8_e4m3fn, and its scales next to it as {name}{format.suffix}; pass Quantize() the quantization_config of the "
             "model"
         )
-    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), _shape(targets, scale)
+    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), targets.shape(scale)
     same_bits = {torch.uint8, torch.float8_e8m0fnu}
     exact = stored is format.scale_dtype or (stored is torch.float32 and format.scale_dtype is torch.bfloat16)
     if not (exact or {stored, format.scale_dtype} == same_bits) or (actual != expected and {*actual, *expected} != {1}):
@@ -182,10 +182,10 @@ def _scale_of(
 def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> list[Box]:
     """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; one that is empty if it
     owns nothing."""
-    shape = _shape(targets, weight)
+    shape = targets.shape(weight)
     boxes = [(region.start, tuple(map(int.__add__, region.start, region.size))) for region in _owned(targets, weight)]
     for region in _owned(targets, scale):
-        if prod(_shape(targets, scale)) == 1:
+        if prod(targets.shape(scale)) == 1:
             boxes.append(((0,) * len(shape), shape))
             continue
         ends = map(int.__add__, region.start, region.size)
@@ -205,10 +205,6 @@ def _within(view: View, box: Box) -> View:
     """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone. Equal ones are
     one object."""
     return owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0]
-
-
-def _shape(targets: Targets, number: int) -> Shape:
-    return targets.layouts[targets.layout[number]].shape
 
 
 def _owned(targets: Targets, number: int) -> list[OwnedRegion]:

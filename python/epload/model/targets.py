@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -81,10 +81,23 @@ class Targets:
         digests = [hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts]
         return [(digests[i], self.meshes[i]) for i, on_mesh in enumerate(lines) if len(on_mesh) > 1]
 
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Global shape of a target."""
+        return self.layouts[self.layout[number]].shape
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by name."""
-        return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
+        return {name: self.shape(i) for name, i in self.index.items()}
+
+    def missing(self, only: Iterable[tuple[str, str]], filled: Set[int]) -> list[str]:
+        """Returns the names of the targets that nothing fills, except those of empty tensors, which need nothing.
+
+        Args:
+            only: as in :class:`epload.Mapping`.
+        """
+        expected = {self.index[name] for _, name in only} or range(len(self.names))
+        return [self.names[i] for i in sorted({*expected} - filled) if 0 not in self.shape(i)]
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
