@@ -22,7 +22,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.place import Place
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import Scaling, add_maxima, owned_views, quantize
+from epload.mapping.scales import Scaling, add_maxima, check_ties, owned_views, quantize
 from epload.model.targets import Targets
 
 
@@ -54,9 +54,13 @@ def with_quantized(
     quantized, names, sizes, kinds = list[QuantizedTarget](), list[str](), list[Shape](), list[torch.dtype]()
     name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
     boxes_of: dict[tuple[int, int], list[Box]] = {}
-    for weight, numbers in sources.items():
-        if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
-            continue
+    weights = {
+        weight: numbers
+        for weight, numbers in sources.items()
+        if targets.dtypes[weight] in dtypes.FP8 and any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers)
+    }
+    check_ties(manifest, targets, placed, weights.keys(), "tied weights are not quantized")
+    for weight, numbers in weights.items():
         scale = _scale_of(manifest, targets, sources, weight, name_of[weight], rule.format)
         layouts = targets.layout[weight], targets.layout[scale]
         if layouts not in boxes_of:
@@ -70,21 +74,14 @@ def with_quantized(
         names += own
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
-        _replace_places(manifest, targets, placed, numbers, weight, own)
+        _replace_places(targets, placed, numbers, weight, own)
     return targets.with_extra(names, sizes, kinds), tuple(quantized)
 
 
 def _replace_places(
-    manifest: Metadata,
-    targets: Targets,
-    placed: list[tuple[Place, ...]],
-    numbers: Sequence[int],
-    weight: int,
-    boxes: Mapping[str, Box],
+    targets: Targets, placed: list[tuple[Place, ...]], numbers: Sequence[int], weight: int, boxes: Mapping[str, Box]
 ) -> None:
-    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name.
-
-    Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name."""
     first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
     for i in numbers:
         new_places = list[Place]()
@@ -93,11 +90,6 @@ def _replace_places(
                 new_places.append((name, view))
             elif name == first:
                 new_places += [(own, _within(view, box)) for own, box in boxes.items()]
-            elif (first, view) not in placed[i]:
-                raise ModelMismatch(
-                    f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "
-                    "for that; tied weights are not quantized: leave one of them out of the checkpoint"
-                )
         placed[i] = tuple(new_places)
 
 

@@ -98,7 +98,8 @@ def with_scales(
         if regions:
             scales.append(_scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions]))
             weights.append((manifest.names[i], regions, manifest.shapes[i], _block_shape(manifest, i, scales[-1])))
-    _check_ties(manifest, targets, placed, {target for _, regions, *_ in weights for target, _ in regions})
+    scaled = {target for _, regions, *_ in weights for target, _ in regions}
+    check_ties(manifest, targets, placed, scaled, "tied weights with scales cannot be compared")
     scalings, views = divide_weights(targets, weights)
     names = [f"scale {manifest.names[scale]}" for scale in scales]
     for scale, name, view in zip(scales, names, views, strict=True):
@@ -106,22 +107,21 @@ def with_scales(
     return targets.with_extra(names, [view.size for view in views], [manifest.dtypes[n] for n in scales]), scalings
 
 
-def _check_ties(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], scaled: Set[int]) -> None:
-    """Raises ModelMismatch if two tensors are for two names of a target that is multiplied with scales: only one of them is
-    loaded, and their scales may differ."""
-    first_of: dict[int, dict[str, int]] = {target: {} for target in scaled}
+def check_ties(
+    manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], numbers: Set[int], reason: str
+) -> None:
+    """Raises ModelMismatch if two tensors are for two names of one of some targets, by number: only one of them is loaded, and
+    their values or scales may differ."""
+    first_of: dict[int, tuple[str, int]] = {}
     for i, places in enumerate(placed):
-        for name, _ in places:
-            if (target := targets.index[name]) in scaled:
-                first_of[target].setdefault(name, i)
-    for by_name in first_of.values():
-        (first, source), *others = by_name.items()
-        if other := next(((name, i) for name, i in others if i != source), None):
-            raise ModelMismatch(
-                f"{manifest.names[other[1]]} is for {other[0]}, which the model ties to {first}, and the checkpoint has another "
-                f"tensor for that, {manifest.names[source]}; tied weights with scales cannot be compared: leave one of them out "
-                "of the checkpoint"
-            )
+        for name, view in places:
+            if (target := targets.index[name]) in numbers:
+                first, source = first_of.setdefault(target, (name, i))
+                if name != first and (first, view) not in places:
+                    raise ModelMismatch(
+                        f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another "
+                        f"tensor for that, {manifest.names[source]}; {reason}: leave one of them out of the checkpoint"
+                    )
 
 
 # ---- the table ----
