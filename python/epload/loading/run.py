@@ -110,8 +110,7 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
 
 
 def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:
-    """Ends in a round where all ranks hear of a failure, and of ranks that have read slowly. Before it, the first rank gets the
-    events of all, if the load is traced."""
+    """Ends in a round where all ranks hear of a failure, and of ranks that have read slowly; after one for a trace."""
     control, first = topology.control, topology.ranks[0]
     if report.events is not None:
         received = control.exchange("the trace", {first: report.events.encode()})

@@ -94,8 +94,7 @@ def _replace_places(
 
 
 def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[Tensor]) -> None:
-    """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local`` are the local tensors of
-    ``targets``."""
+    """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local``: all local tensors."""
     weight, scale = local[target.weight].detach(), local[target.scale].detach()
     shape = targets.shape(target.weight)
     for number, (start, size) in target.boxes:
@@ -172,8 +171,7 @@ def _scale_of(
 
 
 def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> list[Box]:
-    """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; one that is empty if it
-    owns nothing."""
+    """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; or an empty one."""
     shape = targets.shape(weight)
     boxes = [(region.start, tuple(map(int.__add__, region.start, region.size))) for region in _owned(targets, weight)]
     for region in _owned(targets, scale):
@@ -194,8 +192,7 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
 
 @lru_cache(maxsize=1024)
 def _within(view: View, box: Box) -> View:
-    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone. Equal ones are
-    one object."""
+    """Returns the part of a view that fills a box of its target, for a tensor with the box alone. Equal ones are one object."""
     return owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0]
 
 

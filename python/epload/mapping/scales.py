@@ -164,8 +164,7 @@ def divide_weights(
 
 
 def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
-    """Returns the parts of a view of a weight that this rank owns, as views that fill boxes of the local tensor; an empty one if
-    there are none."""
+    """Returns the parts of a view of a weight that this rank owns, which fill boxes of the local tensor; or an empty one."""
     parts = owned_parts((view.start, view.size), owned)
     local = [view.crop(start, size)._replace(start=local_start) for start, size, local_start in parts]
     zeros = (0,) * len(view.size)
@@ -173,8 +172,7 @@ def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
 
 
 def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tuple[Shape, View]:
-    """Returns where the box of all scales for some parts of a weight starts, and the view of the scales that fills a tensor with
-    this box alone."""
+    """Returns where the box of the scales for some parts of a weight starts, and the view that fills a tensor with this box."""
     boxes = [_span(part, shape)[0] for part in parts if 0 not in part.size]
     first = size = (0,) * len(blocks)
     if boxes and blocks == _whole(shape):

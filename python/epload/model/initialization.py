@@ -39,8 +39,7 @@ _TENSOR_DICTS = ("_parameters", "_buffers")
 _ModuleState = tuple[nn.Module, type, dict[str, Any], dict[str, Any]]
 """A module, its class, its ``__dict__``, and the one that it has while its tensors are exchanged."""
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None] | Literal["reset_parameters"]
-"""Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place. Or the
-method of these modules that does."""
+"""Called as ``hook(module, path, names)`` for each module with unfilled tensors, to fill them in place; or a method's name."""
 
 
 Attributes = list[tuple[nn.Module, str, Any]]

@@ -15,8 +15,7 @@ from epload.core.copy_table import copy_row
 from epload.native import ops
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
-"""Maximum number of elements of tensors that are compared element by element where strides do not decide; larger ones count as
-overlapping."""
+"""Elements of the largest tensors that are compared one by one where strides do not decide; larger ones count as overlapping."""
 _FLOAT_BYTE, _OTHER_BYTE = 0xFF, 0xA5
 """The byte of the poison. In every floating-point format all ones is a NaN, and not one that arithmetic produces."""
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -138,8 +138,7 @@ def tensor_at(model: nn.Module, name: str) -> Tensor:
 
 
 def _check_supported(path: str, cls: type) -> None:
-    """Raises ModelMismatch for modules that cannot be loaded into: lazy modules, and FSDP1, whose state dict is copies made by
-    collectives."""
+    """Raises ModelMismatch for lazy modules, and for FSDP1, whose state dict is copies made by collectives."""
     if issubclass(cls, LazyModuleMixin):
         raise ModelMismatch(
             f"{path} is a {cls.__name__}, whose parameters have no shape yet. Run the model once on an example, or build it with "
@@ -153,8 +152,7 @@ def _check_supported(path: str, cls: type) -> None:
 
 
 def _check_not_offloaded(path: str, module: nn.Module) -> None:
-    """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere, and puts back for each forward
-    pass."""
+    """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere between forward passes."""
     hook, registry = map(vars(module).get, _OFFLOADING)
     if hook is None and registry is None:
         return

@@ -29,8 +29,7 @@ from epload.native import ops
 
 @dataclass
 class Targets:
-    """The parameters and persistent buffers of a model, each once. Entry i of ``names``, ``tensors``, ``layout`` and
-    ``dtypes`` is target i."""
+    """The parameters and persistent buffers of a model, each once. Entry i of its first four columns is target i."""
 
     names: list[str] = field(default_factory=list)
     """The first name under which the model has it."""
@@ -47,8 +46,7 @@ class Targets:
     """The meshes that each layout is sharded over, as indices into ``meshes``."""
     meshes: list[Mesh] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
-    """The target of every name, including those of tied tensors. Names of local modules are global ones (see
-    ``LocalModules``)."""
+    """The target of every name, including those of tied tensors; in local modules, of the global name (``LocalModules``)."""
     local_only: set[int] = field(default_factory=set)
     """Targets that other ranks may lack: those in ``LocalModules``."""
     kept_in_fp32: list[str] = field(default_factory=list)
@@ -254,8 +252,7 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
-    """Raises ModelMismatch for a local tensor whose elements cannot be written one by one, as in Tensor.copy_; if not ``filled``,
-    read."""
+    """Raises ModelMismatch for a local tensor whose elements cannot be written one by one (read, if not ``filled``)."""
     if (shape := getattr(tensor, "ds_shape", None)) is not None and (filled or tensor.shape != shape):
         way = "load before deepspeed.initialize() and outside zero.Init(), or with its load_checkpoint()"
         if not filled:

@@ -20,8 +20,7 @@ STRIPE_ALIGNMENT = 64
 
 
 def groups_between(nodes: Sequence[Ranks], src: int, rank: int, algorithm: str) -> tuple[tuple[Ranks, ...], int]:
-    """Returns the groups of ranks between nodes for what comes from ``src``, and the rank from which ``rank``, or its node, gets
-    it."""
+    """Returns the groups of ranks between nodes for what comes from ``src``, and from which of their ranks ``rank`` gets it."""
     node, own = (next(i for i, ranks in enumerate(nodes) if member in ranks) for member in (src, rank))
     if algorithm == "striped":
         rails = tuple(map(tuple, _C.rails(nodes)))

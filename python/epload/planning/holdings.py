@@ -27,8 +27,7 @@ from epload.model.targets import Targets
 NO_PART = -1
 """The class of a tensor of which a rank has nothing."""
 LocalView = tuple[int, View]
-"""A box of a local tensor with the region of a tensor that has the same elements. The number counts the
-tensor's local tensors."""
+"""A box of one of a tensor's local tensors, by number, with the region of the tensor that has the same elements."""
 Parts = tuple[Shape, Sequence[LocalView], set[torch.dtype | None]]
 """Shape of a tensor, the views that a rank has of it, and the dtypes of its local tensors."""
 

@@ -79,8 +79,7 @@ def place_shards(
 def _rows_of(
     shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, _Rows]]:
-    """Yields the rows of a shard that the checkpoint has, each run with the tensor's name. ``shapes``: of the tensors with these
-    names."""
+    """Yields the rows of a shard that the checkpoint has, with the tensor's name. ``shapes``: of the tensors with these names."""
     if len(names) == 3:
         yield from _fused_rows(shard, names, config, shapes)
         return
