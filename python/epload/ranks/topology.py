@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
+from epload.model.devices import backends_of
 from epload.native.extension import _C
 from epload.planning.algorithms import groups_between
 from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
-from epload.ranks.groups import backends_of
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
 from epload.ranks.rendezvous import rendezvous
 
