@@ -7,4 +7,4 @@ from epload.native import ops
 
 
 def test_the_tables_are_equal() -> None:
-    assert ops.dtypes() == {dtypes.name(dtype): row.code for dtype, row in dtypes.TABLE.items()}
+    assert ops.dtypes() == {dtypes.name(dtype): dtypes.code(dtype) for dtype in dtypes.TABLE}
