@@ -21,6 +21,11 @@ _FLOAT_BYTE, _OTHER_BYTE = 0xFF, 0xA5
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Identifies a storage that is alive, on meta, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def has_internal_overlap(tensor: Tensor) -> bool:
     """Returns True if two elements of a tensor share memory, as in an expanded or unfolded tensor."""
     extent = 0

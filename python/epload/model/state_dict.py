@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from epload.core.pieces import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
+from epload.model.memory import storage_of
 from epload.model.modules import Modules, NamedModule
 from epload.observe.render import list_first
 
@@ -252,9 +253,5 @@ def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bo
 
 def storage_filter(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
-
-    def storage(tensor: Tensor) -> int:
-        return int(dtensor.with_memory(tensor).untyped_storage()._cdata)
-
-    storages = set(map(storage, tensors))
-    return lambda tensor: storage(tensor) in storages
+    storages = {storage_of(dtensor.with_memory(tensor)) for tensor in tensors}
+    return lambda tensor: storage_of(dtensor.with_memory(tensor)) in storages

@@ -18,8 +18,9 @@ from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
-from epload.integrations.engine.targets import EngineTargets, covers, storage_of
+from epload.integrations.engine.targets import EngineTargets, covers
 from epload.integrations.engine.trace import LoadWeights
+from epload.model.memory import storage_of
 from epload.model.targets import Targets
 from epload.observe.render import list_first, list_keys
 from epload.planning.holdings import Holdings, holdings_of_targets
