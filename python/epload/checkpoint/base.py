@@ -13,8 +13,7 @@ from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.manifest import Manifest
-from epload.core import dtypes
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import CopyTable, copy_row
 from epload.core.pieces import Piece
 from epload.core.placement import Box, row_major_strides
 from epload.core.regions import Regions
@@ -186,8 +185,7 @@ def regions_of_boxes(manifest: Manifest, boxes: Sequence[tuple[int, Box]], targe
     rows, origins = [], []
     for target, (tensor, (start, size)) in enumerate(boxes):
         dtype, strides = manifest.dtypes[tensor], row_major_strides(manifest.shapes[tensor])
-        fill = [0] * (dims - len(size))
-        rows.append([target, 0, dtypes.code(dtype), len(size), *[0] * dims, *size, *fill, *strides, *fill])
+        rows.append(copy_row(dims, target, 0, dtype, [0] * len(size), size, strides))
         origins.append([tensor, sum(map(int.__mul__, start, strides)) * dtype.itemsize])
     return Regions(targets, CopyTable(torch.tensor(rows)), torch.tensor(origins))
 

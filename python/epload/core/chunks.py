@@ -13,9 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
 from epload.core.columns import expand
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import CopyTable, copy_row
 from epload.core.placement import Box, row_major_strides
 from epload.core.views import View
 
@@ -113,17 +112,16 @@ class Chunks:
             The parts of the bucket that they go to; the copies and the origin of each, as :meth:`split` returns them.
         """
         chunks, dims = self._in_bytes, self.shape.shape[1]
-        code = dtypes.code(torch.uint8)
         targets: list[Tensor] = []
         rows, origins = [], []
         shapes = chunks.shape[pieces[:, 0]].tolist()
         for (tensor, begin, at, nbytes), shape in zip(pieces.tolist(), shapes, strict=True):
             for _, size, offset, strides in View.whole(tuple(shape)).within(begin, begin + nbytes):
-                rows.append([len(targets), 0, code, dims, *[0] * dims, *size, *strides])
+                rows.append(copy_row(dims, len(targets), 0, torch.uint8, [0] * dims, size, strides))
                 origins.append([tensor, offset])
                 targets.append(bucket.as_strided(size, row_major_strides(size), bucket.storage_offset() + at))
                 at += prod(size)
-        table = CopyTable(torch.tensor(rows, dtype=torch.int64).reshape(-1, CopyTable.columns(dims)))
+        table = CopyTable.of(torch.tensor(rows, dtype=torch.int64), dims)
         regions = chunks.split(table, torch.tensor(origins, dtype=torch.int64).reshape(-1, 2))
         assert regions is not None
         return targets, *regions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,22 @@ ALIGNMENT = 16
 """Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so
 that a slot can be viewed as its tensor's dtype."""
 _TARGET, _OFFSET, _DTYPE, _NDIM, _FIXED = range(5)
+Copy = list[int]
+"""A row of a copy table."""
+
+
+def copy_row(
+    dims: int,
+    target: int,
+    offset: int,
+    dtype: torch.dtype,
+    start: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> Copy:
+    """Returns a row of a table for targets of up to ``dims`` dims; the rest are the columns of :class:`CopyTable`."""
+    fill = [0] * (dims - len(size))
+    return [target, offset, dtypes.code(dtype), len(size), *start, *fill, *size, *fill, *stride, *fill]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +43,9 @@ class CopyTable:
         return len(self.rows)
 
     @staticmethod
-    def columns(dims: int) -> int:
-        """Width of a table for targets of up to ``dims`` dims."""
-        return _FIXED + 3 * dims
+    def of(values: Tensor, dims: int) -> CopyTable:
+        """Rows for targets of up to ``dims`` dims, one after the other. ``values``: int64, of any shape."""
+        return CopyTable(values.reshape(-1, _FIXED + 3 * dims))
 
     @staticmethod
     def concatenate(tables: Sequence[CopyTable]) -> CopyTable:
@@ -47,6 +63,12 @@ class CopyTable:
         table = CopyTable(torch.cat([fixed, torch.stack([offset, nbytes, torch.ones_like(offset)], 1)], 1))
         table.offset.copy_(offset)
         return table
+
+    def boxes(self) -> Iterator[tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """Yields target, offset, dtype, start, size and strides of each row."""
+        for target, offset, code, ndim, *geometry in self.rows.tolist():
+            start, size, stride = (tuple(geometry[i * self.dims :][:ndim]) for i in range(3))
+            yield target, offset, dtypes.from_code(code), start, size, stride
 
     # Views of columns, each [n] or [n, dims].
 

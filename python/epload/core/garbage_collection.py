@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Disables garbage collection within the block, which allocates many small objects and little garbage: each collection would
-    traverse the whole model."""
+    """Disables garbage collection within a block that makes little garbage: each collection would traverse the whole model."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 Kinds = tuple[list[tuple[tuple[int, ...], torch.dtype]], Tensor]
-"""The distinct pairs of a shape and a dtype of a checkpoint's tensors, in the order in which they appear; and int64 [t]: which of
-them each tensor has."""
+"""The distinct pairs of shape and dtype of a checkpoint's tensors, as they appear; and int64 [t]: which of them each has."""
 
 
 def distinct_values(values: Sequence[T]) -> tuple[list[T], Tensor]:

@@ -137,8 +137,7 @@ def owned_shape(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def shard_boundaries(layout: Layout, dim: int) -> tuple[frozenset[int], bool]:
-    """Returns the indices of a dim at which what some rank owns starts or ends, none if the dim is not sharded, and True if some
-    rank owns more than one interval."""
+    """Returns the indices of a dim at which what some rank owns starts or ends, and True if some rank owns several intervals."""
     axes = _sharding_axes(layout, dim)
     if all(layout.mesh_shape[axis] == 1 for axis in axes):
         return frozenset(), False

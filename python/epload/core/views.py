@@ -33,6 +33,11 @@ class View(NamedTuple):
         """Returns the view of all elements of a source."""
         return View((0,) * len(shape), shape, 0, row_major_strides(shape))
 
+    @staticmethod
+    def of_box(start: Shape, size: Shape, shape: Shape) -> View:
+        """Returns the view of a box of a source of this shape that fills a tensor with the box alone."""
+        return View.whole(shape).crop(start, size)._replace(start=(0,) * len(size))
+
     def crop(self, start: Shape, size: Shape) -> View:
         """Returns the part of the view that fills the box of this start and size, which is within the view's box."""
         steps = (map(int.__sub__, start, self.start), self.strides)

@@ -26,13 +26,13 @@ from epload.loading.differences import (
 from epload.loading.hints import check_match
 from epload.loading.inputs import InputReader, LocalInputs
 from epload.loading.missing import compute_missing, has_unfinished, unfilled_anywhere
-from epload.loading.recorder import record_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.loading.tied import compare_tied, warn_of_broken_ties
 from epload.mapping.mapping import ignored_keys
 from epload.mapping.resolve import resolve_mapping, with_quantization_of
 from epload.model.targets import Targets
+from epload.observe.trace import Events
 from epload.planning.choose import choose_readers
 from epload.planning.plan import LoadPlan, make_plan
 from epload.report import LoadReport
@@ -59,7 +59,7 @@ class Agreement:
         """
         inputs, opening = self._agree_on_opening(request)
         if opening.trace and report.events is None:
-            record_events(self._topology, report)
+            self.record_events(report)
         holders = find_holders(self._control, request.model, inputs.targets) if opening.lacks_buffers else {}
         drafted = Attempt(lambda: self._make_draft(request, inputs, self._manifest_of(inputs, opening)))
         plan, all_read, owned = self._agree_on_plan(request, inputs, drafted)
@@ -83,6 +83,11 @@ class Agreement:
             inputs, draft.manifest, plan, draft.per_wave, readers, reason, all_read, owned, missing_keys,
             mismatched_keys, ignored, missing, opening.meta, opening.verified,
         )  # fmt: skip
+
+    def record_events(self, report: LoadReport) -> None:
+        """Starts to record, as events, what this rank does in the load."""
+        topology = self._topology
+        report.events = self._control.events = Events(topology.rank, topology.nodes.index(topology.node))
 
     def close(self) -> None:
         """Drops plans and what was read of models."""

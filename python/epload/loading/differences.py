@@ -9,9 +9,9 @@ from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.log import logger
 from epload.errors import CallOrderError, ManifestMismatch
-from epload.loading.hints import list_first
 from epload.model.dtensor import describe_mesh
 from epload.model.targets import Targets
+from epload.observe.render import list_first
 from epload.ranks.control import Control
 from epload.ranks.membership import group_equal
 
@@ -77,7 +77,7 @@ def _raise_difference(views: dict[int, dict[str, str] | None]) -> None:
     for rank, view in others:
         for owner, other, own, remote in ((reference, rank, first, view), (rank, reference, view, first)):
             if extra := [f"{name!r}" for name in own if name not in remote]:
-                lines.append(f"rank {owner} has {list_first(extra)}, which rank {other} lacks")
+                lines.append(f"rank {owner} has {list_first(extra, 10)}, which rank {other} lacks")
         if first.keys() == view.keys() and list(first) != list(view):
             a, b = next((a, b) for a, b in zip(first, view, strict=True) if a != b)
             lines.append(

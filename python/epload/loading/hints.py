@@ -11,7 +11,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.conversion import match_conversions
 from epload.mapping.mapping import Mapping, ignored_keys, rename_keys
 from epload.mapping.packed import find_packed
-from epload.observe.render import count
+from epload.observe.render import count, list_first
 from epload.planning.plan import LoadPlan
 
 _SAMPLE = 50
@@ -62,7 +62,7 @@ def _explain(
     lines = [f"{headline}:"]
     renamed, unused = rename_keys(mapping, manifest.names)
     if missing:
-        lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing)}")
+        lines.append(f"{count(len(missing), 'parameter')} missing from the checkpoint: {list_first(missing, _LISTED)}")
     if unexpected:
         becomes = {key: f" (renamed to {new})" for key, new in zip(manifest.names, renamed, strict=True) if new != key}
         for group in match_conversions(mapping.converts, renamed)[0]:
@@ -70,24 +70,17 @@ def _explain(
             becomes |= {manifest.names[number]: targets for number in group.sources}
         becomes |= dict.fromkeys(set(unexpected) - set(manifest.names), " (which a conversion makes)")
         keys = [key + becomes.get(key, "") for key in unexpected]
-        lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys)}")
+        lines.append(f"{count(len(unexpected), 'unexpected checkpoint key')}: {list_first(keys, _LISTED)}")
     if mismatched:
-        lines.append(
-            f"{count(len(mismatched), 'mismatched shape')}: {list_first(list(mismatched.values()), separator='; ')}"
-        )
+        shapes = list_first(list(mismatched.values()), _LISTED, separator="; ")
+        lines.append(f"{count(len(mismatched), 'mismatched shape')}: {shapes}")
     if unused and mapping.required:
-        lines.append(f"mapping rules that match no checkpoint key: {list_first(list(map(repr, unused)))}")
+        lines.append(f"mapping rules that match no checkpoint key: {list_first(list(map(repr, unused)), _LISTED)}")
     hint = _prefix_hint(missing, unexpected, bool(mapping.renames or mapping.converts or mapping.ties))
     is_own = mapping.required and bool(mapping.renames or mapping.converts)
     advice = "Correct the mapping" if is_own else "Pass mapping= if the checkpoint has other names or layouts"
     hint = hint or "; ".join([advice, *options])
     return "\n  ".join(lines) + f"\n{hint}"
-
-
-def list_first(items: Sequence[str], separator: str = ", ") -> str:
-    """Returns the first items, and how many more there are."""
-    more = len(items) - _LISTED
-    return separator.join(items[:_LISTED]) + (f"{separator}... ({more} more)" if more > 0 else "")
 
 
 def _prefix_hint(missing: Collection[str], unexpected: Sequence[str], has_rules: bool = False) -> str:
@@ -139,6 +132,6 @@ def unfilled_error(names: Sequence[str], resets: bool) -> ModelMismatch:
         )
     return ModelMismatch(
         f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
-        f"{list_first(names)}. {advice}init_missing=hook(module, path, names) to initialize them, or build the model with values "
-        "for them, as under accelerate.init_empty_weights(), which leaves only parameters on meta"
+        f"{list_first(names, _LISTED)}. {advice}init_missing=hook(module, path, names) to initialize them, or build the "
+        "model with values for them, as under accelerate.init_empty_weights(), which leaves only parameters on meta"
     )

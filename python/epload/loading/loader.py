@@ -20,7 +20,6 @@ from epload.core.default_device import on_cpu
 from epload.core.log import logger
 from epload.errors import redact_url
 from epload.loading.agreement import Agreement
-from epload.loading.recorder import record_events
 from epload.loading.request import AnyChecksums, Options, Request, describe_model
 from epload.loading.resources import Resources
 from epload.loading.run import run_load
@@ -168,7 +167,7 @@ class HierarchicalLoader:
             _log_start(request.model, request.checkpoint, topology)
         began = perf_counter()
         if request.trace:
-            record_events(topology, report)
+            self._agreement.record_events(report)
         self._resources.restart()
         try:
             with report.timed("plan"), garbage_collection.paused():

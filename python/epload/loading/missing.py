@@ -31,7 +31,7 @@ from epload.model.initialization import compute_missing as compute
 from epload.model.memory import has_internal_overlap, is_poisoned, poison
 from epload.model.state_dict import storage_filter, tensor_at
 from epload.model.targets import Targets
-from epload.observe.render import list_keys
+from epload.observe.render import list_first, list_keys
 from epload.planning.plan import LoadPlan
 from epload.ranks.control import Control
 from epload.report import LoadReport
@@ -266,6 +266,6 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     unwritten = sorted(name for name, t in local(present_names).items() if not t.is_meta and is_poisoned(t))
     if unwritten:
         raise LoadError(
-            f"rank {rank}: init_missing left {', '.join(unwritten[:10])} unfilled; it is called as "
+            f"rank {rank}: init_missing left {list_first(unwritten, 10)} unfilled; it is called as "
             "hook(module, path, names) and must write to each of these names of the module, in place"
         )

@@ -13,12 +13,12 @@ from epload.loading.buffers import share
 from epload.loading.checked_files import check_files
 from epload.loading.engines import make_engine
 from epload.loading.missing import fill_missing, finishing, warn_of_attributes
-from epload.loading.recorder import gather_events
 from epload.loading.request import Request
 from epload.loading.resources import Resources
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
+from epload.observe.trace import Events, merge_events
 from epload.planning.waves import wave_bytes
 from epload.ranks.control import Control
 from epload.ranks.topology import Topology
@@ -111,13 +111,15 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
 
 
 def _finish(topology: Topology, load: AgreedLoad, report: LoadReport) -> None:
-    """Ends in a round where all ranks hear of a failure, and of ranks that have read slowly."""
-    gather_events(topology, report)
+    """Ends in a round where all ranks hear of a failure, and of ranks that have read slowly; after one for a trace."""
+    control, first = topology.control, topology.ranks[0]
+    if report.events is not None:
+        received = control.exchange("the trace", {first: report.events.encode()})
+        if topology.rank == first:
+            report.merged = merge_events(map(Events.decode, received.values()))
     # The last thing before all ranks agree that the load has ended well.
     failure = Attempt(load.inputs.check_unchanged_after).failure
     read = report.phases["read"]
-    slow = topology.control.agree(
-        "the transfer", failure, pace(read.nbytes, read.seconds), describe_slow, patience=2, last=True
-    )
-    if slow and topology.rank == topology.ranks[0]:
+    slow = control.agree("the transfer", failure, pace(read.nbytes, read.seconds), describe_slow, patience=2, last=True)
+    if slow and topology.rank == first:
         logger.warning("%s", slow)

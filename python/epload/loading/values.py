@@ -14,8 +14,8 @@ from epload.checkpoint.opening import read_objects
 from epload.checkpoint.torch_file import check_pickles
 from epload.core.attempt import Attempt
 from epload.errors import CheckpointError, ModelMismatch, message_of
-from epload.loading.hints import list_first
 from epload.model.flat_state import FlatState
+from epload.observe.render import list_first
 from epload.ranks.control import Control
 
 
@@ -42,7 +42,7 @@ def agree_on_values(
             if names != expected:
                 raise ValueError(
                     f"ranks {src} and {rank} pass state dicts with different values besides tensors: "
-                    f"{list_first(sorted(set(names) ^ set(expected)))}"
+                    f"{list_first(sorted(set(names) ^ set(expected)), 10)}"
                 )
         chosen: dict[str, str] = contents
         return chosen
@@ -50,8 +50,8 @@ def agree_on_values(
     def load_values() -> dict[str, Any]:
         if missing and strict:
             raise ModelMismatch(
-                f"the checkpoint has no value for {list_first(missing)} of the state dict; pass strict=False to keep what is in "
-                "it",
+                f"the checkpoint has no value for {list_first(missing, 10)} of the state dict; pass strict=False to keep what is "
+                "in it",
                 missing_keys=missing,
             )
         return {name: _value(name, content) for name, content in contents.items()}

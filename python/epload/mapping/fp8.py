@@ -57,7 +57,7 @@ class Fp8Format(NamedTuple):
 
     def grid(self, shape: Shape) -> Shape:
         """Returns the number of scales along each dim of a weight of this shape."""
-        return tuple(-(-n // block) for n, block in zip(shape, self.blocks(shape), strict=True))
+        return grid(shape, self.blocks(shape))
 
     def scale_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the scales of a weight of this shape."""
@@ -106,6 +106,11 @@ class Fp8Format(NamedTuple):
         else:
             scaled = values / factors + 0.0  # compressed-tensors adds a zero point of 0, which makes -0.0 a 0.0
         return torch.clamp(scaled, min=-_MAX, max=_MAX).to(FP8)
+
+
+def grid(shape: Shape, blocks: Shape) -> Shape:
+    """Returns the number of scales along each dim of a weight that is divided into blocks."""
+    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
 
 
 def rounded(values: Tensor) -> Tensor:

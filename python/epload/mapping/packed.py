@@ -65,8 +65,7 @@ def find_packed(
 
 
 def _packed_tensors(manifest: Metadata, unexpected: set[str]) -> list[str]:
-    """Returns the names of tensors that may be parts of packed weights: integers, and what the model lacks if its name or the
-    configuration says so."""
+    """Returns the names of tensors that may be parts of packed weights, by dtype, by name, or by the configuration."""
     declared = manifest.quantization is not None and not manifest.quantization.is_fp8
     packed = {*dtypes.INTEGERS} - {torch.int64, torch.uint64}  # indices
     columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)

@@ -12,6 +12,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.conversion import ConversionGroup, incompleteness, match_conversions
 from epload.mapping.mapping import Mapping, apply_renames, rename_keys
 from epload.mapping.operations import TensorLists
+from epload.observe.render import list_first
 
 Place = tuple[str, View]
 """The name of a target (a tensor of the model), and the view of a checkpoint tensor that fills a box of it. Equal views of one
@@ -142,7 +143,7 @@ class _Placer:
         _, rules = rename_keys(self.mapping, self.names)
         raise ModelMismatch(
             f"no rule of the mapping matches any checkpoint key, and the model lacks {len(lost)} of the {len(self.names)} keys "
-            f"({', '.join(lost[:3])}{', ...' * (len(lost) > 3)}); the patterns are {', '.join(map(repr, rules[:5]))}"
+            f"({list_first(lost, 3)}); the patterns are {list_first(list(map(repr, rules)))}"
         )
 
     def _place_whole(self, sources: Iterable[int], renamed: Sequence[str]) -> None:

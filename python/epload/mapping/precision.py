@@ -164,8 +164,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def below_fp32_warning(targets: Targets) -> str:
-    """Returns a warning that names what has storage narrower than the float32 that ``from_pretrained`` keeps it in; may be
-    empty."""
+    """Returns a warning that names what has storage narrower than the float32 that ``from_pretrained`` keeps it in, if any."""
     if not (names := targets.below_fp32):
         return ""
     narrow = dtypes.name(targets.dtypes[targets.index[names[0]]])
@@ -176,8 +175,7 @@ def below_fp32_warning(targets: Targets) -> str:
 
 
 def _own_buffers(modules: Modules) -> set[int]:
-    """Returns the ids of the plain buffers with storage: a model made under ``init_empty_weights`` has them beside parameters on
-    meta."""
+    """Returns the ids of the plain buffers with storage, which ``init_empty_weights`` leaves beside parameters on meta."""
     buffers = (buffer for module in modules.unique for buffer in module._buffers.values())
     return {id(buffer) for buffer in buffers if type(buffer) is torch.Tensor and not buffer.is_meta}
 

@@ -22,7 +22,7 @@ from epload.errors import ModelMismatch
 from epload.mapping.fp8 import FP8, Fp8Format
 from epload.mapping.place import Place
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import Scaling, add_maxima, owned_views, quantize
+from epload.mapping.scales import Scaling, add_maxima, check_ties, owned_views, quantize
 from epload.model.targets import Targets
 
 
@@ -54,13 +54,17 @@ def with_quantized(
     quantized, names, sizes, kinds = list[QuantizedTarget](), list[str](), list[Shape](), list[torch.dtype]()
     name_of = {number: name for name, number in reversed(targets.index.items())}  # those that all ranks know
     boxes_of: dict[tuple[int, int], list[Box]] = {}
-    for weight, numbers in sources.items():
-        if targets.dtypes[weight] not in dtypes.FP8 or not any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers):
-            continue
+    weights = {
+        weight: numbers
+        for weight, numbers in sources.items()
+        if targets.dtypes[weight] in dtypes.FP8 and any(dtypes.is_wide(manifest.dtypes[i]) for i in numbers)
+    }
+    check_ties(manifest, targets, placed, weights.keys(), "tied weights are not quantized")
+    for weight, numbers in weights.items():
         scale = _scale_of(manifest, targets, sources, weight, name_of[weight], rule.format)
         layouts = targets.layout[weight], targets.layout[scale]
         if layouts not in boxes_of:
-            boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(_shape(targets, weight)))
+            boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(targets.shape(weight)))
         boxes = boxes_of[layouts]
         quantized.append(
             QuantizedTarget(weight, scale, tuple(enumerate(boxes, len(targets.names) + len(names))), rule.format)
@@ -70,21 +74,14 @@ def with_quantized(
         names += own
         sizes += [size for _, size in boxes]
         kinds += [of_sources.pop() if of_sources == {torch.float16} else torch.bfloat16] * len(boxes)
-        _replace_places(manifest, targets, placed, numbers, weight, own)
+        _replace_places(targets, placed, numbers, weight, own)
     return targets.with_extra(names, sizes, kinds), tuple(quantized)
 
 
 def _replace_places(
-    manifest: Metadata,
-    targets: Targets,
-    placed: list[tuple[Place, ...]],
-    numbers: Sequence[int],
-    weight: int,
-    boxes: Mapping[str, Box],
+    targets: Targets, placed: list[tuple[Place, ...]], numbers: Sequence[int], weight: int, boxes: Mapping[str, Box]
 ) -> None:
-    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name.
-
-    Raises ModelMismatch for two tensors under two names of the weight, whose values may differ."""
+    """Changes the places of some checkpoint tensors in a weight to those in its boxes, given by name."""
     first = next(name for name, _ in placed[numbers[0]] if targets.index.get(name) == weight)
     for i in numbers:
         new_places = list[Place]()
@@ -93,26 +90,20 @@ def _replace_places(
                 new_places.append((name, view))
             elif name == first:
                 new_places += [(own, _within(view, box)) for own, box in boxes.items()]
-            elif (first, view) not in placed[i]:
-                raise ModelMismatch(
-                    f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another tensor "
-                    "for that; tied weights are not quantized: leave one of them out of the checkpoint"
-                )
         placed[i] = tuple(new_places)
 
 
 def quantize_target(target: QuantizedTarget, targets: Targets, local: Sequence[Tensor]) -> None:
-    """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local`` are the local tensors of
-    ``targets``."""
+    """Quantizes what has arrived of a weight into what this rank has of it and of its scales. ``local``: all local tensors."""
     weight, scale = local[target.weight].detach(), local[target.scale].detach()
-    shape = _shape(targets, target.weight)
+    shape = targets.shape(target.weight)
     for number, (start, size) in target.boxes:
         if 0 in size:
             continue
         narrow, stored = quantize_blocks(local[number], target.format)
         _copy_owned(narrow, start, targets, target.weight, weight)
         stored = stored.view(torch.uint8) if scale.dtype is torch.uint8 else stored
-        if prod(_shape(targets, target.scale)) == 1:
+        if prod(targets.shape(target.scale)) == 1:
             scale.copy_(stored.flatten()[: scale.numel()].reshape(scale.shape))
         else:
             first = tuple(map(int.__floordiv__, start, target.format.blocks(shape)))
@@ -150,7 +141,7 @@ def _scale_of(
     """Returns the target that has the scales of a weight. Raises ModelMismatch if none fits.
 
     ``sources``: the checkpoint tensors that fill each target."""
-    dtype, shape = targets.dtypes[weight], _shape(targets, weight)
+    dtype, shape = targets.dtypes[weight], targets.shape(weight)
     scale = targets.index.get(f"{name}{format.suffix}")
     if scale is None or len(shape) < 2 or dtype is not FP8:
         raise ModelMismatch(
@@ -158,7 +149,7 @@ def _scale_of(
             f"float8_e4m3fn, and its scales next to it as {name}{format.suffix}; pass Quantize() the quantization_config of the "
             "model"
         )
-    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), _shape(targets, scale)
+    stored, expected, actual = targets.dtypes[scale], format.scale_shape(shape), targets.shape(scale)
     same_bits = {torch.uint8, torch.float8_e8m0fnu}
     exact = stored is format.scale_dtype or (stored is torch.float32 and format.scale_dtype is torch.bfloat16)
     if not (exact or {stored, format.scale_dtype} == same_bits) or (actual != expected and {*actual, *expected} != {1}):
@@ -180,12 +171,11 @@ def _scale_of(
 
 
 def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> list[Box]:
-    """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; one that is empty if it
-    owns nothing."""
-    shape = _shape(targets, weight)
+    """Returns the boxes of whole blocks that have all that this rank owns of a weight and of its scales; or an empty one."""
+    shape = targets.shape(weight)
     boxes = [(region.start, tuple(map(int.__add__, region.start, region.size))) for region in _owned(targets, weight)]
     for region in _owned(targets, scale):
-        if prod(_shape(targets, scale)) == 1:
+        if prod(targets.shape(scale)) == 1:
             boxes.append(((0,) * len(shape), shape))
             continue
         ends = map(int.__add__, region.start, region.size)
@@ -202,13 +192,8 @@ def _needed_boxes(targets: Targets, weight: int, scale: int, blocks: Shape) -> l
 
 @lru_cache(maxsize=1024)
 def _within(view: View, box: Box) -> View:
-    """Returns the part of a view that fills a box of its target, as a view that fills a tensor with the box alone. Equal ones are
-    one object."""
+    """Returns the part of a view that fills a box of its target, for a tensor with the box alone. Equal ones are one object."""
     return owned_views(view, [OwnedRegion(*box, (0,) * len(box[0]))])[0]
-
-
-def _shape(targets: Targets, number: int) -> Shape:
-    return targets.layouts[targets.layout[number]].shape
 
 
 def _owned(targets: Targets, number: int) -> list[OwnedRegion]:

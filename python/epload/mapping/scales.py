@@ -34,7 +34,7 @@ from epload.core.placement import (
 )
 from epload.core.views import Shape, View
 from epload.errors import ModelMismatch
-from epload.mapping.fp8 import Fp8Format, rounded
+from epload.mapping.fp8 import Fp8Format, grid, rounded
 from epload.mapping.place import Place
 from epload.model.targets import Targets
 
@@ -98,7 +98,8 @@ def with_scales(
         if regions:
             scales.append(_scale_of(manifest, number, i, [targets.dtypes[target] for target, _ in regions]))
             weights.append((manifest.names[i], regions, manifest.shapes[i], _block_shape(manifest, i, scales[-1])))
-    _check_ties(manifest, targets, placed, {target for _, regions, *_ in weights for target, _ in regions})
+    scaled = {target for _, regions, *_ in weights for target, _ in regions}
+    check_ties(manifest, targets, placed, scaled, "tied weights with scales cannot be compared")
     scalings, views = divide_weights(targets, weights)
     names = [f"scale {manifest.names[scale]}" for scale in scales]
     for scale, name, view in zip(scales, names, views, strict=True):
@@ -106,22 +107,21 @@ def with_scales(
     return targets.with_extra(names, [view.size for view in views], [manifest.dtypes[n] for n in scales]), scalings
 
 
-def _check_ties(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], scaled: Set[int]) -> None:
-    """Raises ModelMismatch if two tensors are for two names of a target that is multiplied with scales: only one of them is
-    loaded, and their scales may differ."""
-    first_of: dict[int, dict[str, int]] = {target: {} for target in scaled}
+def check_ties(
+    manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], numbers: Set[int], reason: str
+) -> None:
+    """Raises ModelMismatch if two tensors are for two names of one of some targets, by number: only one of them is loaded, and
+    their values or scales may differ."""
+    first_of: dict[int, tuple[str, int]] = {}
     for i, places in enumerate(placed):
-        for name, _ in places:
-            if (target := targets.index[name]) in scaled:
-                first_of[target].setdefault(name, i)
-    for by_name in first_of.values():
-        (first, source), *others = by_name.items()
-        if other := next(((name, i) for name, i in others if i != source), None):
-            raise ModelMismatch(
-                f"{manifest.names[other[1]]} is for {other[0]}, which the model ties to {first}, and the checkpoint has another "
-                f"tensor for that, {manifest.names[source]}; tied weights with scales cannot be compared: leave one of them out "
-                "of the checkpoint"
-            )
+        for name, view in places:
+            if (target := targets.index[name]) in numbers:
+                first, source = first_of.setdefault(target, (name, i))
+                if name != first and (first, view) not in places:
+                    raise ModelMismatch(
+                        f"{manifest.names[i]} is for {name}, which the model ties to {first}, and the checkpoint has another "
+                        f"tensor for that, {manifest.names[source]}; {reason}: leave one of them out of the checkpoint"
+                    )
 
 
 # ---- the table ----
@@ -164,8 +164,7 @@ def divide_weights(
 
 
 def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
-    """Returns the parts of a view of a weight that this rank owns, as views that fill boxes of the local tensor; an empty one if
-    there are none."""
+    """Returns the parts of a view of a weight that this rank owns, which fill boxes of the local tensor; or an empty one."""
     parts = owned_parts((view.start, view.size), owned)
     local = [view.crop(start, size)._replace(start=local_start) for start, size, local_start in parts]
     zeros = (0,) * len(view.size)
@@ -173,8 +172,7 @@ def owned_views(view: View, owned: Sequence[OwnedRegion]) -> list[View]:
 
 
 def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tuple[Shape, View]:
-    """Returns where the box of all scales for some parts of a weight starts, and the view of the scales that fills a tensor with
-    this box alone."""
+    """Returns where the box of the scales for some parts of a weight starts, and the view that fills a tensor with this box."""
     boxes = [_span(part, shape)[0] for part in parts if 0 not in part.size]
     first = size = (0,) * len(blocks)
     if boxes and blocks == _whole(shape):
@@ -184,7 +182,7 @@ def _scales_of_parts(parts: Sequence[View], shape: Shape, blocks: Shape) -> tupl
         ends = zip(*(map(int.__add__, start, size) for start, size in boxes), strict=True)
         first = tuple(min(along) // n for along, n in zip(starts, blocks, strict=True))
         size = tuple(-(-max(along) // n) - at for along, n, at in zip(ends, blocks, first, strict=True))
-    return first, _box_view(first, size, _grid(shape, blocks))
+    return first, View.of_box(first, size, grid(shape, blocks))
 
 
 def stack_alike(scalings: Iterable[tuple[Scaling, torch.dtype]]) -> list[list[Scaling]]:
@@ -227,7 +225,7 @@ def scaling_of_box(
     """
     scale, shape = _scale_of(manifest, number, weight, [dtype]), manifest.shapes[weight]
     blocks = _block_shape(manifest, weight, scale)
-    return scale, Scaling(0, _box_view(*box, shape), shape, blocks, 1, (0,) * len(shape), _grid(shape, blocks))
+    return scale, Scaling(0, View.of_box(*box, shape), shape, blocks, 1, (0,) * len(shape), grid(shape, blocks))
 
 
 @lru_cache(maxsize=1024)
@@ -359,7 +357,7 @@ def _block_shape(manifest: Metadata, weight: int, scale: int) -> Shape:
     declared = manifest.quantization.blocks if manifest.quantization is not None else ()
     of_all_dims = [(1,) * (len(shape) - 2) + block for block in declared if len(shape) >= 2]
     of_all_dims = [tuple(map(min, block, _whole(shape))) for block in of_all_dims]  # where some may be the same
-    blocks = {block for block in of_all_dims if _grid(shape, block) == counts}
+    blocks = {block for block in of_all_dims if grid(shape, block) == counts}
     padded = counts + (1,) * (len(shape) - len(counts))  # per-row scales lack the dims that follow
     if not blocks and len(padded) == len(shape):
         even = tuple(-(-n // max(count, 1)) or 1 for n, count in zip(shape, padded, strict=True))
@@ -393,11 +391,6 @@ def _is_unambiguous(shape: Shape, counts: Shape, even: Shape) -> bool:
 def _whole(shape: Shape) -> Shape:
     """Returns the shape of the only block of a weight."""
     return tuple(max(n, 1) for n in shape)
-
-
-def _grid(shape: Shape, blocks: Shape) -> Shape:
-    """Returns the number of scales along each dim of a weight."""
-    return tuple(-(-n // block) for n, block in zip(shape, blocks, strict=True))
 
 
 # ---- geometry ----
@@ -448,8 +441,3 @@ def _keeps_blocks(view: View, shape: Shape) -> bool:
     steps = zip(view.size, view.strides, runs, strict=True)
     is_exact = all(n == 1 or step == strides[dim] * count for n, step, (dim, count) in steps)
     return is_exact and all(a + n <= length for a, n, length in zip(start, size, shape, strict=True))
-
-
-def _box_view(start: Shape, size: Shape, shape: Shape) -> View:
-    """Returns the view of a box of a tensor of this shape that fills a tensor with the box alone."""
-    return View.whole(shape).crop(start, size)._replace(start=(0,) * len(size))

@@ -92,8 +92,7 @@ def checkpoint_form(
 def _check_blocks(
     model: Any, weight: str, shape: tuple[int, ...], scales: tuple[int, ...], parts: MappingType[str, tuple[int, ...]]
 ) -> None:
-    """Raises ModelMismatch if a weight is divided between two elements that have one scale. Parts that are smaller than a block
-    may have a scale each."""
+    """Raises ModelMismatch if a weight is divided inside of a block; parts smaller than a block may have a scale each."""
     declared = getattr(model.config, "quantization_config", None) or {}
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
     block = tuple(declared.get("weight_block_size") or shape[-2:])

@@ -23,6 +23,7 @@ from epload.mapping.mapping import Rename, apply_renames
 from epload.model.initialization import is_adapter
 from epload.model.modules import Modules
 from epload.model.state_dict import tensor_entries
+from epload.observe.render import list_first
 
 _PREFIX = "base_model."
 BASE_LAYER = Rename(r"\.(?:base_layer\.)+(?!lora_)", ".")
@@ -160,7 +161,7 @@ def adapter_pairs(model: nn.Module, names: Collection[str], checkpoint: Sequence
     if on_meta := [name for name, tensor in tensor_entries(model) if tensor.is_meta and name not in filled]:
         raise ModelMismatch(
             f"the checkpoint is an adapter file without base weights, but {len(on_meta)} base weights of the model are on meta "
-            f"({', '.join(on_meta[:3])}, ...); load the base checkpoint first, then the adapter"
+            f"({list_first(on_meta, 3)}); load the base checkpoint first, then the adapter"
         )
     return tuple(pairs)
 

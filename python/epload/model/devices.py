@@ -101,14 +101,14 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
         return CPU
     if group.bound_device_id is not None:
         return group.bound_device_id
-    available, backends = torch.accelerator.current_accelerator(), _backends(group)
+    available, backends = torch.accelerator.current_accelerator(), backends_of(group)
     if available is None or "cpu" in backends or available.type not in backends:
         return CPU
     return torch.device(available.type, torch.accelerator.current_device_index())
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Returns the backend for each type of device."""
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Returns a group's backend for each type of device."""
     return dict(part.partition(":")[::2] for part in dist.get_backend_config(group).split(","))
 
 
@@ -126,7 +126,7 @@ def check_backend(group: dist.ProcessGroup | None, device: torch.device) -> None
     """Raises ValueError unless the group has a backend for tensors on a device, and this build of epload supports it."""
     if group is None or device == CPU:
         return
-    config, backends = dist.get_backend_config(group), _backends(group)
+    config, backends = dist.get_backend_config(group), backends_of(group)
     if device.type not in backends:
         raise ValueError(
             f"expected a process group with a backend for {device.type} tensors, got {config!r}; "

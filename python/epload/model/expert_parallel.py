@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from epload.core.patterns import check_expressions
 from epload.core.placement import Layout, Sharded
 from epload.model import dtensor
+from epload.observe.render import list_first
 
 
 @dataclass(frozen=True)
@@ -107,4 +108,4 @@ def check_patterns(parts: Parts, names: Sequence[str]) -> None:
     A pattern for local modules may match nothing: with more ranks than experts, some ranks have none."""
     for part in parts:
         if not isinstance(part, LocalModules) and not any(re.search(part.pattern, name) for name in names):
-            raise ValueError(f"{part} matches no tensor of the model, which has {', '.join(names[:5])}, ...")
+            raise ValueError(f"{part} matches no tensor of the model, which has {list_first(names)}")

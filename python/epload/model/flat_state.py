@@ -38,8 +38,7 @@ class FlatState(nn.Module):
 
 
 def _own_keys(state: Any, path: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the keys of a value in a nested state dict. ``path``: those keys as strings, which torch makes of all that are in
-    dicts."""
+    """Returns the keys of a value in a nested state dict. ``path``: these keys; torch makes strings of those in dicts."""
     keys = []
     for key in path:
         if isinstance(state, Mapping) and key not in state:

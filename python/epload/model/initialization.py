@@ -31,6 +31,7 @@ from epload.model import dtensor
 from epload.model.expert_parallel import Parts, global_name, outer_shard
 from epload.model.memory import is_poisoned, poison
 from epload.model.modules import Modules
+from epload.observe.render import list_first
 
 _INITIALIZED = "_is_hf_initialized"
 """The attribute with which transformers marks tensors and modules that its initializers must leave alone."""
@@ -38,8 +39,7 @@ _TENSOR_DICTS = ("_parameters", "_buffers")
 _ModuleState = tuple[nn.Module, type, dict[str, Any], dict[str, Any]]
 """A module, its class, its ``__dict__``, and the one that it has while its tensors are exchanged."""
 InitMissing = Callable[[nn.Module, str, tuple[str, ...]], None] | Literal["reset_parameters"]
-"""Called as ``hook(module, path, names)`` for each module with tensors that nothing has filled; initializes them in place. Or the
-method of these modules that does."""
+"""Called as ``hook(module, path, names)`` for each module with unfilled tensors, to fill them in place; or a method's name."""
 
 
 Attributes = list[tuple[nn.Module, str, Any]]
@@ -311,7 +311,7 @@ class _Initializer:
         except Exception as error:
             raise ModelMismatch(
                 f"{name} failed to initialize {path or 'the model'} ({type(error).__name__}: {str(error)[:300]}), which the "
-                f"checkpoint does not fill: {', '.join(self.names[:5])}. Pass init_missing=hook(module, path, names) to fill it"
+                f"checkpoint does not fill: {list_first(self.names)}. Pass init_missing=hook(module, path, names) to fill it"
             ) from error
 
     def _seed_generators(self, path: str, own: list[str]) -> None:

@@ -11,15 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epload.core import dtypes
+from epload.core.copy_table import copy_row
 from epload.native import ops
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
-"""Maximum number of elements of tensors that are compared element by element where strides do not decide; larger ones count as
-overlapping."""
+"""Elements of the largest tensors that are compared one by one where strides do not decide; larger ones count as overlapping."""
 _FLOAT_BYTE, _OTHER_BYTE = 0xFF, 0xA5
 """The byte of the poison. In every floating-point format all ones is a NaN, and not one that arithmetic produces."""
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identifies a storage that is alive, on meta, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:
@@ -84,7 +88,7 @@ def keeps_writes(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel():
         return True
     dims = tensor.dim()
-    row = torch.tensor([[0, 0, dtypes.code(tensor.dtype), dims, *[0] * dims, *[1] * (2 * dims)]], device="cpu")
+    row = torch.tensor([copy_row(dims, 0, 0, tensor.dtype, [0] * dims, [1] * dims, [1] * dims)], device="cpu")
     element, read = torch.empty(2, tensor.dtype.itemsize, dtype=torch.uint8, device=tensor.device).unbind()
     try:
         ops.pack(element, [tensor], row)

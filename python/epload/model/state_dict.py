@@ -19,7 +19,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from epload.core.pieces import is_extra_state
 from epload.errors import ModelMismatch
 from epload.model import dtensor
+from epload.model.memory import storage_of
 from epload.model.modules import Modules, NamedModule
+from epload.observe.render import list_first
 
 NamedTensor = tuple[str, Tensor]
 
@@ -32,8 +34,6 @@ _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
 _OFFLOADING = "_hf_hook", "_diffusers_hook"
 ATTRIBUTES = frozenset((*_STATE_METHODS, *_LOAD_METHODS, *_OFFLOADING))
 """Attributes by which a module may have a say in its state, besides its class and its hooks."""
-_MAX_LISTED = 5
-"""Names in an error message."""
 
 
 def read_state(
@@ -139,8 +139,7 @@ def tensor_at(model: nn.Module, name: str) -> Tensor:
 
 
 def _check_supported(path: str, cls: type) -> None:
-    """Raises ModelMismatch for modules that cannot be loaded into: lazy modules, and FSDP1, whose state dict is copies made by
-    collectives."""
+    """Raises ModelMismatch for lazy modules, and for FSDP1, whose state dict is copies made by collectives."""
     if issubclass(cls, LazyModuleMixin):
         raise ModelMismatch(
             f"{path} is a {cls.__name__}, whose parameters have no shape yet. Run the model once on an example, or build it with "
@@ -154,8 +153,7 @@ def _check_supported(path: str, cls: type) -> None:
 
 
 def _check_not_offloaded(path: str, module: nn.Module) -> None:
-    """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere, and puts back for each forward
-    pass."""
+    """Raises ModelMismatch for modules whose weights accelerate or diffusers keeps elsewhere between forward passes."""
     hook, registry = map(vars(module).get, _OFFLOADING)
     if hook is None and registry is None:
         return
@@ -245,20 +243,15 @@ def _fillable(
 
 
 def _not_fillable(problem: str, names: Sequence[str], prefix: str, is_hidden: bool = False) -> ModelMismatch:
-    listed = f"{', '.join(names[:_MAX_LISTED])}{', ...' * (len(names) > _MAX_LISTED)}"
     way = "Replace the module by torch.nn.Identity() for the load, with strict=False, and call its own load_state_dict"
     remove = "" if is_hidden else "remove the hook or method for the load, and "
     return ModelMismatch(
-        f"{problem}: {listed}. {way if prefix else 'Call its own load_state_dict'}; or {remove}"
+        f"{problem}: {list_first(names)}. {way if prefix else 'Call its own load_state_dict'}; or {remove}"
         "map the checkpoint's names to those of the parameters with mapping="
     )
 
 
 def storage_filter(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     """Returns a predicate: True if a tensor, which may be on meta, shares storage with one of these."""
-
-    def storage(tensor: Tensor) -> int:
-        return int(dtensor.with_memory(tensor).untyped_storage()._cdata)
-
-    storages = set(map(storage, tensors))
-    return lambda tensor: storage(tensor) in storages
+    storages = {storage_of(dtensor.with_memory(tensor)) for tensor in tensors}
+    return lambda tensor: storage_of(dtensor.with_memory(tensor)) in storages

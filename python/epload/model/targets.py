@@ -6,7 +6,7 @@ Collecting them changes nothing in the model, except that FSDP2 modules are put 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,8 +29,7 @@ from epload.native import ops
 
 @dataclass
 class Targets:
-    """The parameters and persistent buffers of a model, each once. Entry i of ``names``, ``tensors``, ``layout`` and
-    ``dtypes`` is target i."""
+    """The parameters and persistent buffers of a model, each once. Entry i of its first four columns is target i."""
 
     names: list[str] = field(default_factory=list)
     """The first name under which the model has it."""
@@ -47,8 +46,7 @@ class Targets:
     """The meshes that each layout is sharded over, as indices into ``meshes``."""
     meshes: list[Mesh] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
-    """The target of every name, including those of tied tensors. Names of local modules are global ones (see
-    ``LocalModules``)."""
+    """The target of every name, including those of tied tensors; in local modules, of the global name (``LocalModules``)."""
     local_only: set[int] = field(default_factory=set)
     """Targets that other ranks may lack: those in ``LocalModules``."""
     kept_in_fp32: list[str] = field(default_factory=list)
@@ -81,10 +79,23 @@ class Targets:
         digests = [hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts]
         return [(digests[i], self.meshes[i]) for i, on_mesh in enumerate(lines) if len(on_mesh) > 1]
 
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Global shape of a target."""
+        return self.layouts[self.layout[number]].shape
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape by name."""
-        return {name: self.layouts[self.layout[i]].shape for name, i in self.index.items()}
+        return {name: self.shape(i) for name, i in self.index.items()}
+
+    def missing(self, only: Iterable[tuple[str, str]], filled: Set[int]) -> list[str]:
+        """Returns the names of the targets that nothing fills, except those of empty tensors, which need nothing.
+
+        Args:
+            only: as in :class:`epload.Mapping`.
+        """
+        expected = {self.index[name] for _, name in only} or range(len(self.names))
+        return [self.names[i] for i in sorted({*expected} - filled) if 0 not in self.shape(i)]
 
     def local(self) -> list[Tensor]:
         """The local tensors, to be written in place. They alias the model's storage."""
@@ -241,8 +252,7 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
-    """Raises ModelMismatch for a local tensor whose elements cannot be written one by one, as in Tensor.copy_; if not ``filled``,
-    read."""
+    """Raises ModelMismatch for a local tensor whose elements cannot be written one by one (read, if not ``filled``)."""
     if (shape := getattr(tensor, "ds_shape", None)) is not None and (filled or tensor.shape != shape):
         way = "load before deepspeed.initialize() and outside zero.Init(), or with its load_checkpoint()"
         if not filled:

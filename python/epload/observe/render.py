@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHOWN_KEYS = 5
-
 
 def count(number: int, noun: str) -> str:
     """E.g. "1 tensor", "18,867 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def list_first(values: Sequence[object]) -> str:
+def list_first(values: Sequence[object], shown: int = 5, separator: str = ", ") -> str:
     """E.g. "a, b, c, d, e and 7 more"."""
-    more = f" and {len(values) - _SHOWN_KEYS:,} more" if len(values) > _SHOWN_KEYS else ""
-    return ", ".join(map(str, values[:_SHOWN_KEYS])) + more
+    more = f" and {len(values) - shown:,} more" if len(values) > shown else ""
+    return separator.join(map(str, values[:shown])) + more
 
 
 def list_keys(keys: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from epload.observe.render import list_first
+
 _MIN_BYTES = 64 << 20
 """A rank that reads less has no rate that says anything."""
 _MIN_SECONDS = 1.0
@@ -29,5 +31,4 @@ def describe_slow(paces: Mapping[int, Sequence[int] | None]) -> str:
     middle = median([rate for rate, _ in rates.values()] or [0])
     factors = {rank: 2.0 ** ((middle - rate) / _STEPS) for rank, (rate, matters) in sorted(rates.items()) if matters}
     slow = [f"rank {rank} {factor:.3g} times" for rank, factor in factors.items() if factor >= _FACTOR]
-    more = f", and {len(slow) - 10} more" if len(slow) > 10 else ""
-    return f"read slower than the median rank: {', '.join(slow[:10])}{more}" if slow else ""
+    return f"read slower than the median rank: {list_first(slow, 10)}" if slow else ""

@@ -19,18 +19,11 @@ STRIPE_ALIGNMENT = 64
 """Bytes; every stripe but the last is a multiple."""
 
 
-def groups_between(nodes: Sequence[Ranks], src: int, algorithm: str) -> tuple[Ranks, ...]:
-    """Returns the groups of ranks between nodes for what comes from ``src``."""
-    return tuple(map(tuple, _C.rails(nodes))) if algorithm == "striped" else (tuple(_C.leaders(nodes, src)),)
-
-
-def leader_of(nodes: Sequence[Ranks], src: int, rank: int, algorithm: str) -> int:
-    """Returns the rank from which ``rank``, or its node, gets what comes from ``src``."""
-    groups = groups_between(nodes, src, algorithm)
+def groups_between(nodes: Sequence[Ranks], src: int, rank: int, algorithm: str) -> tuple[tuple[Ranks, ...], int]:
+    """Returns the groups of ranks between nodes for what comes from ``src``, and from which of their ranks ``rank`` gets it."""
+    node, own = (next(i for i, ranks in enumerate(nodes) if member in ranks) for member in (src, rank))
     if algorithm == "striped":
-        return next(rail for rail in groups if rank in rail)[_node_of(nodes, src)]
-    return groups[0][_node_of(nodes, rank)]
-
-
-def _node_of(nodes: Sequence[Ranks], rank: int) -> int:
-    return next(number for number, node in enumerate(nodes) if rank in node)
+        rails = tuple(map(tuple, _C.rails(nodes)))
+        return rails, next(rail for rail in rails if rank in rail)[node]
+    leaders = tuple(_C.leaders(nodes, src))
+    return (leaders,), leaders[own]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from epload.core.columns import column
 from epload.core.placement import Box, row_major_strides
 from epload.core.views import Shape, View
-from epload.planning.holdings import NO_PART, Holdings, Share
+from epload.planning.holdings import Holdings, Parts, classify
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,23 +31,16 @@ class BucketLayout:
     def holdings(self, shapes: Sequence[Shape]) -> Holdings:
         """Returns the holdings of a rank that has each entry as a local tensor. ``shapes``: of all tensors."""
         order = torch.argsort(self.tensor * len(self.slots) + self.slot)
-        tensors, counts = torch.unique_consecutive(self.tensor[order], return_counts=True)
-        entries, slots, end = order.tolist(), self.slot[order].tolist(), 0
-        targets: list[tuple[int, ...]] = [()] * len(shapes)
-        class_of = [NO_PART] * len(shapes)
-        numbers: dict[object, int] = {}
-        shares: list[Share] = []
-        for tensor, count in zip(tensors.tolist(), counts.tolist(), strict=True):
-            begin, end = end, end + count
-            targets[tensor], shape = tuple(entries[begin:end]), shapes[tensor]
-            key = shape, *(self.slots[slot] for slot in slots[begin:end])
-            if key not in numbers:
-                numbers[key] = len(shares)
-                boxes, whole = key[1:], View.whole(shape)
-                views = [whole.crop(start, size)._replace(start=(0,) * len(start)) for (start, size), _ in boxes]
-                shares.append(Share(shape, tuple(enumerate(views)), boxes[0][1]))
-            class_of[tensor] = numbers[key]
-        return Holdings(column(class_of), tuple(shares), targets)
+        entries, slots = order.tolist(), [self.slots[slot] for slot in self.slot[order].tolist()]
+        spans = list(pairwise([0, *torch.bincount(self.tensor, minlength=len(shapes)).cumsum(0).tolist()]))
+        keys = [(shape, *slots[begin:end]) for shape, (begin, end) in zip(shapes, spans, strict=True)]
+
+        def parts_of(tensor: int) -> Parts:
+            shape, *own = keys[tensor]
+            views = [View.of_box(start, size, shape) for (start, size), _ in own]
+            return shape, list(enumerate(views)), {dtype for _, dtype in own}
+
+        return classify(keys, parts_of, [tuple(entries[begin:end]) for begin, end in spans])
 
     def tensors(self, buckets: Sequence[Tensor]) -> list[Tensor]:
         """Returns the local tensors of these holdings: views of buckets (uint8)."""

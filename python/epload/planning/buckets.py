@@ -58,5 +58,4 @@ class Bucket(BucketCopies):
     pieces: Pieces
     """The pieces of checkpoint tensors that a reader fills it with."""
     origins: Tensor
-    """int64 [n, 2]: where each row of ``copies`` starts in the checkpoint, as index into the manifest and offset in that tensor
-    in bytes."""
+    """int64 [n, 2]: where each row of ``copies`` starts: index into the manifest, and offset in that tensor in bytes."""

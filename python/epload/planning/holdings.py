@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epload.core import dtypes as dtype_names
 from epload.core.columns import column, expand, numbered, to_raw
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import Copy, CopyTable, copy_row
 from epload.core.pieces import Metadata
 from epload.core.placement import Box, OwnedRegion, intersect, owned_parts, owned_regions, row_major_strides
 from epload.core.views import Shape, View
@@ -27,12 +27,9 @@ from epload.model.targets import Targets
 NO_PART = -1
 """The class of a tensor of which a rank has nothing."""
 LocalView = tuple[int, View]
-"""A box of a local tensor with the region of a tensor that has the same elements. The number counts the
-tensor's local tensors."""
-
-
-Copy = list[int]
-"""A row of a copy table whose target counts in the tensor's local tensors."""
+"""A box of one of a tensor's local tensors, by number, with the region of the tensor that has the same elements."""
+Parts = tuple[Shape, Sequence[LocalView], set[torch.dtype | None]]
+"""Shape of a tensor, the views that a rank has of it, and the dtypes of its local tensors."""
 
 
 class Share(NamedTuple):
@@ -151,14 +148,6 @@ class Holdings:
         """Digest that is equal for equal holdings only."""
         return digest_of("".join(map(digest_of, (*self.encode(), self.encode_targets()))).encode())
 
-    def copy(
-        self, place: int, offset: int, dtype: torch.dtype, start: Shape, size: Shape, strides: Sequence[int]
-    ) -> Copy:
-        """Returns the copy between a bucket's elements from ``offset`` on, of this dtype, and a box of a local tensor."""
-        fill = [0] * (self.dims - len(size))
-        fixed = [place, offset * dtype.itemsize, dtype_names.code(dtype), len(size)]
-        return [*fixed, *start, *fill, *size, *fill, *strides, *fill]
-
     def encode(self) -> tuple[bytes, bytes]:
         """Returns, compressed, :attr:`class_of`, which is equal on ranks with equal layouts, and :attr:`classes`."""
         shares = [(shape, views, dtype and dtype_names.name(dtype)) for shape, views, dtype in self.classes]
@@ -211,58 +200,63 @@ def holdings_of_targets(shapes: Sequence[Shape], targets: Targets, placed: Seque
     """
     owned = list(map(owned_regions, targets.layouts, targets.coordinates))
     index, layout_of, dtype_of = targets.index, targets.layout, targets.dtypes
-    numbers: dict[object, int] = {}
-    classes: list[Share] = []
-    class_of, local = [], []
-    for shape, places in zip(shapes, placed, strict=True):
-        own = tuple([index[name] for name, _ in places])
-        local.append(own)
-        # Equal views of different tensors are mostly one object.
-        key = shape, *[(id(place[1]), layout_of[i], dtype_of[i]) for i, place in zip(own, places, strict=True)]
-        if (number := numbers.get(key)) is None:
-            distinct = {dtype_of[i] for i in own}
-            views = [
-                view
-                for position, (i, (_, whole)) in enumerate(zip(own, places, strict=True))
-                for view in local_views(whole, owned[layout_of[i]], position)
-            ]
-            number = numbers[key] = len(classes) if views else NO_PART
-            if views:
-                classes.append(Share(shape, tuple(views), distinct.pop() if len(distinct) == 1 else None))
-        class_of.append(number)
-    return Holdings(column(class_of), tuple(classes), local)
+    local = [tuple([index[name] for name, _ in places]) for places in placed]
+    # Equal views of different tensors are mostly one object.
+    keys = (
+        (shape, *[(id(place[1]), layout_of[i], dtype_of[i]) for i, place in zip(own, places, strict=True)])
+        for shape, own, places in zip(shapes, local, placed, strict=True)
+    )
+
+    def parts_of(tensor: int) -> Parts:
+        views = [
+            view
+            for position, (i, (_, whole)) in enumerate(zip(local[tensor], placed[tensor], strict=True))
+            for view in local_views(whole, owned[layout_of[i]], position)
+        ]
+        return shapes[tensor], views, {dtype_of[i] for i in local[tensor]}
+
+    return classify(keys, parts_of, local)
 
 
 def full_holdings(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> Holdings:
     """Returns the holdings of a rank that wants all tensors in full; local tensor i is tensor i."""
-    kinds = list(zip(shapes, dtypes, strict=True))
-    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
-    shares = tuple(Share(shape, ((0, View.whole(shape)),), dtype) for shape, dtype in numbers)
-    class_of = [NO_PART if 0 in kind[0] else numbers[kind] for kind in kinds]
-    return Holdings(column(class_of), shares, [(i,) for i in range(len(kinds))])
+
+    def parts_of(tensor: int) -> Parts:
+        shape = shapes[tensor]
+        return shape, [] if 0 in shape else [(0, View.whole(shape))], {dtypes[tensor]}
+
+    return classify(zip(shapes, dtypes, strict=True), parts_of, [(i,) for i in range(len(shapes))])
 
 
 def combine(first: Holdings, second: Holdings, count: int) -> Holdings:
     """Returns the holdings of a rank that has both of two holdings of the same tensors. ``count``: local tensors of the first,
     before those of the second."""
-    numbers: dict[object, int] = {}
-    classes: list[Share] = []
-    class_of, targets = [], []
-    pairs = zip(first.class_of.tolist(), second.class_of.tolist(), strict=True)
-    for (a, b), before, after in zip(pairs, first.targets, second.targets, strict=True):
-        targets.append((*before, *(count + number for number in after)))
-        key = a, b, len(before)
-        if key not in numbers:
-            own = first.classes[a : a + 1] if a != NO_PART else ()
-            other = second.classes[b : b + 1] if b != NO_PART else ()
-            views = [view for share in own for view in share.views]
-            views += [(len(before) + place, view) for share in other for place, view in share.views]
-            shares = own + other
-            dtypes = {share.dtype for share in shares}
-            numbers[key] = len(classes) if shares else NO_PART
-            if shares:
-                classes.append(Share(shares[0].shape, tuple(views), dtypes.pop() if len(dtypes) == 1 else None))
-        class_of.append(numbers[key])
+    keys = list(zip(first.class_of.tolist(), second.class_of.tolist(), map(len, first.targets), strict=True))
+
+    def parts_of(tensor: int) -> Parts:
+        a, b, places = keys[tensor]
+        shares = [(0, first.classes[a])] if a != NO_PART else []
+        shares += [(places, second.classes[b])] if b != NO_PART else []
+        views = [(begin + place, view) for begin, share in shares for place, view in share.views]
+        return shares[0][1].shape if shares else (), views, {share.dtype for _, share in shares}
+
+    pairs = zip(first.targets, second.targets, strict=True)
+    return classify(keys, parts_of, [(*before, *(count + number for number in after)) for before, after in pairs])
+
+
+def classify(
+    keys: Iterable[Hashable], parts_of: Callable[[int], Parts], targets: Sequence[tuple[int, ...]]
+) -> Holdings:
+    """Returns holdings of tensors by their numbers; those with equal keys are one class. ``targets``: see :class:`Holdings`."""
+    numbers: dict[Hashable, int] = {}
+    class_of, classes = list[int](), list[Share]()
+    for tensor, key in enumerate(keys):
+        if (number := numbers.get(key)) is None:
+            shape, views, dtypes = parts_of(tensor)
+            number = numbers[key] = len(classes) if views else NO_PART
+            if views:
+                classes.append(Share(shape, tuple(views), dtypes.pop() if len(dtypes) == 1 else None))
+        class_of.append(number)
     return Holdings(column(class_of), tuple(classes), targets)
 
 
@@ -274,12 +268,12 @@ def copies_of_range(holdings: Holdings, number: int, dtype: torch.dtype, begin: 
         dtype: of the tensor.
         begin: where the bytes start in the tensor.
     """
-    first, end = begin // dtype.itemsize, (begin + nbytes) // dtype.itemsize
+    itemsize, dims = dtype.itemsize, holdings.dims
     views = holdings.classes[number].views if number != NO_PART else ()
     return [
-        holdings.copy(place, view.offset - first, dtype, view.start, view.size, view.strides)
+        copy_row(dims, place, view.offset * itemsize - begin, dtype, view.start, view.size, view.strides)
         for place, whole in views
-        for view in whole.within(first, end)
+        for view in whole.within(begin // itemsize, (begin + nbytes) // itemsize)
     ]
 
 
@@ -311,9 +305,9 @@ def copies_of_box(
     for part in [exact] if exact is not None else holdings.parts[number]:
         if (shared := intersect(box, part.box)) is None:
             continue
-        steps = sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
-        local_strides = [0 if dim < 0 else strides[dim] for dim in part.dims]
-        copies.append(holdings.copy(part.place, offset + steps, dtype, *part.within(*shared), local_strides))
+        at = offset + sum((a - b) * stride for a, b, stride in zip(shared[0], start, strides, strict=True))
+        local, local_strides = part.within(*shared), [0 if dim < 0 else strides[dim] for dim in part.dims]
+        copies.append(copy_row(holdings.dims, part.place, at * dtype.itemsize, dtype, *local, local_strides))
         if once and shared == box:
             return copies[-1:]
     return copies
@@ -326,13 +320,13 @@ def expand_copies(
     for thousands of tensors, but for their targets and offsets, are listed once.
 
     Args:
-        templates: lists of copies, as from :func:`copies_of_box`.
+        templates: lists of copies, as from :func:`copies_of_box`, whose targets count in the tensor's local tensors.
         tensor: int64 [n], the tensor of each row.
         template: int64 [n], the template of each row.
     """
     entry, row = expand(column(list(map(len, templates))), template)
     table = column([value for copies in templates for copy in copies for value in copy])
-    copies = CopyTable(table.reshape(-1, CopyTable.columns(holdings.dims))[entry])
+    copies = CopyTable.of(table, holdings.dims).select(entry)
     first = column([0, *map(len, holdings.targets)]).cumsum(0)[tensor[row]]
     copies.target[:] = column(list(chain.from_iterable(holdings.targets)))[first + copies.target]
     return copies, row

@@ -144,7 +144,7 @@ def make_plan(
     tensors, placed, filled, tied, tied_pairs, casts = select(manifest, targets, placed, required, scaled)
     filled = filled | {i for own in quantized for i in own[:2]}
     lost = {targets.index[target] for target in mismatched} - filled
-    missing = _missing(targets, mapping, filled | lost)
+    missing = targets.missing(mapping.only, filled | lost)
     holdings = holdings_of_targets(manifest.shapes, targets, placed)
     pieces, bucket, sizes = _fill_buckets(manifest, column(tensors), bucket_bytes)
     copies, origins, piece = _copies(manifest, holdings, pieces)
@@ -164,7 +164,7 @@ def make_plan(
         fingerprint=_fingerprint(
             manifest, targets, [pieces, bucket], repr((bucket_bytes, options, () if required else tied_pairs))
         ),
-        missing=missing,
+        missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=mismatched,
         unfilled=(*missing, *(targets.names[i] for i in sorted(lost))),
@@ -210,16 +210,6 @@ def _copies(manifest: Metadata, holdings: Holdings, pieces: Tensor) -> tuple[Cop
     origins = torch.stack([tensor[piece], begin[piece] + copies.offset], 1)
     copies.offset.add_(bucket_offset[piece])
     return copies, origins, piece
-
-
-def _missing(targets: Targets, mapping: Mapping, found: Set[int]) -> tuple[str, ...]:
-    """Names that the checkpoint lacks, except those of empty tensors, which need nothing."""
-    expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
-    return tuple(
-        name
-        for i, name in enumerate(targets.names)
-        if i not in found and i in expected and 0 not in targets.layouts[targets.layout[i]].shape
-    )
 
 
 def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Tensor], options: str) -> bytes:

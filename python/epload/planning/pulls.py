@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from epload.core.columns import column
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import Copy, CopyTable
 from epload.core.placement import Box, intersect
 from epload.core.views import Shape
 from epload.errors import LoadError
 from epload.planning.cells import Slot, expand_slots
-from epload.planning.holdings import NO_PART, Copy, Holdings, Part, copies_of_box, expand_copies
+from epload.planning.holdings import NO_PART, Holdings, Part, copies_of_box, expand_copies
 
 Reach = Mapping[int, Sequence[int]]
 """The senders whose memory all ranks of a receiving node can open, by the number of the node."""

@@ -177,8 +177,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRoles:
-    """The role of each rank with the buckets of a plan, as seen by ``rank``: as :class:`~epload.planning.schedule.Flow` is that
-    of a load."""
+    """The role of each rank in a sync, as seen by ``rank``, as :class:`~epload.planning.schedule.Flow` has those in a load."""
 
     plan: ExchangePlan
     members: Members

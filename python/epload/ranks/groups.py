@@ -81,13 +81,6 @@ Backends = Mapping[str, str]
 """The backend for each type of device."""
 
 
-def backends_of(group: dist.ProcessGroup) -> Backends:
-    """Returns the backends of a group of ``torch.distributed``."""
-    config = dist.get_backend_config(group)
-    of_device = distributed_c10d.BackendConfig(dist.Backend(config)).get_device_backend_map()
-    return {str(device): str(backend) for device, backend in of_device.items()}
-
-
 class Group:
     """A process group that this rank is in."""
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from epload.core.attempt import Attempt
 from epload.errors import ManifestMismatch
+from epload.model.devices import backends_of
 from epload.native.extension import _C
-from epload.planning.algorithms import groups_between, leader_of
+from epload.planning.algorithms import groups_between
 from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from epload.ranks.group_cache import GroupCache
-from epload.ranks.groups import backends_of
 from epload.ranks.membership import check_partition, group_equal, machine_identity, membership
 from epload.ranks.rendezvous import rendezvous
 
@@ -160,10 +160,9 @@ class Topology:
             ValueError: ``src`` is in no node.
         """
         self.check_source(src)
-        between = groups_between(self.nodes, src, algorithm)
+        between, leader = groups_between(self.nodes, src, self.rank, algorithm)
         self.groups.make("route", between, self.nodes)
         inter = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
-        leader = leader_of(self.nodes, src, self.rank, algorithm)
         return Route(src, leader, self.groups.name(inter), self.groups.name(self.node))
 
     def number_loader(self) -> int:

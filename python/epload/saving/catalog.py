@@ -159,7 +159,7 @@ def _check_covered(regions: Iterable[Iterable[_Region]], targets: Targets) -> No
     for number, view in set(chain.from_iterable(regions)):
         counts[number] += prod(view.size)
     for number, count in counts.items():
-        if count != (expected := prod(targets.layouts[targets.layout[number]].shape)):
+        if count != (expected := prod(targets.shape(number))):
             raise ModelMismatch(
                 f"{count} of the {expected} elements of {targets.names[number]} have a place in the checkpoint's tensors; pass "
                 "names_from=, a checkpoint of this model, or another mapping"
@@ -171,10 +171,8 @@ def _check_complete(
 ) -> None:
     """Raises ModelMismatch if a tensor of the model has no place, and is neither ``added`` by an adapter nor ignored by the
     mapping."""
-    expected = {targets.index[name] for _, name in rules.only} or set(range(len(targets.names)))
-    expected -= {number for number, _ in chain.from_iterable(regions)}
-    expected -= {number for number in expected if 0 in targets.layouts[targets.layout[number]].shape}
-    missing = [targets.names[number] for number in sorted(expected) if targets.names[number] not in added]
+    placed = {number for number, _ in chain.from_iterable(regions)}
+    missing = [name for name in targets.missing(rules.only, placed) if name not in added]
     ignored = set(ignored_keys(rules, names, missing, ()))
     if missing := [name for name in missing if name not in ignored]:
         raise ModelMismatch(

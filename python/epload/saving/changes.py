@@ -16,7 +16,6 @@ from epload.checkpoint import file_sets, hub
 from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, content_digest, encode_index, read_boxes
 from epload.checkpoint.manifest import Manifest
-from epload.core import dtypes
 from epload.core.buffers import as_memoryview
 from epload.core.columns import arange
 from epload.core.copy_table import byte_view
@@ -127,13 +126,12 @@ class BaseCheckpoint:
         manifest, largest = self._saved.manifest, int(copies.nbytes().max()) if len(copies) else 0
         out, base = (torch.empty(size, dtype=torch.uint8) for size in (ops.encoded_limit(largest), largest))
         table, end = [], 0
-        for row, (tensor, offset) in zip(copies.rows.tolist(), origins.tolist(), strict=True):
-            target, _, code, ndim = row[:4]
-            start, size, strides = (tuple(row[4 + i * copies.dims :][:ndim]) for i in range(3))
+        rows = zip(copies.boxes(), origins.tolist(), strict=True)
+        for (target, _, dtype, start, size, strides), (tensor, offset) in rows:
             with report.timed("pack"):
-                region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code)).cpu()
+                region = tensors[target].detach()[box_slices(start, size)].to(dtype).cpu()
                 data = byte_view(in_order(region, strides)[0])
-                view = View((0,) * ndim, size, offset // region.element_size(), strides)
+                view = View((0,) * len(size), size, offset // region.element_size(), strides)
                 box = next(parts_of_view(view, manifest.shapes[tensor], 0)).box
                 before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
             with report.timed("write") as block:

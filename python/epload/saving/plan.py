@@ -13,18 +13,11 @@ from torch import Tensor
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes as dtype_names
 from epload.core.columns import first_of_each
-from epload.core.copy_table import CopyTable
+from epload.core.copy_table import Copy, CopyTable
 from epload.core.views import View
 from epload.errors import ModelMismatch
 from epload.planning.cells import Slot, expand_slots, make_slots
-from epload.planning.holdings import (
-    NO_PART,
-    Copy,
-    Holdings,
-    copies_of_box,
-    expand_copies,
-    number_alike,
-)
+from epload.planning.holdings import NO_PART, Holdings, copies_of_box, expand_copies, number_alike
 from epload.saving.layout import FilesLayout
 
 SLOT_BYTES = 4 << 20

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.file_sets import CHECKSUMS, DELTA
-from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
@@ -158,11 +157,10 @@ def write_regions(
     """
     copies, origins = plan
     on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[copies.target]
-    for row, (file, offset) in zip(copies.rows[on_cpu].tolist(), origins[on_cpu].tolist(), strict=True):
-        target, _, code, ndim = row[:4]
-        start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
+    rows = zip(copies.select(on_cpu).boxes(), origins[on_cpu].tolist(), strict=True)
+    for (target, _, dtype, start, size, strides), (file, offset) in rows:
         with report.timed("pack"):
-            region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code))
+            region = tensors[target].detach()[box_slices(start, size)].to(dtype)
             data, offsets = _runs(region, strides)
         with report.timed("write") as block:
             block.nbytes, length = len(data), len(data) // len(offsets)

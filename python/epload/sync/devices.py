@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epload.model.devices import backends_of
 from epload.native import ops
 from epload.planning.pulls import Reach
 from epload.planning.streams import Members
 from epload.ranks.control import Control
-from epload.ranks.groups import backends_of, can_connect
+from epload.ranks.groups import can_connect
 from epload.ranks.membership import local_network
 
 

@@ -236,9 +236,8 @@ class Puller:
 
 def _compare(memory: SenderMemory, number: int, tensors: Sequence[Tensor], copies: CopyTable) -> None:
     """Compares what was copied by torch's own means, not those that have copied. Raises LoadError if it differs."""
-    for target, offset, code, ndim, *boxes in copies.rows.tolist():
-        start, size, strides = (boxes[i * copies.dims :][:ndim] for i in range(3))
-        source = _view(memory.allocation(number), offset, dtypes.from_code(code), size, strides)
+    for target, offset, dtype, start, size, strides in copies.boxes():
+        source = _view(memory.allocation(number), offset, dtype, size, strides)
         copy = tensors[target][box_slices(start, size)]
         expected = source.to(copy.dtype)
         # Converted NaNs may have other bits.

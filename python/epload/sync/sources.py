@@ -208,7 +208,7 @@ class SentModel:
         """Returns the manifest of what is sent, its places in the model, and what it is of the model."""
         if isinstance(part, AdapterFile):
             numbers = [targets.index[name] for name in part.names.values()]
-            shapes = tuple(targets.layouts[targets.layout[number]].shape for number in numbers)
+            shapes = tuple(map(targets.shape, numbers))
             dtypes = tuple(targets.dtypes[number] for number in numbers)
             places = [((name, View.whole(shape)),) for name, shape in zip(part.names.values(), shapes, strict=True)]
             return Manifest(tuple(part.names), shapes, dtypes, "the adapter"), [*places], Scope(part.config)

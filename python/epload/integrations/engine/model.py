@@ -18,15 +18,14 @@ from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import LoadError, ModelMismatch
 from epload.integrations.engine.recording import Recording, record
-from epload.integrations.engine.targets import EngineTargets, covers, storage_of
+from epload.integrations.engine.targets import EngineTargets, covers
 from epload.integrations.engine.trace import LoadWeights
+from epload.model.memory import storage_of
 from epload.model.targets import Targets
-from epload.observe.render import list_keys
+from epload.observe.render import list_first, list_keys
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
-
-_MAX_SHOWN = 5
 
 
 class EngineModel:
@@ -158,11 +157,10 @@ class EngineTarget(Target):
             )
         missing = list(filter(is_unwritten, self._identity))
         if missing and self._strict and not self.scope.left_out:
-            listed = f"{', '.join(missing[:_MAX_SHOWN])}{', ...' * (len(missing) > _MAX_SHOWN)}"
             raise ModelMismatch(
                 f"with the tensors that it is given, load_weights leaves {len(missing)} of the engine's parameters unwritten, in "
-                f"part or as a whole ({listed}); pass strict=False if they are to keep their values, or if it writes them from "
-                "another thread",
+                f"part or as a whole ({list_first(missing)}); pass strict=False if they are to keep their values, or if it "
+                "writes them from another thread",
                 missing_keys=missing,
             )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from epload.core.placement import Box
 from epload.core.views import Loop, View, boxes_of_region, coalesced
 from epload.errors import ModelMismatch
-from epload.model import memory
+from epload.model.memory import find_overlap, has_internal_overlap, storage_of
 
 _MAX_BOXES = 1 << 13
 """Maximum number of boxes of one write; a tensor that is written in more goes through ``load_weights``."""
@@ -28,7 +28,7 @@ class EngineTargets:
         self._by_storage: dict[int, list[str]] = {}
         names: dict[object, str] = {}
         for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or memory.has_internal_overlap(tensor):
+            if tensor.layout != torch.strided or has_internal_overlap(tensor):
                 raise ValueError(f"expected targets that are dense, but {name} is not; leave it out")
             storage = storage_of(tensor)
             loops = [Loop(size, stride, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -37,7 +37,7 @@ class EngineTargets:
                 self.tensors[name] = tensor
                 self._by_storage.setdefault(storage, []).append(name)
         real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
-        if pair := memory.find_overlap(real):
+        if pair := find_overlap(real):
             raise ModelMismatch(
                 f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
             )
@@ -75,11 +75,6 @@ class EngineTargets:
                 continue
             return (name, views) if len(views) <= _MAX_BOXES and tensor.dtype == target.dtype else None
         return None
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Identifies a storage that is alive, on meta, too."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class Cells:

@@ -24,7 +24,8 @@ from epload.core import dtypes
 from epload.core.pieces import Metadata
 from epload.core.placement import Box
 from epload.core.views import View
-from epload.integrations.engine.targets import EngineTargets, storage_of
+from epload.integrations.engine.targets import EngineTargets
+from epload.model.memory import storage_of
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 _aten = torch.ops.aten

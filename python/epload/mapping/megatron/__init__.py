@@ -54,8 +54,7 @@ def prediction_patterns(names: Sequence[str], config: object) -> list[str]:
 
 
 def prediction_copies(names: Sequence[str]) -> dict[str, str]:
-    """Returns the copies of other tensors that a checkpoint has in its layers for multi-token prediction, each with the name of
-    the other."""
+    """Returns the copies of other tensors in a checkpoint's layers for multi-token prediction, with the names of the others."""
     copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
     pairs = {f"{layer}{inner}": name for layer in _prediction_layers(names) for inner, name in copies.items()}
     return {name: pairs[name] for name in names if name in pairs}

@@ -8,7 +8,7 @@ of the ``n`` query groups Megatron has the rows of its ``r`` query heads, then t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -23,17 +23,8 @@ MAX_PADDING = 1024
 """Rows that padding adds to a vocabulary at most on each rank; Megatron's default is less than 128."""
 
 
-class _Rows(NamedTuple):
-    """A run of rows of a checkpoint tensor and of a shard."""
-
-    name: str
-    shape: Shape
-    """Shape of the checkpoint's tensor."""
-    first: int
-    """First row in it."""
-    begin: int
-    """First row in the shard."""
-    length: int
+_Rows = tuple[int, int, int]
+"""A run of rows of a checkpoint tensor and of a shard: the first in the tensor, the first in the shard, and their number."""
 
 
 def place_shards(
@@ -76,16 +67,19 @@ def place_shards(
             )
         tensor = tensors[shard.target]
         layout = tuple(tensor.shape), tensor.stride()
-        for rows in _rows_of(shard, present[0], config, {name: shapes[number_of[name]] for name in present[0]}):
-            key = layout, shard.start, shard.size, shard.offset, shard.strides, rows[1:]
+        for name, rows in _rows_of(shard, present[0], config, {name: shapes[number_of[name]] for name in present[0]}):
+            number = number_of[name]
+            key = layout, shard.start, shard.size, shard.offset, shard.strides, shapes[number], rows
             if key not in views:
-                views[key] = tuple(_views(shard, rows, *layout))
-            placed[number_of[rows.name]] += [(shard.target, view) for view in views[key]]
+                views[key] = tuple(_views(shard, shapes[number], rows, *layout))
+            placed[number] += [(shard.target, view) for view in views[key]]
     return list(map(tuple, placed)), missing
 
 
-def _rows_of(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]) -> Iterator[_Rows]:
-    """Yields the rows of a shard that the checkpoint has. ``shapes``: of the tensors with these names."""
+def _rows_of(
+    shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, _Rows]]:
+    """Yields the rows of a shard that the checkpoint has, with the tensor's name. ``shapes``: of the tensors with these names."""
     if len(names) == 3:
         yield from _fused_rows(shard, names, config, shapes)
         return
@@ -101,10 +95,12 @@ def _rows_of(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[st
     elif shape != shard.shape:
         raise _mismatch(shard, name, shape, str(list(shard.shape)))
     if count > 0:
-        yield _Rows(name, shape, start, 0, count)
+        yield name, (start, 0, count)
 
 
-def _fused_rows(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]) -> Iterator[_Rows]:
+def _fused_rows(
+    shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, _Rows]]:
     """Yields the rows of queries, keys and values in a shard of the fused projection."""
     groups, channels = config.num_query_groups, config.kv_channels
     lengths = config.num_attention_heads // groups * channels, channels, channels
@@ -121,16 +117,17 @@ def _fused_rows(shard: MegatronShard, names: Names, config: Any, shapes: Mapping
         for name, length in zip(names, lengths, strict=True):
             low, high = max(first, begin), min(first + length, end)
             if low < high:
-                yield _Rows(name, shapes[name], number * length + low - first, low - begin, high - low)
+                yield name, (number * length + low - first, low - begin, high - low)
             first += length
 
 
-def _views(shard: MegatronShard, rows: _Rows, shape: Shape, strides: Shape) -> Iterator[View]:
-    """Yields the boxes of a parameter of this shape and strides that some rows fill."""
-    steps = row_major_strides(rows.shape)
-    sizes, starts = (rows.length, *shard.size[1:]), (rows.first, *shard.start[1:])
+def _views(shard: MegatronShard, source: Shape, rows: _Rows, shape: Shape, strides: Shape) -> Iterator[View]:
+    """Yields the boxes of a parameter of this shape and strides that rows fill. ``source``: shape of their checkpoint tensor."""
+    first, begin, length = rows
+    steps = row_major_strides(source)
+    sizes, starts = (length, *shard.size[1:]), (first, *shard.start[1:])
     loops = [Loop(*dim) for dim in zip(sizes, shard.strides, steps, strict=True)]
-    offset = shard.offset + rows.begin * shard.strides[0]
+    offset = shard.offset + begin * shard.strides[0]
     yield from boxes_of_region(shape, strides, offset, loops, sum(map(int.__mul__, starts, steps)))
 
 
