@@ -292,6 +292,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp4 experts": (fine_grained((128, 128), expert_dtype="fp4"), "expert_dtype to be 'fp8'"),
     "integers": (quantized.compressed(strategy="channel", type="int"), "type to be 'float'"),
     "no configuration": ({"hidden_size": 3}, "has none; pass a dict"),
+    "no pattern": (fine_grained((128, 128), modules_to_not_convert=["lm_head("]), "excludes as regular expressions"),
 }
 
 

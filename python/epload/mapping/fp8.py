@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.quantization import parse_block
+from epload.core.patterns import check_expressions
 from epload.core.pieces import Block
 from epload.core.views import Shape
 
@@ -126,12 +127,14 @@ def read_format(config: Mapping[str, Any]) -> Fp8Format:
     """Reads a ``quantization_config`` as weights are to be quantized.
 
     Raises ValueError for one that declares something else than fp8 weights with scales computed from the weights alone."""
+    readers = {"fp8": _fine_grained, "compressed-tensors": _compressed_tensors}
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method"))).lower()
-    if method == "fp8":
-        return _fine_grained(config)
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
-    raise ValueError(f'expected quant_method "fp8" or "compressed-tensors" to quantize weights, got {method!r}')
+    if method not in readers:
+        raise ValueError(f'expected quant_method "fp8" or "compressed-tensors" to quantize weights, got {method!r}')
+    format = readers[method](config)
+    patterns = [pattern.removeprefix("re:") for pattern in format.skip if method == "fp8" or pattern.startswith("re:")]
+    check_expressions("the modules that the quantization_config excludes", patterns)
+    return format
 
 
 def _fine_grained(config: Mapping[str, Any]) -> Fp8Format:

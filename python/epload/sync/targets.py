@@ -180,8 +180,7 @@ class ModelTarget(Target):
             filled |= {targets.index[name] for left_out in self.scope.left_out for name in of_all[left_out]}
         if self.scope.adapters:
             filled |= {targets.index[name] for name in added}
-        expected = {targets.index[name] for _, name in mapping.only} or range(len(targets.names))
-        missing = [name for i, name in enumerate(targets.names) if i in expected and i not in filled]
+        missing = targets.missing(mapping.only, filled)
         unexpected = [name for name, places in zip(names, placed, strict=True) if not places]
         unexpected += leftovers if self._alone else ()  # else perhaps of another model
         ignored = set(ignored_keys(mapping, names, missing, unexpected))
