@@ -8,9 +8,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from epload.errors import LoadError
 
+T = TypeVar("T")
 _EXIT_SECONDS = 5.0
 """Maximum seconds that process exit waits for threads that are still running, as some are after a failed load."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -35,12 +37,14 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
-    """Runs steps on up to ``count`` threads, this one among them. Once one has failed, no other is begun.
+def run_all(name: str, steps: Sequence[Callable[[], T]], count: int) -> list[T]:
+    """Runs steps on up to ``count`` threads, this one among them, and returns what they return, in their order. Once one has
+    failed, no other is begun.
 
     Raises:
         Exception: what the first of the steps that failed has raised; also an interrupt, once no thread runs a step any more.
     """
+    results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
     lock, numbered = threading.Lock(), iter(enumerate(steps))
 
@@ -51,7 +55,7 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
             if step is None:
                 return
             try:
-                step()
+                results[number] = step()
             except Exception as error:
                 failures[number] = error
 
@@ -70,6 +74,7 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
         raise
     if failures:
         raise failures[min(failures)]
+    return [results[number] for number in range(len(steps))]
 
 
 @atexit.register

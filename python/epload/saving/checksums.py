@@ -27,14 +27,9 @@ def hash_files(folder: NewFolder, control: Control) -> Digests:
 
     def hash_own() -> list[str]:
         chunks = [(path, number) for path in paths for number in _chunks(path)][index :: len(ranks)]
-        digests = [""] * len(chunks)
         with control.working("hashes its part of the checkpoint") as done:
-
-            def hash_one(i: int) -> None:
-                digests[i] = checksums.hash_chunk(*chunks[i], done)
-
-            threads.run_all("epload-hash", [partial(hash_one, i) for i in range(len(chunks))], read_threads(len(ranks)))
-        return digests
+            steps = [partial(checksums.hash_chunk, *chunk, done) for chunk in chunks]
+            return threads.run_all("epload-hash", steps, read_threads(len(ranks)))
 
     own = Attempt(hash_own)
     control.agree("hashing the files", own.failure, patience=2)
