@@ -33,7 +33,7 @@ path of a list, in the format of sha256sum or of ``checksums.json``; or a dict o
 Done = Callable[[int], None]
 """Called with the number of bytes after each part; may raise to stop."""
 _READ_BYTES = 4 << 20
-_PREFIX = "sha256:"
+PREFIX = "sha256:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _IN_CACHE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """Digest of a file in the cache of the Hub: sha256, or the one that git has for it."""
@@ -117,13 +117,13 @@ class Checksums:
             )
         if isinstance(given, Mapping):
             digests = {
-                name: FileDigests((str(digest).lower().removeprefix(_PREFIX),)) for name, digest in given.items()
+                name: FileDigests((str(digest).lower().removeprefix(PREFIX),)) for name, digest in given.items()
             }
             return cls("checksums=", _checked(digests, "checksums="))
         if given is True:
             return cls._next_to(checkpoint, "")
-        if isinstance(given, str) and given.startswith(_PREFIX):
-            if not _SHA256.fullmatch(digest := given.removeprefix(_PREFIX).lower()):
+        if isinstance(given, str) and given.startswith(PREFIX):
+            if not _SHA256.fullmatch(digest := given.removeprefix(PREFIX).lower()):
                 raise ValueError(f"expected checksums='sha256:' and 64 hexadecimal digits, got {given!r}")
             return cls._next_to(checkpoint, digest)
         if not isinstance(given, str | os.PathLike):
@@ -154,7 +154,7 @@ class Checksums:
             raise CheckpointError(f"cannot read the checksums in {path}: {error.strerror or error}") from error
         if digest and (actual := hashlib.sha256(raw).hexdigest()) != digest:
             raise CheckpointError(
-                f"{path} is not the one that was asked for: expected {_PREFIX}{digest}, got {_PREFIX}{actual}"
+                f"{path} is not the one that was asked for: expected {PREFIX}{digest}, got {PREFIX}{actual}"
             )
         return cls.parse(raw, path)
 
@@ -303,19 +303,3 @@ def hash_chunk(path: Path, number: int, done: Done = lambda nbytes: None) -> str
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Returns the number of chunks of a file; an empty one has one."""
     return max(1, -(-nbytes // chunk_bytes))
-
-
-def render(sizes: Mapping[str, int], digests: Mapping[str, Sequence[str]]) -> bytes:
-    """Returns the content of a ``checksums.json``.
-
-    Args:
-        sizes: bytes of each file.
-        digests: of the chunks of each file.
-    """
-    files = {name: {"bytes": sizes[name], "chunks": list(digests[name])} for name in sorted(sizes)}
-    return json.dumps({"algorithm": "sha256", "chunk_bytes": CHUNK_BYTES, "files": files}, indent=1).encode()
-
-
-def digest_of(content: bytes) -> str:
-    """Returns the digest of a list, as a load takes it."""
-    return _PREFIX + hashlib.sha256(content).hexdigest()

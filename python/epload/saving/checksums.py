@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -42,16 +43,15 @@ def hash_files(folder: NewFolder, control: Control) -> Digests:
 
 def publish(folder: Path, digests: Digests) -> str:
     """Writes the list of all files of a folder, those that are not hashed yet included. Returns its digest. Raises OSError."""
-    paths = sorted(folder.iterdir())
-    sizes = {path.name: path.stat().st_size for path in paths}
-    known = {
-        path.name: digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks(path)]
-        for path in paths
-    }
-    content = checksums.render(sizes, known)
+    files = {}
+    for path in sorted(folder.iterdir()):
+        known = digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks(path)]
+        files[path.name] = {"bytes": path.stat().st_size, "chunks": known}
+    described = {"algorithm": "sha256", "chunk_bytes": checksums.CHUNK_BYTES, "files": files}
+    content = json.dumps(described, indent=1).encode()
     with open(folder / file_sets.CHECKSUMS, "xb") as stream:
         stream.write(content)
-    return checksums.digest_of(content)
+    return checksums.PREFIX + hashlib.sha256(content).hexdigest()
 
 
 def _chunks(path: Path) -> range:
