@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.file_sets import CHECKSUMS
 from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.local_store import LocalFile
@@ -30,8 +30,6 @@ CHUNK_BYTES = 64 << 20
 AnyChecksums: TypeAlias = bool | str | os.PathLike[str] | Mapping[str, str]
 """True for those that are published next to the files; the digest ``"sha256:HEX"`` of the ``checksums.json`` next to them; the
 path of a list, in the format of sha256sum or of ``checksums.json``; or a dict of sha256 digests by file name. False for none."""
-Done = Callable[[int], None]
-"""Called with the number of bytes after each part; may raise to stop."""
 _READ_BYTES = 4 << 20
 PREFIX = "sha256:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,7 +61,7 @@ class HashedPart(NamedTuple):
     digest: str
     """The published one."""
 
-    def check(self, source: str, done: Done) -> None:
+    def check(self, source: str, done: Progress) -> None:
         """Reads the part, and compares its digest. Raises CheckpointError, naming the file and the chunk, if it is another."""
         is_git = len(self.digest) == 40
         digest = hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False) if is_git else hashlib.sha256()
@@ -116,9 +114,7 @@ class Checksums:
                 "leave it out"
             )
         if isinstance(given, Mapping):
-            digests = {
-                name: FileDigests((str(digest).lower().removeprefix(PREFIX),)) for name, digest in given.items()
-            }
+            digests = {name: FileDigests((str(digest).lower().removeprefix(PREFIX),)) for name, digest in given.items()}
             return cls("checksums=", _checked(digests, "checksums="))
         if given is True:
             return cls._next_to(checkpoint, "")
@@ -238,7 +234,7 @@ def _read(store: ByteStore, number: int, offset: int, nbytes: int) -> memoryview
     return as_memoryview(buffer)
 
 
-def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Done) -> None:
+def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Progress) -> None:
     end = offset + nbytes
     while offset < end:
         data = read(offset, min(_READ_BYTES, end - offset))
@@ -286,7 +282,7 @@ def _checked(files: dict[str, FileDigests], source: str) -> dict[str, FileDigest
 # ---- publishing them ----
 
 
-def hash_chunk(path: Path, number: int, done: Done = lambda nbytes: None) -> str:
+def hash_chunk(path: Path, number: int, done: Progress = lambda nbytes: None) -> str:
     """Returns the sha256 digest of a chunk of a file, by its number."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
