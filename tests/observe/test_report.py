@@ -15,8 +15,8 @@ import torch
 
 from epload import HierarchicalLoader, LoadReport, SaveReport, SyncReport, Topology
 from epload.observe import progress, slow
-from epload.observe.phases import PHASES, Phase
 from epload.observe.progress import Progress
+from epload.report import PHASES, Phase
 from support import ranks
 from support.small_model import NODES, meta_net, state_for
 
