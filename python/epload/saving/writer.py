@@ -159,35 +159,28 @@ def write_regions(
     copies, origins = plan
     on_cpu = torch.tensor([tensor.is_cpu for tensor in tensors], dtype=torch.bool)[copies.target]
     for row, (file, offset) in zip(copies.rows[on_cpu].tolist(), origins[on_cpu].tolist(), strict=True):
-        target, _, code, ndim = row[:4]
-        start, size, strides = (row[4 + i * copies.dims :][:ndim] for i in range(3))
         with report.timed("pack"):
-            region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code))
-            data, offsets = _runs(region, strides)
+            region, strides = region_of(row, copies.dims, tensors)
+            _, offsets = contiguous_runs(region.shape, strides)
+            data = as_memoryview(region)
         with report.timed("write") as block:
             block.nbytes, length = len(data), len(data) // len(offsets)
             for i, begin in enumerate(offsets):
-                folder.write(file, offset + begin, data[i * length : (i + 1) * length])
+                folder.write(file, offset + begin * region.element_size(), data[i * length : (i + 1) * length])
         wrote(block.nbytes)
     if not on_cpu.all():
         rest = copies.select(~on_cpu), origins[~on_cpu]
         _write_from_device(rest, tensors, folder, ranks, report, wrote)
 
 
-def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]]:
-    """Returns the bytes of a region as a row-major tensor has them, and where in the tensor each of its contiguous runs starts
-    (bytes). ``strides``: of the region in that tensor, in elements."""
-    region, dims = in_order(region, strides)
-    _, offsets = contiguous_runs(region.shape, [strides[dim] for dim in dims])
-    data = as_memoryview(region)
-    return data, [offset * region.element_size() for offset in offsets]
-
-
-def in_order(region: Tensor, strides: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Returns a region contiguous and in the order of a row-major tensor in which it has these strides (elements), and the dim of
-    the region that each dim was."""
-    dims = sorted(range(region.ndim), key=lambda dim: (region.shape[dim] > 1, -strides[dim]))
-    return region.permute(dims).resolve_conj().resolve_neg().contiguous(), dims
+def region_of(row: Sequence[int], dims: int, tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Returns the region of a row of a copy table for ``dims``: contiguous on CPU, with its dims in the order of the row-major
+    tensor in the file; and its strides in that tensor, in elements."""
+    target, _, code, ndim = row[:4]
+    start, size, strides = (row[4 + i * dims :][:ndim] for i in range(3))
+    region = tensors[target].detach()[box_slices(start, size)].to(dtypes.from_code(code)).cpu()
+    order = sorted(range(ndim), key=lambda dim: (size[dim] > 1, -strides[dim]))
+    return region.permute(order).resolve_conj().resolve_neg().contiguous(), [strides[dim] for dim in order]
 
 
 def _write_from_device(
