@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import config_next_to
 from epload.core import dtypes as dtype_names
@@ -19,14 +20,7 @@ from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_blocks
 from epload.model.targets import collect
-from epload.saving.quantized import (
-    CONFIG,
-    check_not_quantized,
-    declare,
-    module_of,
-    quantized_manifest,
-    select_weights,
-)
+from epload.saving.quantized import check_not_quantized, declare, module_of, quantized_manifest, select_weights
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""

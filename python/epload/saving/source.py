@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
@@ -26,7 +27,7 @@ from epload.saving.catalog import catalog
 from epload.saving.layout import DIFFUSION_MODEL, MODEL
 from epload.saving.megatron import in_float32, megatron_config
 from epload.saving.model_reader import ModelReader
-from epload.saving.quantized import CONFIG, QuantizedModel
+from epload.saving.quantized import QuantizedModel
 
 
 @dataclass

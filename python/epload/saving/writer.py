@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.file_sets import CHECKSUMS, DELTA
+from epload.checkpoint.file_sets import CHECKSUMS, CONFIG, DELTA
 from epload.core import dtypes
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
@@ -28,7 +28,6 @@ from epload.saving.checksums import hash_files, publish
 from epload.saving.folder import NewFolder, check_seen_by_all, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
-from epload.saving.quantized import CONFIG
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
