@@ -48,11 +48,8 @@ def read(opened: OpenFiles) -> list[StoredTensor]:
 
 
 def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
-    """Reads and checks the header; reads no tensor. Returns the tensors, ordered as their bytes are.
-
-    Args:
-        number: of the file in its store.
-    """
+    """Reads and checks the header; reads no tensor. Returns the tensors, ordered as their bytes are. ``number``: of the file in
+    its store."""
     prefix, size = file.read(0, 8), file.nbytes
     if len(prefix) < 8:
         raise CheckpointError(

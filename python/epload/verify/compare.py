@@ -39,10 +39,7 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
 def compare_headers(first: Manifest, second: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns the names in only one of two checkpoints (``only_first``, ``only_second``), the pairs of dtype and shape of tensors
     whose shapes differ (``shapes``) or only the dtypes (``dtypes``), and the names of tensors of equal shape (``common``).
-
-    Args:
-        pattern: compares only tensors whose name it matches anywhere.
-    """
+    ``pattern``: compares only tensors whose name it matches anywhere."""
     a, b = (
         {
             name: (dtypes.name(dtype), list(shape))
