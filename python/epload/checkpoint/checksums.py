@@ -108,7 +108,7 @@ class Checksums:
             ValueError, TypeError: ``given`` is nothing that names one, or the checkpoint has no files to compare.
         """
         store = checkpoint._store
-        if store is None or checkpoint.verified or not checkpoint.files:
+        if store is None or not checkpoint.files:
             raise ValueError(
                 f"checksums= compares the files of a checkpoint, and {redact(checkpoint.manifest.source)} has none of its own: "
                 "leave it out"

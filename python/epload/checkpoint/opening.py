@@ -25,10 +25,7 @@ from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
 
 FORMATS: dict[str, tuple[Callable[[StoredFile], FileFacts], Callable[[OpenFiles], Checkpoint]]] = {
-    ".safetensors": (
-        safetensors.file_facts,
-        lambda opened: FileCheckpoint.of(opened, safetensors.read(opened)),
-    ),
+    ".safetensors": (safetensors.file_facts, safetensors.read),
     ".distcp": (FileFacts.of, dcp.read),
     "": (torch_file.file_facts, torch_file.read),
 }
