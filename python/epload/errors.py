@@ -70,18 +70,14 @@ class RankExited(LoadError):
         )
 
 
-class CallOrderError(LoadError):
-    """Two threads of a process called epload at once, or a rank made its calls in another order. Others raise it as LoadError.
-
-    Both mistakes have the same message because ranks cannot always tell them apart. Each rank logs what it saw.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            "load() or coalesced_bcast() was called by two threads of a process at once, or in a different order on another "
-            "rank: make one call at a time, in the same order on every rank, and wait() for an epload.save_async() first "
-            "(EPLOAD_LOG=info shows the ranks and threads)"
-        )
+def call_order_error() -> LoadError:
+    """Returns the error for two threads of a process that call epload at once, and for a rank that makes its calls in another
+    order: ranks cannot always tell these mistakes apart. Each logs what it saw."""
+    return LoadError(
+        "load() or coalesced_bcast() was called by two threads of a process at once, or in a different order on another "
+        "rank: make one call at a time, in the same order on every rank, and wait() for an epload.save_async() first "
+        "(EPLOAD_LOG=info shows the ranks and threads)"
+    )
 
 
 _BY_NAME: dict[str, type[Exception]] = {

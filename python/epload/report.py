@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from epload.observe.phases import PHASES, Phase
 from epload.observe.plot import plot
 from epload.observe.render import count, list_keys, show_bytes, show_rate
 from epload.observe.trace import Events, save_trace
@@ -23,7 +22,21 @@ _UNRATED = "unpack"
 """This phase counts the bytes of whole buckets. A rank may keep only few of them, so their rate has no meaning."""
 _MIN_SECONDS = 0.0005
 """Phases that took less, and handled no bytes, are not shown."""
+PHASES = ("plan", "materialize", "read", "inter_node", "intra_node", "unpack", "verify", "wait")
+"""The phases of a load or a sync."""
 SAVE_PHASES = ("plan", "pack", "write", "sync")
+
+
+@dataclass
+class Phase:
+    """Time and bytes of one phase on this rank. Phases of different buckets overlap."""
+
+    seconds: float = 0.0
+    """Wall time on the host. For device work, this is the time to queue it and to wait for it where that is unavoidable."""
+    nbytes: int = 0
+    """Bytes handled in this phase."""
+    cpu_seconds: float = 0.0
+    """CPU time of epload's Python threads, without gloo's threads and the native threads that read files."""
 
 
 @dataclass(repr=False)
@@ -175,7 +188,7 @@ class TransferReport(Report):
             ImportError: matplotlib is not installed.
         """
         if (ranks := self._traced()) is not None:
-            plot(ranks, path)
+            plot(ranks, path, PHASES)
 
     def _trace_metadata(self) -> dict[str, str]:
         """Returns facts about the whole operation, by name."""

@@ -271,11 +271,15 @@ def test_another_rank_reads_the_commit_of_the_first(steps: dict[str, Path], tmp_
     assert named == [("org/step-3", COMMIT), ("org/step-2", None), ("org/step-1", None)]
 
 
-def test_a_base_on_the_hub_is_named_by_its_commit(steps: dict[str, Path], tmp_path: Path) -> None:
+def test_a_base_on_the_hub_is_named_by_its_commit(
+    steps: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "local").mkdir()
+    monkeypatch.chdir(tmp_path / "local")  # in which the base is no path
     state = state_for(2)
     with serving(_steps_server(steps)) as server:
         with pointing(server.address, tmp_path / "cache"):
-            epload.save(state, tmp_path / "local", base="org/step-3")
+            epload.save(state, ".", base="org/step-3")
             assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)
         with pointing(server.address, tmp_path / "cache", offline=True):
             assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)

@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 import epload
 from epload import HierarchicalLoader, LoadOptions, LoadReport, SaveReport, SyncReport, Topology
 from epload.observe import progress, slow
-from epload.observe.phases import PHASES, Phase
 from epload.observe.progress import Progress
 from epload.observe.trace import ROUND, Event, Events, merge_events, save_trace
+from epload.report import PHASES, Phase
 from support import ranks
 from support.checks import all_fine
 from support.failures import Slow, must_raise

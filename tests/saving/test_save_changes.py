@@ -223,7 +223,6 @@ def test_damaged_changes_are_refused(chain: Path) -> None:
 
 def test_chains_are_bounded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "MAX_LINKS", 2)
-    monkeypatch.setattr("epload.saving.changes.MAX_LINKS", 2)
     state = read_all(epload.Checkpoint.open(chain / "3"))
     must_raise(ValueError, "ends a chain of 2 deltas", epload.save, state, chain / "4", base=chain / "3")
     epload.convert(chain / "3", chain / "flat")

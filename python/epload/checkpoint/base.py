@@ -197,17 +197,21 @@ def read_tensor(checkpoint: Checkpoint, tensor: int) -> Tensor:
     return next(read_in_chunks(checkpoint, tensor, prod(shape) or 1), empty).reshape(shape)
 
 
-def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int) -> Iterator[Tensor]:
+def read_in_chunks(checkpoint: Checkpoint, tensor: int, elements: int, within: int = 0) -> Iterator[Tensor]:
     """Yields the elements of a tensor on CPU, in row-major order, so many at a time.
 
     Args:
         tensor: its index in the manifest.
+        within: number of elements of equal parts of the tensor, of which each chunk has one only; 0 for one part.
 
     Raises:
         CheckpointError: they cannot be read.
     """
     dtype, count = checkpoint.manifest.dtypes[tensor], prod(checkpoint.manifest.shapes[tensor])
-    for begin in range(0, count, elements):
-        buffer = torch.empty(min(elements, count - begin) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    begin, within = 0, within or count
+    while begin < count:
+        length = min(elements, within - begin % within)
+        buffer = torch.empty(length * dtype.itemsize, dtype=torch.uint8, device="cpu")
         checkpoint.fill(buffer, [Piece(tensor, begin * dtype.itemsize, 0, len(buffer))])
         yield buffer.view(dtype)
+        begin += length

@@ -31,7 +31,7 @@ SPAN_BYTES = 64 << 20
 Source = str | os.PathLike[str]
 """A path or URL."""
 Progress = Callable[[int], None]
-"""Called with a number of bytes after each read."""
+"""Called with a number of bytes after each part of some work; may raise to stop it."""
 Shared = tuple[str, Sequence[str]]
 """The source, and the names of the files, in the manifest of the rank that has opened a checkpoint."""
 

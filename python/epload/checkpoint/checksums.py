@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.byte_store import ByteStore, StoredFile
+from epload.checkpoint.byte_store import ByteStore, Progress, StoredFile
 from epload.checkpoint.file_sets import CHECKSUMS
 from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.local_store import LocalFile
@@ -30,10 +30,8 @@ CHUNK_BYTES = 64 << 20
 AnyChecksums: TypeAlias = bool | str | os.PathLike[str] | Mapping[str, str]
 """True for those that are published next to the files; the digest ``"sha256:HEX"`` of the ``checksums.json`` next to them; the
 path of a list, in the format of sha256sum or of ``checksums.json``; or a dict of sha256 digests by file name. False for none."""
-Done = Callable[[int], None]
-"""Called with the number of bytes after each part; may raise to stop."""
 _READ_BYTES = 4 << 20
-_PREFIX = "sha256:"
+PREFIX = "sha256:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _IN_CACHE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """Digest of a file in the cache of the Hub: sha256, or the one that git has for it."""
@@ -63,7 +61,7 @@ class HashedPart(NamedTuple):
     digest: str
     """The published one."""
 
-    def check(self, source: str, done: Done) -> None:
+    def check(self, source: str, done: Progress) -> None:
         """Reads the part, and compares its digest. Raises CheckpointError, naming the file and the chunk, if it is another."""
         is_git = len(self.digest) == 40
         digest = hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False) if is_git else hashlib.sha256()
@@ -110,20 +108,18 @@ class Checksums:
             ValueError, TypeError: ``given`` is nothing that names one, or the checkpoint has no files to compare.
         """
         store = checkpoint._store
-        if store is None or checkpoint.verified or not checkpoint.files:
+        if store is None or not checkpoint.files:
             raise ValueError(
                 f"checksums= compares the files of a checkpoint, and {redact(checkpoint.manifest.source)} has none of its own: "
                 "leave it out"
             )
         if isinstance(given, Mapping):
-            digests = {
-                name: FileDigests((str(digest).lower().removeprefix(_PREFIX),)) for name, digest in given.items()
-            }
+            digests = {name: FileDigests((str(digest).lower().removeprefix(PREFIX),)) for name, digest in given.items()}
             return cls("checksums=", _checked(digests, "checksums="))
         if given is True:
             return cls._next_to(checkpoint, "")
-        if isinstance(given, str) and given.startswith(_PREFIX):
-            if not _SHA256.fullmatch(digest := given.removeprefix(_PREFIX).lower()):
+        if isinstance(given, str) and given.startswith(PREFIX):
+            if not _SHA256.fullmatch(digest := given.removeprefix(PREFIX).lower()):
                 raise ValueError(f"expected checksums='sha256:' and 64 hexadecimal digits, got {given!r}")
             return cls._next_to(checkpoint, digest)
         if not isinstance(given, str | os.PathLike):
@@ -154,7 +150,7 @@ class Checksums:
             raise CheckpointError(f"cannot read the checksums in {path}: {error.strerror or error}") from error
         if digest and (actual := hashlib.sha256(raw).hexdigest()) != digest:
             raise CheckpointError(
-                f"{path} is not the one that was asked for: expected {_PREFIX}{digest}, got {_PREFIX}{actual}"
+                f"{path} is not the one that was asked for: expected {PREFIX}{digest}, got {PREFIX}{actual}"
             )
         return cls.parse(raw, path)
 
@@ -202,11 +198,8 @@ class Checksums:
         return parts
 
     def parts_of(self, file: StoredFile, read: Callable[[int, int], Any]) -> list[HashedPart]:
-        """Returns the parts of a file.
-
-        Raises:
-            CheckpointError: the list does not name the file, or names several, or describes one of another size.
-        """
+        """Returns the parts of a file. Raises CheckpointError: the list does not name the file, or names several, or describes
+        one of another size."""
         named = self._by_name.get(file.name, set())
         if len(named) > 1:
             raise CheckpointError(
@@ -238,7 +231,7 @@ def _read(store: ByteStore, number: int, offset: int, nbytes: int) -> memoryview
     return as_memoryview(buffer)
 
 
-def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Done) -> None:
+def _hash(read: Callable[[int, int], Any], offset: int, nbytes: int, digest: Any, done: Progress) -> None:
     end = offset + nbytes
     while offset < end:
         data = read(offset, min(_READ_BYTES, end - offset))
@@ -286,7 +279,7 @@ def _checked(files: dict[str, FileDigests], source: str) -> dict[str, FileDigest
 # ---- publishing them ----
 
 
-def hash_chunk(path: Path, number: int, done: Done = lambda nbytes: None) -> str:
+def hash_chunk(path: Path, number: int, done: Progress = lambda nbytes: None) -> str:
     """Returns the sha256 digest of a chunk of a file, by its number."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
@@ -303,19 +296,3 @@ def hash_chunk(path: Path, number: int, done: Done = lambda nbytes: None) -> str
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Returns the number of chunks of a file; an empty one has one."""
     return max(1, -(-nbytes // chunk_bytes))
-
-
-def render(sizes: Mapping[str, int], digests: Mapping[str, Sequence[str]]) -> bytes:
-    """Returns the content of a ``checksums.json``.
-
-    Args:
-        sizes: bytes of each file.
-        digests: of the chunks of each file.
-    """
-    files = {name: {"bytes": sizes[name], "chunks": list(digests[name])} for name in sorted(sizes)}
-    return json.dumps({"algorithm": "sha256", "chunk_bytes": CHUNK_BYTES, "files": files}, indent=1).encode()
-
-
-def digest_of(content: bytes) -> str:
-    """Returns the digest of a list, as a load takes it."""
-    return _PREFIX + hashlib.sha256(content).hexdigest()

@@ -378,11 +378,8 @@ def content_digest(checkpoint: Checkpoint, sampled: bool = False) -> str:
     """Returns a digest of the names, shapes and dtypes of a checkpoint's tensors, and of samples of their bytes. It does not
     depend on the format or the order.
 
-    The samples are up to 512 bytes at each 16th of the bytes of all tensors, sorted by name. Raises CheckpointError.
-
-    Args:
-        sampled: whether also a :class:`DeltaCheckpoint` is read, which has the digest in its index.
-    """
+    The samples are up to 512 bytes at each 16th of the bytes of all tensors, sorted by name. Raises CheckpointError. ``sampled``:
+    whether also a :class:`DeltaCheckpoint` is read, which has the digest in its index."""
     if isinstance(checkpoint, DeltaCheckpoint) and not sampled:
         return checkpoint.digest
     manifest = checkpoint.manifest

@@ -98,11 +98,8 @@ def _address(name: str, revision: str) -> str:
 
 
 def _download(hub: Any, name: str, revision: str, variant: str, progress: Progress) -> Path:
-    """Returns the folder in the cache.
-
-    Raises:
-        CheckpointError: the model is not on the Hub, or not accessible, or neither reachable nor cached.
-    """
+    """Returns the folder in the cache. Raises CheckpointError: the model is not on the Hub, or not accessible, or neither
+    reachable nor cached."""
     try:
         info = hub.HfApi().model_info(name, revision=revision or None)
     except Exception as error:
@@ -139,11 +136,8 @@ def _library(name: str) -> Any:
 
 
 def _required(hub: Any, names: Sequence[str], name: str, commit: str, variant: str) -> list[str]:
-    """Returns the files of a model that are loaded: one set of weights, with its index and the configuration.
-
-    Args:
-        names: all files, but for those in folders.
-    """
+    """Returns the files of a model that are loaded: one set of weights, with its index and the configuration. ``names``: all
+    files, but for those in folders."""
 
     def content(file: str) -> bytes:
         return read_regular(hub.hf_hub_download(name, file, revision=commit))

@@ -35,11 +35,8 @@ class Index:
     """One index file, parsed when its content is asked for. Not trusted."""
 
     def __init__(self, file: StoredFile, limit: int = _MAX_BYTES, salt: bytes = b"") -> None:
-        """Raises CheckpointError if it has more than ``limit`` bytes; OSError.
-
-        Args:
-            salt: anything else than the content on which the meaning of the index depends.
-        """
+        """Raises CheckpointError if it has more than ``limit`` bytes; OSError. ``salt``: anything else than the content on which
+        the meaning of the index depends."""
         if file.nbytes > limit:
             raise CheckpointError(
                 f"{file} has {file.nbytes} bytes, expected at most {limit} from its name: replace it, or save it again"
@@ -50,11 +47,8 @@ class Index:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file that holds each tensor, by name; it may omit tensors.
-
-        Raises:
-            CheckpointError: the index is malformed, or names something else than files in its own folder.
-        """
+        """The file that holds each tensor, by name; it may omit tensors. Raises CheckpointError: the index is malformed, or names
+        something else than files in its own folder."""
         try:
             weight_map = dict(json.loads(self.raw)["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -51,11 +51,8 @@ Version = tuple[int, str]
 
 
 def connect(url: str) -> Client:
-    """Raises CheckpointError if no client is installed for the scheme, or it does not take the address.
-
-    Args:
-        url: of a folder, with credentials and query if it has them.
-    """
+    """Raises CheckpointError if no client is installed for the scheme, or it does not take the address. ``url``: of a folder,
+    with credentials and query if it has them."""
     scheme, missing = url.partition("://")[0], []
     for client in (ObstoreClient, FsspecClient) if scheme in _OBSTORE else (FsspecClient,):
         try:

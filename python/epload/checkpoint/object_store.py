@@ -183,14 +183,7 @@ class ObjectStore(ByteStore):
 
 def _in_threads(call: Callable[[S], T], values: Iterable[S]) -> list[T]:
     """Returns what a function returns for each value, by REQUESTS threads at once, or as many as can be started."""
-    values = list(values)
-    results: dict[int, T] = {}
-
-    def step(number: int) -> None:
-        results[number] = call(values[number])
-
-    threads.run_all("epload-get", [partial(step, number) for number in range(len(values))], REQUESTS)
-    return [results[number] for number in range(len(values))]
+    return threads.run_all("epload-get", [partial(call, value) for value in values], REQUESTS)
 
 
 def _requests(ranges: Tensor) -> list[list[_Range]]:

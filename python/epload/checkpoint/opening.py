@@ -25,10 +25,7 @@ from epload.core.pieces import Quantization
 from epload.errors import CheckpointError
 
 FORMATS: dict[str, tuple[Callable[[StoredFile], FileFacts], Callable[[OpenFiles], Checkpoint]]] = {
-    ".safetensors": (
-        safetensors.file_facts,
-        lambda opened: FileCheckpoint.of(opened, safetensors.read(opened)),
-    ),
+    ".safetensors": (safetensors.file_facts, safetensors.read),
     ".distcp": (FileFacts.of, dcp.read),
     "": (torch_file.file_facts, torch_file.read),
 }
@@ -177,10 +174,7 @@ def _read(
     store: ByteStore, source: str, known: Manifest | None, index: Index | None = None, has_config: bool = True
 ) -> Checkpoint:
     """Returns the checkpoint of open files. Without parsing, if the headers and the index are those of the known manifest.
-
-    Args:
-        has_config: True if the configuration in their folder is theirs.
-    """
+    ``has_config``: True if the configuration in their folder is theirs."""
     facts = list(map(_facts, store.files))
     manifest = known and known.with_files(source, index.digest if index is not None else "", facts)
     checkpoint: Checkpoint

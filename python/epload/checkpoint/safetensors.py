@@ -15,6 +15,7 @@ from typing import Any
 
 from epload.checkpoint import unsupported
 from epload.checkpoint.byte_store import StoredFile
+from epload.checkpoint.file_checkpoint import FileCheckpoint
 from epload.checkpoint.index import without_duplicates
 from epload.checkpoint.open_files import FileFacts, OpenFiles, StoredTensor
 from epload.core.dtypes import SAFETENSORS
@@ -36,23 +37,20 @@ def file_facts(file: StoredFile) -> FileFacts:
     return FileFacts.of(file, prefix + file.read(8, length), 8 + length)
 
 
-def read(opened: OpenFiles) -> list[StoredTensor]:
-    """Reads the headers of files. Raises as :func:`read_layout`."""
+def read(opened: OpenFiles) -> FileCheckpoint:
+    """Reads the headers of files. Raises CheckpointError, OSError."""
     layouts = [read_layout(file, number) for number, file in enumerate(opened.store.files)]
     tensors = list(chain.from_iterable(layouts))
     # Some files have one rank's parts, unless an index names them.
     if any(tensor.start is not None for tensor in tensors):
         starts = [None if opened.index else tensor.start or (0,) * len(tensor.shape) for tensor in tensors]
         tensors = [tensor._replace(start=start) for tensor, start in zip(tensors, starts, strict=True)]
-    return tensors
+    return FileCheckpoint.of(opened, tensors)
 
 
 def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
-    """Reads and checks the header; reads no tensor. Returns the tensors, ordered as their bytes are.
-
-    Args:
-        number: of the file in its store.
-    """
+    """Reads and checks the header; reads no tensor. Returns the tensors, ordered as their bytes are. ``number``: of the file in
+    its store."""
     prefix, size = file.read(0, 8), file.nbytes
     if len(prefix) < 8:
         raise CheckpointError(

@@ -69,11 +69,8 @@ def check_devices() -> Finding:
 
 
 def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Checks the staging buffers of a node: two waves, in anonymous files, which need no space in /dev/shm.
-
-    Args:
-        memory, group: as in procfs, and in version 2 of cgroups.
-    """
+    """Checks the staging buffers of a node: two waves, in anonymous files, which need no space in /dev/shm. ``memory``,
+    ``group``: as in procfs, and in version 2 of cgroups."""
     try:
         os.close(os.memfd_create("epload"))
     except OSError as error:

@@ -53,12 +53,14 @@ def call(name: str, function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
-    """Runs steps on up to ``count`` threads, this one among them. Once one has failed, no other is begun.
+def run_all(name: str, steps: Sequence[Callable[[], T]], count: int) -> list[T]:
+    """Runs steps on up to ``count`` threads, this one among them, and returns what they return, in their order. Once one has
+    failed, no other is begun.
 
     Raises:
         Exception: what the first of the steps that failed has raised; also an interrupt, once no thread runs a step any more.
     """
+    results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
     lock, numbered = threading.Lock(), iter(enumerate(steps))
 
@@ -69,7 +71,7 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
             if step is None:
                 return
             try:
-                step()
+                results[number] = step()
             except Exception as error:
                 failures[number] = error
 
@@ -86,6 +88,7 @@ def run_all(name: str, steps: Sequence[Callable[[], None]], count: int) -> None:
         raise
     if failures:
         raise failures[min(failures)]
+    return [results[number] for number in range(len(steps))]
 
 
 @atexit.register

@@ -8,7 +8,7 @@ from typing import Any
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.log import logger
-from epload.errors import CallOrderError, ManifestMismatch
+from epload.errors import ManifestMismatch, call_order_error
 from epload.model.dtensor import describe_mesh
 from epload.model.targets import Targets
 from epload.observe.render import list_first
@@ -30,10 +30,10 @@ Its size does not depend on the number of ranks."""
 
 
 def check_same_loader(numbers: dict[int, int]) -> None:
-    """Raises CallOrderError if ranks are in loads of different loaders."""
+    """Raises LoadError if ranks are in loads of different loaders."""
     if len(set(numbers.values())) > 1:
         logger.info("ranks in loads of different loaders: %s", numbers)
-        raise CallOrderError
+        raise call_order_error()
 
 
 def check_same_options(options: dict[int, str]) -> None:

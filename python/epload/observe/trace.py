@@ -99,11 +99,8 @@ def merge_events(ranks: Iterable[Events]) -> list[Events]:
 
 
 def save_trace(ranks: Iterable[Events], path: str | PathLike[str], metadata: Mapping[str, str]) -> None:
-    """Writes events in the Trace Event Format. Each rank is a process, and each of its threads a track.
-
-    Args:
-        metadata: facts about the whole operation, by name.
-    """
+    """Writes events in the Trace Event Format. Each rank is a process, and each of its threads a track. ``metadata``: facts about
+    the whole operation, by name."""
     described = [event for events in ranks for event in _describe(events)]
     content = {"traceEvents": described, "displayTimeUnit": "ms", "otherData": dict(metadata)}
     Path(path).write_text(json.dumps(content, allow_nan=False))

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from epload.core.log import logger
 from epload.errors import (
-    CallOrderError,
     RankExited,
     RemoteFailure,
     WaitTimeout,
+    call_order_error,
     is_known,
     kind_of,
     make_error,
@@ -266,12 +266,12 @@ def encode_report(what: str, failure: BaseException | None, view: Any) -> str:
 
 
 def reduce_reports(what: str, views: Views, reduce: Callable[[dict[int, Any]], Any]) -> str:
-    """Returns the decision as JSON. Raises the error of the ranks that failed, or CallOrderError if one is in another round."""
+    """Returns the decision as JSON. Raises the error of the ranks that failed, or LoadError if one is in another round."""
     parsed = [(json.loads(text), ranks) for text, ranks in views.items()]
     reports = dict(sorted((rank, report) for report, ranks in parsed for rank in ranks))
     if any(report["at"] != what for report, _ in parsed):
         logger.info("ranks in different rounds: %s", {rank: report["at"] for rank, report in reports.items()})
-        raise CallOrderError
+        raise call_order_error()
     errors = {rank: report["error"] for rank, report in reports.items() if report["error"]}
     if errors:
         causes = {rank: error for rank, error in errors.items() if error[0] != RemoteFailure.__name__} or errors

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from epload.core.log import logger
-from epload.errors import CallOrderError, LoadError, message_of
+from epload.errors import LoadError, call_order_error, message_of
 from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
@@ -115,8 +115,8 @@ def _refuse(call: Call, number: int, other: Call) -> Exception:
     by = "the same thread" if other.thread is call.thread else f"thread {other.thread.name}"
     logger.info("rank %d refuses %s, as %s is in %s", control.rank, call.what, by, other.what)
     if not call.distinguishable_from(other):
-        other.topology.control.abort(CallOrderError())
-    failure = control.refuse(number, CallOrderError())
+        other.topology.control.abort(call_order_error())
+    failure = control.refuse(number, call_order_error())
     if not failure.clean:
         call.topology.stale = True
     return failure.error()

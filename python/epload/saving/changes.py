@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epload.checkpoint import file_sets, hub
+from epload.checkpoint import delta, file_sets, hub
 from epload.checkpoint.base import Checkpoint
-from epload.checkpoint.delta import MAX_LINKS, DeltaCheckpoint, DeltaChunk, content_digest, encode_index, read_boxes
 from epload.checkpoint.manifest import Manifest
 from epload.core.buffers import as_memoryview
 from epload.core.columns import arange
 from epload.core.copy_table import byte_view
-from epload.core.placement import Box, box_slices
+from epload.core.placement import Box
 from epload.core.views import View
 from epload.errors import CheckpointError
 from epload.native import ops
@@ -29,7 +28,7 @@ from epload.saving.folder import NewFolder
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan
 from epload.saving.source import SavedModel
-from epload.saving.writer import Wrote, in_order
+from epload.saving.writer import Wrote, region_of
 
 
 class BaseCheckpoint:
@@ -63,7 +62,7 @@ class BaseCheckpoint:
         base, self._checkpoint = Path(source).expanduser().resolve(), Checkpoint.open(source)
         with closing(self._checkpoint):
             self._check_chain(path, base)
-            self.digest = content_digest(self._checkpoint)
+            self.digest = delta.content_digest(self._checkpoint)
         manifest = self._checkpoint.manifest
         relative = os.path.relpath(base, path.parent.resolve() / path.name)
         self.name = hub.at_commit(manifest.source) or Path(relative).as_posix()
@@ -77,22 +76,21 @@ class BaseCheckpoint:
 
         ``base``: where the first link is, as the index will say.
         """
-        link, links = self._checkpoint, 1
-        while True:
+        chain = delta.chain_of(self._checkpoint)
+        for number, link in enumerate(chain):
+            if hub.at_commit(link.manifest.source):
+                continue
             source = Path(link.manifest.source)
             # Its file may be a link to another folder.
-            named = base if links == 1 else source.parent.resolve() / source.name
+            named = source.parent.resolve() / source.name if number else base
             for needed in (source.resolve(), named):
                 if path.resolve() in (needed, *needed.parents):
                     raise ValueError(
                         f"{path} cannot be saved as changes of itself: its base needs {needed}; pass another path"
                     )
-            if not isinstance(link, DeltaCheckpoint):
-                break
-            link, links = link.base, links + 1
-        if links > MAX_LINKS:
+        if len(chain) > delta.MAX_LINKS:
             raise ValueError(
-                f"{self._checkpoint.manifest.source} ends a chain of {MAX_LINKS} deltas, the longest that is read: save without "
+                f"{chain[0].manifest.source} ends a chain of {delta.MAX_LINKS} deltas, the longest that is read: save without "
                 "base= now and then, or convert one of them"
             )
 
@@ -127,17 +125,17 @@ class BaseCheckpoint:
         out, base = (torch.empty(size, dtype=torch.uint8) for size in (ops.encoded_limit(largest), largest))
         table, end = [], 0
         rows = zip(copies.boxes(), origins.tolist(), strict=True)
-        for (target, _, dtype, start, size, strides), (tensor, offset) in rows:
+        for (target, _, dtype, *box_in_model), (tensor, offset) in rows:
             with report.timed("pack"):
-                region = tensors[target].detach()[box_slices(start, size)].to(dtype).cpu()
-                data = byte_view(in_order(region, strides)[0])
-                view = View((0,) * len(size), size, offset // region.element_size(), strides)
+                region, strides = region_of(tensors[target], dtype, *box_in_model)
+                data, shape = byte_view(region), tuple(region.shape)
+                view = View((0,) * region.ndim, shape, offset // region.element_size(), tuple(strides))
                 box = next(parts_of_view(view, manifest.shapes[tensor], 0)).box
                 before, nbytes = self._encode(tensor, box, data, base[: len(data)], out)
             with report.timed("write") as block:
                 folder.write(number, end, as_memoryview(out[:nbytes]))
                 block.nbytes = nbytes
-            table.append([tensor, *DeltaChunk(number, end, nbytes, before, ops.checksum(data), box).to_row()])
+            table.append([tensor, *delta.DeltaChunk(number, end, nbytes, before, ops.checksum(data), box).to_row()])
             end += nbytes
             wrote(len(data))
         folder.add(_table(folder, number).name, json.dumps(table).encode())
@@ -151,7 +149,7 @@ class BaseCheckpoint:
         number of bytes in ``out``, 0 if nothing has changed."""
         before = 0
         if (number := self._numbers[tensor]) >= 0:
-            read_boxes(self._checkpoint, [(number, box, 0)], base)
+            delta.read_boxes(self._checkpoint, [(number, box, 0)], base)
             before = ops.checksum(base)
             if torch.equal(base, data):
                 return before, 0
@@ -164,26 +162,26 @@ class BaseCheckpoint:
     def describe(self, folder: NewFolder) -> Mapping[str, bytes]:
         """Returns the index, by its name. Called when all ranks have written; deletes their tables."""
         manifest = self._saved.manifest
-        chunks: list[list[DeltaChunk]] = [[] for _ in manifest.names]
+        chunks: list[list[delta.DeltaChunk]] = [[] for _ in manifest.names]
         files = []
         for number, name in enumerate(folder.layout.names):
             files.append((name, folder.path_of(number).stat().st_size))
             table = _table(folder, number)
             for tensor, *row in json.loads(table.read_bytes()):
-                chunks[tensor].append(DeltaChunk.from_row(row, len(manifest.shapes[tensor])))
+                chunks[tensor].append(delta.DeltaChunk.from_row(row, len(manifest.shapes[tensor])))
             table.unlink()
         kinds = zip(manifest.dtypes, manifest.shapes, chunks, strict=True)
         tensors = dict(zip(manifest.names, kinds, strict=True))
 
         def encoded(digest: str) -> bytes:
-            return encode_index(self.name, self.digest, digest, self._saved.config, files, tensors)
+            return delta.encode_index(self.name, self.digest, digest, self._saved.config, files, tensors)
 
         # The folder is next to its final place, from where the base has the same relative path.
         draft = folder.temporary / file_sets.DELTA
         draft.write_bytes(encoded(""))
         with closing(Checkpoint.open(folder.temporary)) as opened:
-            assert isinstance(opened, DeltaCheckpoint)
-            digest = content_digest(opened, sampled=True)
+            assert isinstance(opened, delta.DeltaCheckpoint)
+            digest = delta.content_digest(opened, sampled=True)
         draft.unlink()
         return {file_sets.DELTA: encoded(digest)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,14 +28,9 @@ def hash_files(folder: NewFolder, control: Control) -> Digests:
 
     def hash_own() -> list[str]:
         chunks = [(path, number) for path in paths for number in _chunks(path)][index :: len(ranks)]
-        digests = [""] * len(chunks)
         with control.working("hashes its part of the checkpoint") as done:
-
-            def hash_one(i: int) -> None:
-                digests[i] = checksums.hash_chunk(*chunks[i], done)
-
-            threads.run_all("epload-hash", [partial(hash_one, i) for i in range(len(chunks))], read_threads(len(ranks)))
-        return digests
+            steps = [partial(checksums.hash_chunk, *chunk, done) for chunk in chunks]
+            return threads.run_all("epload-hash", steps, read_threads(len(ranks)))
 
     own = Attempt(hash_own)
     control.agree("hashing the files", own.failure, patience=2)
@@ -47,16 +43,15 @@ def hash_files(folder: NewFolder, control: Control) -> Digests:
 
 def publish(folder: Path, digests: Digests) -> str:
     """Writes the list of all files of a folder, those that are not hashed yet included. Returns its digest. Raises OSError."""
-    paths = sorted(folder.iterdir())
-    sizes = {path.name: path.stat().st_size for path in paths}
-    known = {
-        path.name: digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks(path)]
-        for path in paths
-    }
-    content = checksums.render(sizes, known)
+    files = {}
+    for path in sorted(folder.iterdir()):
+        known = digests.get(path.name) or [checksums.hash_chunk(path, number) for number in _chunks(path)]
+        files[path.name] = {"bytes": path.stat().st_size, "chunks": known}
+    described = {"algorithm": "sha256", "chunk_bytes": checksums.CHUNK_BYTES, "files": files}
+    content = json.dumps(described, indent=1).encode()
     with open(folder / file_sets.CHECKSUMS, "xb") as stream:
         stream.write(content)
-    return checksums.digest_of(content)
+    return checksums.PREFIX + hashlib.sha256(content).hexdigest()
 
 
 def _chunks(path: Path) -> range:

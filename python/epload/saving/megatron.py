@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from epload.checkpoint.base import Checkpoint
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
@@ -100,7 +101,7 @@ def megatron_config(names_from: Any, dtype: torch.dtype) -> dict[str, bytes]:
     if not config:
         return {}
     config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
-    return {"config.json": json.dumps(config | {"dtype": dtype_names.name(dtype)}, indent=2).encode()}
+    return {CONFIG: json.dumps(config | {"dtype": dtype_names.name(dtype)}, indent=2).encode()}
 
 
 def in_float32(names: Collection[str]) -> set[str]:

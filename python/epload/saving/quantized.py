@@ -35,7 +35,6 @@ from epload.model.targets import Targets
 from epload.ranks.maxima import as_integers, reduce_maxima
 from epload.ranks.topology import Topology
 
-CONFIG = "config.json"
 _NOT_QUANTIZED = re.compile(r"(^|[._])(lm_head|gate|router)$")
 """Linear layers that stay as they are: heads, and routers of Mixture-of-Experts models. ``gate_proj`` is none."""
 _EXPERT = re.compile(r"(experts)\.\d+\..*")

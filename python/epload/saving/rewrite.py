@@ -6,29 +6,21 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.opening import config_next_to
 from epload.core import dtypes as dtype_names
 from epload.core.buffers import as_memoryview
-from epload.core.pieces import Piece
 from epload.mapping.precision import left_in_fp32, model_by_config
 from epload.mapping.quantize import Quantize
 from epload.mapping.quantized_targets import quantize_blocks
 from epload.model.targets import collect
-from epload.saving.quantized import (
-    CONFIG,
-    check_not_quantized,
-    declare,
-    module_of,
-    quantized_manifest,
-    select_weights,
-)
+from epload.saving.quantized import check_not_quantized, declare, module_of, quantized_manifest, select_weights
 
 _CHUNK_ELEMENTS = 2 << 20
 """Read at once."""
@@ -74,20 +66,14 @@ class Rewrite:
 
     def _quantize(self, checkpoint: Checkpoint, tensor: int, number: int) -> Iterator[tuple[int, int, memoryview, int]]:
         """Reads whole rows of blocks."""
-        shape, dtype = checkpoint.manifest.shapes[tensor], checkpoint.manifest.dtypes[tensor]
-        *leading, rows, columns = shape
-        block, scale_offset = self._format.blocks(shape)[-2], 0
-        step = block * max(1, _CHUNK_ELEMENTS // (block * columns))
-        for matrix in range(prod(leading)):
-            for row in range(0, rows, step):
-                size = (min(step, rows - row), columns)
-                offset = (matrix * rows + row) * columns
-                buffer = torch.empty(prod(size) * dtype.itemsize, dtype=torch.uint8, device="cpu")
-                checkpoint.fill(buffer, [Piece(tensor, offset * dtype.itemsize, 0, len(buffer))])
-                narrow, scales = quantize_blocks(buffer.view(dtype).reshape(size), self._format)
-                yield number, offset, as_memoryview(narrow.contiguous()), len(buffer)
-                yield number + 1, scale_offset, as_memoryview(scales.contiguous()), 0
-                scale_offset += scales.nbytes
+        *_, rows, columns = shape = checkpoint.manifest.shapes[tensor]
+        row = self._format.blocks(shape)[-2] * columns
+        elements, offset, scale_offset = row * max(1, _CHUNK_ELEMENTS // row), 0, 0
+        for values in read_in_chunks(checkpoint, tensor, elements, within=rows * columns):
+            narrow, scales = quantize_blocks(values.view(-1, columns), self._format)
+            yield number, offset, as_memoryview(narrow.contiguous()), values.nbytes
+            yield number + 1, scale_offset, as_memoryview(scales.contiguous()), 0
+            offset, scale_offset = offset + narrow.nbytes, scale_offset + scales.nbytes
 
 
 def _weights(

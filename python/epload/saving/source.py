@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import quantized_with
 from epload.core import dtypes as dtype_names
@@ -26,7 +27,7 @@ from epload.saving.catalog import catalog
 from epload.saving.layout import DIFFUSION_MODEL, MODEL
 from epload.saving.megatron import in_float32, megatron_config
 from epload.saving.model_reader import ModelReader
-from epload.saving.quantized import CONFIG, QuantizedModel
+from epload.saving.quantized import QuantizedModel
 
 
 @dataclass
@@ -90,10 +91,7 @@ def read_model(model: nn.Module, mapping: AnyMapping, names_from: Any, dtype: to
 
 def with_dtype(manifest: Manifest, dtype: torch.dtype, exempt: Collection[str] = ()) -> Manifest:
     """Returns the manifest with this dtype for all floating-point tensors of at least 16 bits, except those named in ``exempt``.
-
-    Raises:
-        ValueError: weights are quantized: they would stay as they are, and what they are decoded with would be rounded.
-    """
+    Raises ValueError: weights are quantized: they would stay as they are, and what they are decoded with would be rounded."""
     if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
         scale, weight = next(iter(quantized.items()))
         stored = dtype_names.name(manifest.dtypes[manifest.names.index(weight)])
@@ -110,11 +108,8 @@ def _config_files(
     inner: Any, manifest: Manifest, dtype: torch.dtype | None, quantized: QuantizedModel | None
 ) -> dict[str, bytes]:
     """Returns ``config.json`` and ``generation_config.json`` of a model of transformers or diffusers, as ``save_pretrained``
-    writes them; of another one that is quantized a ``config.json`` that declares it.
-
-    Args:
-        manifest: of the tensors before they are quantized.
-    """
+    writes them; of another one that is quantized a ``config.json`` that declares it. ``manifest``: of the tensors before they are
+    quantized."""
     declared = {} if quantized is None else {"quantization_config": quantized.quantization_config}
     if is_diffusers(type(inner)):
         described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}

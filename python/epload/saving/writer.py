@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.file_sets import CHECKSUMS, DELTA
+from epload.checkpoint.file_sets import CHECKSUMS, CONFIG, DELTA
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
@@ -27,7 +27,6 @@ from epload.saving.checksums import hash_files, publish
 from epload.saving.folder import NewFolder, check_seen_by_all, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
-from epload.saving.quantized import CONFIG
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
@@ -160,32 +159,27 @@ def write_regions(
     rows = zip(copies.select(on_cpu).boxes(), origins[on_cpu].tolist(), strict=True)
     for (target, _, dtype, start, size, strides), (file, offset) in rows:
         with report.timed("pack"):
-            region = tensors[target].detach()[box_slices(start, size)].to(dtype)
-            data, offsets = _runs(region, strides)
+            region, in_file = region_of(tensors[target], dtype, start, size, strides)
+            _, offsets = contiguous_runs(region.shape, in_file)
+            data = as_memoryview(region)
         with report.timed("write") as block:
             block.nbytes, length = len(data), len(data) // len(offsets)
             for i, begin in enumerate(offsets):
-                folder.write(file, offset + begin, data[i * length : (i + 1) * length])
+                folder.write(file, offset + begin * region.element_size(), data[i * length : (i + 1) * length])
         wrote(block.nbytes)
     if not on_cpu.all():
         rest = copies.select(~on_cpu), origins[~on_cpu]
         _write_from_device(rest, tensors, folder, ranks, report, wrote)
 
 
-def _runs(region: Tensor, strides: Sequence[int]) -> tuple[memoryview, list[int]]:
-    """Returns the bytes of a region as a row-major tensor has them, and where in the tensor each of its contiguous runs starts
-    (bytes). ``strides``: of the region in that tensor, in elements."""
-    region, dims = in_order(region, strides)
-    _, offsets = contiguous_runs(region.shape, [strides[dim] for dim in dims])
-    data = as_memoryview(region)
-    return data, [offset * region.element_size() for offset in offsets]
-
-
-def in_order(region: Tensor, strides: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Returns a region contiguous and in the order of a row-major tensor in which it has these strides (elements), and the dim of
-    the region that each dim was."""
-    dims = sorted(range(region.ndim), key=lambda dim: (region.shape[dim] > 1, -strides[dim]))
-    return region.permute(dims).resolve_conj().resolve_neg().contiguous(), dims
+def region_of(
+    tensor: Tensor, dtype: torch.dtype, start: Sequence[int], size: Sequence[int], strides: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Returns a region of a tensor in another dtype: contiguous on CPU, with its dims in the order of the row-major tensor in the
+    file, in which it has ``strides`` (elements); and the strides in that order."""
+    region = tensor.detach()[box_slices(start, size)].to(dtype).cpu()
+    order = sorted(range(region.ndim), key=lambda dim: (size[dim] > 1, -strides[dim]))
+    return region.permute(order).resolve_conj().resolve_neg().contiguous(), [strides[dim] for dim in order]
 
 
 def _write_from_device(

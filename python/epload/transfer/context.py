@@ -14,13 +14,12 @@ from torch import Tensor
 
 from epload.errors import CheckpointError, LoadError, RemoteFailure, WaitTimeout, message_of
 from epload.native import ops
-from epload.observe.phases import Phase
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
 from epload.planning.schedule import Flow
 from epload.planning.streams import ExchangePlan, ExchangeRoles
 from epload.ranks.control import Control
-from epload.report import TransferReport
+from epload.report import Phase, TransferReport
 from epload.transfer.framing import BucketHeader, list_buckets, write_bytes
 
 Fill = Callable[[int, Tensor], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf, prod
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint, read_in_chunks
+from epload.checkpoint.byte_store import Progress
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 
 _CHUNK_ELEMENTS = 1 << 20
-Progress = Callable[[int], object]
-"""Called with the number of bytes after each read."""
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict[str, Any]]:
@@ -40,10 +39,7 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> Iterator[dict
 def compare_headers(first: Manifest, second: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     """Returns the names in only one of two checkpoints (``only_first``, ``only_second``), the pairs of dtype and shape of tensors
     whose shapes differ (``shapes``) or only the dtypes (``dtypes``), and the names of tensors of equal shape (``common``).
-
-    Args:
-        pattern: compares only tensors whose name it matches anywhere.
-    """
+    ``pattern``: compares only tensors whose name it matches anywhere."""
     a, b = (
         {
             name: (dtypes.name(dtype), list(shape))
