@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from epload import Manifest
-from epload.core.placement import (
-    Layout,
-    Sharded,
-    box_slices,
-    owned_intervals,
-    owned_regions,
-    row_major_strides,
-)
+from epload.core.placement import Layout, Sharded, box_slices, owned_intervals, owned_regions, row_major_strides
 from epload.core.views import Assembly, Shape, View, reshape, transpose
 from epload.errors import ModelMismatch
 from epload.native import ops

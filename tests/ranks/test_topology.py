@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,13 +27,6 @@ def discover(rank: int, machines: list[str] | None) -> tuple[tuple[tuple[int, ..
     return topo.nodes, topo.node, repr(topo)
 
 
-def test_ranks_of_one_machine_are_one_node() -> None:
-    for rank, (nodes, node, text) in enumerate(ranks.run(3, discover, None)):
-        assert nodes == ((0, 1, 2),)
-        assert node == (0, 1, 2)
-        assert f"rank {rank}" in text
-
-
 @pytest.mark.parametrize(
     ("machines", "nodes"),
     [
@@ -49,21 +39,6 @@ def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...]
     for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
         assert seen == nodes, "nodes are in the order of their first ranks"
         assert node == next(own for own in nodes if rank in own)
-
-
-def discover_without_heartbeats(rank: int) -> int:
-    """The watch has nothing to do of itself before a quarter of the timeout has passed."""
-    beat = mock.patch("epload.ranks.watch.Watch._beat", side_effect=AssertionError("waited for a heartbeat"))
-    times = [
-        mock.patch("epload.ranks.watch._FIRST_BEAT", float("inf")),
-        mock.patch("epload.ranks.heartbeat.INTERVAL", 3600.0),
-    ]
-    with beat, times[0], times[1]:
-        return len(Topology.discover(timeout=60).node)
-
-
-def test_a_message_of_a_new_link_wakes_its_receiver() -> None:
-    assert ranks.run(3, discover_without_heartbeats) == [3] * 3
 
 
 WRONG: dict[str, tuple[Nodes, str]] = {
@@ -106,51 +81,6 @@ def test_wrong_nodes_are_refused_on_every_rank() -> None:
             assert name.split()[1] in text, (name, text)
 
 
-UNEVEN: Nodes = [[0, 1, 2], [3, 4], [5, 6]]
-
-
-def routes(rank: int, nodes: Nodes) -> list[str]:
-    wrong = []
-    topo = Topology.from_nodes(nodes)
-    for src in sorted(r for node in nodes for r in node):
-        route = topo.route(src)
-        leaders = topo.leaders(src)
-        if (route.src, route.leader) != (src, next(r for r in topo.node if r in leaders)):
-            wrong.append(f"{src}: {route}")
-        for name, members in ((route.inter_group, leaders), (route.intra_group, topo.node)):
-            expected = rank in members and len(members) > 1
-            if bool(name) != expected:
-                wrong.append(f"{src}: {members} named {name!r}")
-            elif name:
-                group = dist.distributed_c10d._resolve_process_group(name)
-                found = group._get_backend(torch.device("cpu")).options.global_ranks_in_group
-                if (found, group.size()) != (sorted(members), len(members)):
-                    wrong.append(f"{src}: {name} is {found}, expected {members}")
-        if topo.route(src) != route:
-            wrong.append(f"{src}: groups were made twice")
-    first, usual = topo.route(0), topo.control.timeout
-    topo.control.timeout = timedelta(seconds=77)
-    other = topo.route(0)
-    for name in {other.inter_group, other.intra_group} - {""}:
-        timeout = dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
-        if timeout != timedelta(seconds=77):
-            wrong.append(f"a group with a timeout of {timeout}")
-    topo.control.timeout = usual
-    if topo.route(0) != first:
-        wrong.append("loads whose timeouts alternate make groups again and again")
-    names = {first.inter_group, first.intra_group, other.inter_group, other.intra_group} - {""}
-    topo.groups.clear()
-    if names & {topo.route(0).inter_group, topo.route(0).intra_group}:
-        wrong.append("a retired group came back")
-    return wrong
-
-
-@pytest.mark.parametrize("nodes", [UNEVEN, [[2, 0], [1]]], ids=["3+2+2", "2+1 out of order"])
-def test_routes_name_the_right_groups(nodes: Nodes) -> None:
-    world = sum(map(len, nodes))
-    assert ranks.run(world, routes, nodes) == [[]] * world
-
-
 def halves(rank: int, nodes: Nodes | None) -> list[str]:
     """Two halves work at the same time and never call anything together. ``nodes`` are those of the second half."""
     members = [[0, 1], [2, 3, 4]]
@@ -188,25 +118,6 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
 
 def test_parts_of_a_job_work_side_by_side() -> None:
     assert ranks.run(5, halves, [[2, 4], [3]]) == [[]] * 5
-
-
-def not_a_member(rank: int) -> list[str]:
-    group = dist.new_group([0, 1])
-    wrong = []
-    if rank == 2:
-        other = raised(lambda: Topology.from_nodes([[0, 1]], group=group))
-        if other[0] not in ("ValueError", "TypeError"):
-            wrong.append(str(other))
-    else:
-        for nodes, part in (([[0, 1], [2]], "[2]"), ([[0]], "[1]")):
-            kind, text = raised(lambda nodes=nodes: Topology.from_nodes(nodes, group=group))  # type: ignore[misc]
-            if kind != "ValueError" or part not in text:
-                wrong.append(f"{nodes}: {kind} {text}")
-    return wrong
-
-
-def test_nodes_must_be_those_of_the_group() -> None:
-    assert ranks.run(3, not_a_member) == [[]] * 3
 
 
 def test_without_a_process_group() -> None:

@@ -133,10 +133,7 @@ def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str)
             raise RuntimeError("peer access is not supported")
         return opens(*args)
 
-    with (
-        mock.patch.object(ops, "open_memory", some),
-        receiving(meeting, model, stage=stage) as receiver,
-    ):
+    with mock.patch.object(ops, "open_memory", some), receiving(meeting, model, stage=stage) as receiver:
         for version in (1, 2, 3):
             text = outcome(receiver.receive_weights)
             if not text:
@@ -313,10 +310,7 @@ def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
         return text
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected", "stage"),
-    [("negated", "", "host"), ("freed", "too few", "device")],
-)
+@pytest.mark.parametrize(("kind", "expected", "stage"), [("negated", "", "host"), ("freed", "too few", "device")])
 def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: str) -> None:
     sends = Job(1, send_model, (partial(make_unreadable, kind),), setup=setup)
     sent, received = run([sends, Job(1, receive_unreadable, (stage,), setup=setup)])

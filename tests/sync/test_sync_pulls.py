@@ -17,13 +17,7 @@ from epload.sync import pulling
 from epload.sync.pulling import Puller, SenderMemory
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import (
-    CCL,
-    move_to_cpu,
-    receive_late,
-    send_late,
-    send_versions,
-)
+from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
 from support.jobs import Job, Meeting, run
 from support.small_syncs import names_culprit, outcome, receiving, trainer
 from support.sync_jobs import VERSIONS, engine, receive, send

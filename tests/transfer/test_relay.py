@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from datetime import timedelta
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,10 +43,6 @@ def ring_step(rank: int, world: int, root: int, begin: int, end: int) -> Step:
     return begin, end, source, -1, -1 if to == root else to, -1
 
 
-def messages(steps: list[Step], chunk: int) -> int:
-    return sum(-(-(end - begin) // chunk) * sum(peer >= 0 for peer in peers) for begin, end, *peers in steps)
-
-
 def check(
     what: str, rank: int, steps: list[Step], inter: str, intra: str, chunk: int, own: list[tuple[int, int]], salt: int
 ) -> list[str]:
@@ -62,14 +54,10 @@ def check(
         bucket[begin:end] = whole[begin:end]
     for begin, end, *_ in steps:
         expected[begin:end] = whole[begin:end]
-    count = ops.relay(bucket, table(steps), inter, intra, chunk)
-    problems = []
-    if not torch.equal(bucket, expected):
-        at = int((bucket != expected).nonzero()[0])
-        problems.append(f"{what}: {int((bucket != expected).sum())} bytes are wrong, the first at {at}")
-    if count != messages(steps, chunk):
-        problems.append(f"{what}: {count} messages, expected {messages(steps, chunk)}")
-    return problems
+    ops.relay(bucket, table(steps), inter, intra, chunk)
+    return [f"{what}: bytes {(bucket != expected).nonzero()[:9].flatten().tolist()} are wrong"] * (
+        not bucket.equal(expected)
+    )
 
 
 def rings(rank: int, world: int) -> list[str]:
@@ -85,7 +73,7 @@ def rings(rank: int, world: int) -> list[str]:
 
 
 def stripes_at_once(rank: int, world: int, group: dist.ProcessGroup) -> list[str]:
-    """Every rank is the root of two stripes; each takes its own first, then those of the rank before, and so on."""
+    """Every rank is the root of two stripes."""
     problems = []
     for chunk in (*CHUNKS, 331):
         steps, own = [], []
@@ -122,64 +110,33 @@ def wrong_arguments(rank: int) -> list[str]:
     pair = name_of(group)
     problems = []
 
-    def refused(what: str, text: str, bucket: Tensor, steps: Any, inter: str = pair, chunk: int = 10) -> None:
-        before = bucket.clone()
-        kind, message = raised(lambda: ops.relay(bucket, steps, inter, "", chunk))
-        if kind != "ValueError" or text not in message or not torch.equal(bucket, before):
-            problems.append(f"{what}: {kind} {message}")
-
-    bucket = content()
-    one: Step = (0, 10, -1, -1, -1, -1)
-    refused("end", "step 1 covers bytes [0, 10008)", bucket, table([one, (0, SIZE + 1, -1, -1, -1, -1)]))
-    refused("begin", "step 0 covers bytes [-1", bucket, table([(-1, 4, -1, -1, -1, -1)]))
-    refused("turned", "step 0 covers bytes [9, 8)", bucket, table([(9, 8, -1, -1, -1, -1)]))
-    refused("two sources", "two ranks, 0 and 1", bucket, table([(0, 8, 0, 1, -1, -1)]))
-    refused("chunk", "chunk_bytes", bucket, table([one]), chunk=0)
-    refused("chunk", "chunk_bytes", bucket, table([one]), chunk=-5)
-    refused("dtype", "uint8", content().view(torch.int8), table([one]))
-    refused("dims", "1-D", content(10_000).reshape(100, 100), table([one]))
-    refused("strides", "contiguous", content()[::2], table([one]))
-    refused("columns", "steps of 6 numbers, got 5", bucket, torch.zeros(2, 5, dtype=torch.int64))
-    refused("dtype of steps", "int64", bucket, torch.zeros(1, 6, dtype=torch.int32))
-    refused("no such group", "no such name", bucket, table([one]), inter="no such name")
-    refused("a rank outside its group", "2", bucket, table([(0, 8, -1, -1, 2, -1)]))
-    refused("a source outside its group", "2", bucket, table([(0, 8, 2, -1, -1, -1)]))
-    refused("no group", "1", bucket, table([(0, 8, -1, -1, 1, -1)]), inter="")
+    bucket, one = content(), (0, 10, -1, -1, -1, -1)
+    wrong: list[tuple[str, Tensor, Tensor, dict[str, Any]]] = [
+        ("step 1 covers bytes [0, 10008)", bucket, table([one, (0, SIZE + 1, -1, -1, -1, -1)]), {}),
+        ("step 0 covers bytes [-1", bucket, table([(-1, 4, -1, -1, -1, -1)]), {}),
+        ("step 0 covers bytes [9, 8)", bucket, table([(9, 8, -1, -1, -1, -1)]), {}),
+        ("two ranks, 0 and 1", bucket, table([(0, 8, 0, 1, -1, -1)]), {}),
+        ("chunk_bytes", bucket, table([one]), {"chunk": 0}),
+        ("chunk_bytes", bucket, table([one]), {"chunk": -5}),
+        ("uint8", content().view(torch.int8), table([one]), {}),
+        ("1-D", content(10_000).reshape(100, 100), table([one]), {}),
+        ("contiguous", content()[::2], table([one]), {}),
+        ("steps of 6 numbers, got 5", bucket, torch.zeros(2, 5, dtype=torch.int64), {}),
+        ("int64", bucket, torch.zeros(1, 6, dtype=torch.int32), {}),
+        ("no such name", bucket, table([one]), {"inter": "no such name"}),
+        ("2", bucket, table([(0, 8, -1, -1, 2, -1)]), {}),
+        ("2", bucket, table([(0, 8, 2, -1, -1, -1)]), {}),
+        ("1", bucket, table([(0, 8, -1, -1, 1, -1)]), {"inter": ""}),
+    ]
+    for text, target, steps, options in wrong:
+        before = target.clone()
+        call = partial(ops.relay, target, steps, options.get("inter", pair), "", options.get("chunk", 10))
+        kind, message = raised(call)
+        if kind != "ValueError" or text not in message or not torch.equal(target, before):
+            problems.append(f"{text}: {kind} {message}")
     problems += check("afterwards", rank, [ring_step(rank, 2, 0, 0, SIZE)], pair, "", 999, [(0, SIZE)] * (rank == 0), 9)
     return problems
 
 
 def test_wrong_arguments() -> None:
     all_fine(ranks.run(2, wrong_arguments))
-
-
-# ---- a peer that is gone ----
-
-
-def without_a_peer(rank: int, victim: int, killed: bool, folder: Path) -> None:
-    """After a first round in which all took part, one rank is killed, or alive and silent; the others write what they raise."""
-    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4))
-    step = ring_step(rank, 3, 0, 0, 4 << 20)
-    bucket = content(4 << 20)
-    ops.relay(bucket, table([step]), name_of(group), "", 1 << 16)
-    dist.barrier()
-    others = [folder / str(other) for other in range(3) if other != victim]
-    if rank == victim and killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while rank == victim and not all(path.exists() for path in others):
-        time.sleep(0.05)
-    if rank != victim:
-        kind, _ = raised(lambda: [ops.relay(bucket, table([step]), name_of(group), "", 1 << 16) for _ in range(10_000)])
-        (folder / str(rank)).write_text(kind)
-
-
-@pytest.mark.parametrize(("victim", "killed"), [(0, True), (1, True), (2, False)])
-def test_ranks_beside_one_that_is_gone_raise(victim: int, killed: bool, tmp_path: Path) -> None:
-    """The first can send no more, the last receives nothing, and who is between hears of it from either."""
-    if killed:
-        with pytest.raises(ranks.RankFailed, match=f"rank {victim}: died"):
-            ranks.run(3, without_a_peer, victim, killed, tmp_path, limit=60)
-    else:
-        ranks.run(3, without_a_peer, victim, killed, tmp_path, limit=60)
-    raised_by = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert raised_by == {str(rank): "RuntimeError" for rank in range(3) if rank != victim}
