@@ -7,7 +7,7 @@ a load would wait for the others. On a fake accelerator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,12 +31,9 @@ PART = (0, 1, 3)
 def bind(rank: int, folder: Path) -> None:
     dist.barrier()
     dist.destroy_process_group()
-    init = f"file://{folder}/bound"
-    dist.init_process_group(
-        fakedev.BACKENDS, init_method=init, rank=rank, world_size=WORLD, device_id=torch.device(DEVICE)
-    )
-    assert dist.group.WORLD is not None
-    assert dist.group.WORLD.bound_device_id == torch.device(DEVICE)
+    init, device = f"file://{folder}/bound", torch.device(DEVICE)
+    dist.init_process_group(fakedev.BACKENDS, init_method=init, rank=rank, world_size=WORLD, device_id=device)
+    assert dist.group.WORLD.bound_device_id == device  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -44,11 +41,11 @@ def no_group_of_torchs() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a group was made by torch, which needs all ranks of the job")
 
-    with ExitStack() as stack:
-        for name in ("new_group", "split_group", "_new_process_group_helper"):
-            stack.enter_context(mock.patch.object(dist.distributed_c10d, name, refuse))
-            if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, refuse))
+    public = {"new_group": refuse, "split_group": refuse}
+    with (
+        mock.patch.multiple(dist, **public),
+        mock.patch.multiple(dist.distributed_c10d, _new_process_group_helper=refuse, **public),
+    ):
         yield
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, RankExited
@@ -16,15 +15,6 @@ from epload.ranks.control import Control
 from epload.ranks.rendezvous import rendezvous
 from support import ranks
 from support.failures import raised
-
-
-def test_one_rank_needs_no_store() -> None:
-    control = Control(None, (0,), 0)
-    assert control.agree("alone", None, [1], lambda views: views[0]) == [1]
-    with pytest.raises(CheckpointError, match="broken"):
-        control.agree("alone", CheckpointError("broken"))
-    with pytest.raises(ValueError, match="init_process_group"):
-        Control(None, (0, 1), 0)
 
 
 def make_control(rank: int, members: tuple[int, ...], node: str = "") -> Control:

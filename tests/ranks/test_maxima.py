@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -41,10 +42,8 @@ def three_ranks(rank: int) -> None:
         assert found.tolist()[:2] == [3.0, 0.0]
         assert found[2:4].isnan().all()
         assert found[4] == torch.tensor(1e-45)
-        text = outcome(lambda: reduce(topology, ValueError("no memory") if rank == 1 else own))
-        assert text == "no memory [rank 1]"
-        text = outcome(lambda: reduce(topology, own[: 5 - rank]))
-        assert "quantizes 5 blocks that ranks share" in text
+        assert outcome(lambda: reduce(topology, ValueError("none") if rank == 1 else own)) == "none [rank 1]"
+        assert "quantizes 5 blocks that ranks share" in outcome(lambda: reduce(topology, own[: 5 - rank]))
     assert reduce(topology, []).numel() == 0
 
 
@@ -60,15 +59,12 @@ def one_dies(rank: int) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     began = time.monotonic()
-    if rank == 1:
-        with mock.patch.object(Group, "all_reduce_maximum", die):
-            reduce(topology, [1.0])
-    text = outcome(lambda: reduce(topology, [1.0]))
+    with mock.patch.object(Group, "all_reduce_maximum", die) if rank == 1 else nullcontext():
+        text = outcome(lambda: reduce(topology, [1.0]))
     return text, time.monotonic() - began
 
 
 def test_a_rank_that_dies_is_named() -> None:
-    for outcomes in filter(None, ranks.run(4, one_dies, dying=(1,))):
-        text, seconds = outcomes
-        assert "rank 1 has exited" in text or "rank 1" in text, text
+    for text, seconds in filter(None, ranks.run(4, one_dies, dying=(1,))):
+        assert "rank 1" in text
         assert seconds < 10

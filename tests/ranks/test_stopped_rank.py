@@ -24,9 +24,9 @@ from epload.planning import schedule
 from epload.planning.waves import Wave
 from epload.transfer.engine import Engine
 from epload.transfer.shared_memory import BUFFERS
+from measure import PeakMemory
 from support import ranks
 from support.checks import all_fine
-from support.memory import anonymous_and_shared
 
 NODES = [[0, 1], [2, 3]]
 BUCKET = 4 << 20
@@ -91,28 +91,14 @@ def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: i
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False)
     seen: dict[str, Any] = {}
-    start = peak = anonymous_and_shared()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, anonymous_and_shared())
-
-    helpers = [threading.Thread(target=watch)]
+    waker = threading.Thread(target=wake, args=(victim, folder, seen))
     if rank == (victim + 1) % 4:
-        helpers.append(threading.Thread(target=wake, args=(victim, folder, seen)))
-    for helper in helpers:
-        helper.start()
-    try:
-        with stopping(rank, victim, folder):
-            loader.load(model, folder / "model.safetensors")
-    finally:
-        done.set()
-        for helper in helpers:
-            helper.join()
+        waker.start()
+    with PeakMemory() as memory, stopping(rank, victim, folder):
+        loader.load(model, folder / "model.safetensors")
     problems = []
-    if seen:
+    if rank == (victim + 1) % 4:
+        waker.join()
         neighbors = next(node for node in NODES if victim in node)
         if seen["state"] != "T" or seen["waves"][victim] != STOP_AT:
             problems.append(f"rank {victim} was not stopped: {seen}")
@@ -121,8 +107,8 @@ def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: i
         if not all(STOP_AT <= count <= STOP_AT + 3 * BUFFERS for count in seen["waves"]):
             problems.append(f"other nodes did not wait: {seen}")
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    if peak - start > shards + BUFFERS * BUCKET + SLACK:
-        problems.append(f"took {peak - start} bytes, with shards of {shards}")
+    if memory.above > shards + BUFFERS * BUCKET + SLACK:
+        problems.append(f"took {memory.above} bytes, with shards of {shards}")
     right = [bool((parameter.to_local() == i + 1).all()) for i, parameter in enumerate(model.parameters())]
     return problems if all(right) else [*problems, f"layers are wrong: {right}"]
 

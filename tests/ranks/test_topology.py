@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,30 +18,43 @@ from support.failures import raised
 Nodes = list[list[int]]
 
 
-def discover(rank: int, machines: list[str] | None) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], str]:
+def discover(rank: int, machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:
     if machines is not None:
         topology.machine_identity = lambda: machines[rank]  # this process is this rank's own
     topo = Topology.discover()
-    assert topo.rank == rank
-    assert rank in topo.node
+    assert topo.nodes == nodes, "nodes are in the order of their first ranks"
+    assert (topo.rank, topo.node) == (rank, next(own for own in nodes if rank in own))
+    assert f"rank {rank}" in repr(topo)
     tensors = [torch.full((5,), float(rank))]
     coalesced_bcast(tensors, src=1, topology=topo)
     assert tensors[0].tolist() == [1] * 5
-    return topo.nodes, topo.node, repr(topo)
 
 
 @pytest.mark.parametrize(
     ("machines", "nodes"),
     [
+        (None, ((0, 1, 2),)),
         (["a", "a", "b", "b"], ((0, 1), (2, 3))),
         (["b", "a", "b", "a"], ((0, 2), (1, 3))),
         (["a", "b", "c", "a", "c"], ((0, 3), (1,), (2, 4))),
     ],
 )
-def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...], ...]) -> None:
-    for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
-        assert seen == nodes, "nodes are in the order of their first ranks"
-        assert node == next(own for own in nodes if rank in own)
+def test_machines_become_nodes(machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:
+    ranks.run(sum(map(len, nodes)), discover, machines, nodes)
+
+
+def discover_without_heartbeats(rank: int) -> int:
+    """The watch has nothing to do of itself before a quarter of the timeout has passed."""
+    with (
+        mock.patch("epload.ranks.watch.Watch._beat", side_effect=AssertionError("waited for a heartbeat")),
+        mock.patch("epload.ranks.watch._FIRST_BEAT", float("inf")),
+        mock.patch("epload.ranks.heartbeat.INTERVAL", 3600.0),
+    ):
+        return len(Topology.discover(timeout=60).node)
+
+
+def test_a_message_of_a_new_link_wakes_its_receiver() -> None:
+    assert ranks.run(3, discover_without_heartbeats) == [3] * 3
 
 
 WRONG: dict[str, tuple[Nodes, str]] = {
@@ -59,8 +75,7 @@ def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
         seen[name] = raised(lambda nodes=nodes: Topology.from_nodes(nodes))  # type: ignore[misc]
     topo = Topology.from_nodes([[0, 2], [1]])  # a refused topology leaves no trace
     for src in (-1, 3, 10**12):
-        seen[f"leaders {src}"] = raised(lambda src=src: topo.leaders(src))  # type: ignore[misc]
-        seen[f"route {src}"] = raised(lambda src=src: topo.route(src))  # type: ignore[misc]
+        seen[f"src {src}"] = raised(lambda src=src: coalesced_bcast([], src, topo))  # type: ignore[misc]
     tensors = [torch.full((3,), float(rank))]
     coalesced_bcast(tensors, src=2, topology=topo)
     seen["after"] = ("", str(tensors[0].tolist()))
@@ -74,11 +89,8 @@ def test_wrong_nodes_are_refused_on_every_rank() -> None:
     assert seen.pop("after") == ("", "[2.0, 2.0, 2.0]")
     for name, (kind, text) in seen.items():
         assert kind == "ValueError", (name, text)
-        if name in WRONG:
-            assert WRONG[name][1] in text, (name, text)
-        else:
-            assert "[0, 1, 2]" in text, (name, text)
-            assert name.split()[1] in text, (name, text)
+        for part in (WRONG[name][1],) if name in WRONG else ("[0, 1, 2]", name.split()[1]):
+            assert part in text, (name, text)
 
 
 def halves(rank: int, nodes: Nodes | None) -> list[str]:
@@ -86,26 +98,26 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
     members = [[0, 1], [2, 3, 4]]
     made = [dist.new_group(ranks) for ranks in members]
     half = int(rank > 1)
+    group, own, stranger = made[half], members[half], members[1 - half][0]
     wrong = []
-    topo = (
-        Topology.from_nodes(nodes, group=made[1]) if half and nodes is not None else Topology.discover(group=made[half])
-    )
-    if topo.ranks != tuple(members[half]):
+    for others, part in (([own, [stranger]], f"[{stranger}]"), ([own[:-1]], f"[{own[-1]}]")):
+        kind, text = raised(partial(Topology.from_nodes, others, group=group))
+        wrong += [] if kind == "ValueError" and part in text else [f"{others}: {kind} {text}"]
+    kind, text = raised(partial(Topology.from_nodes, [members[1 - half]], group=made[1 - half]))
+    wrong += [] if kind in ("ValueError", "TypeError") else [f"a group of others: {kind} {text}"]
+    topo = Topology.from_nodes(nodes, group=group) if half and nodes is not None else Topology.discover(group=group)
+    if topo.ranks != tuple(own):
         wrong.append(f"ranks {topo.ranks}")
-    for turn, src in enumerate(members[half] * 2):
+    for turn, src in enumerate(own * 2):
         tensors = [torch.full((40,), float(100 * turn + rank)), torch.tensor(rank)]
         # The halves differ in the number of their calls, so that a hidden common step would hang.
         for _ in range(1 + half):
-            coalesced_bcast(
-                tensors, src=src, topology=topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2]
-            )
+            coalesced_bcast(tensors, src, topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2])
         if tensors[0].tolist() != [100 * turn + src] * 40 or int(tensors[1]) != src:
             wrong.append(f"src {src}: {tensors}")
-    if (stranger := raised(lambda: coalesced_bcast([torch.zeros(1)], src=4 - 4 * half, topology=topo)))[
-        0
-    ] != "ValueError":
-        wrong.append(f"a source of the other half: {stranger}")
-    src = members[half][-1]
+    if raised(lambda: coalesced_bcast([torch.zeros(1)], src=stranger, topology=topo))[0] != "ValueError":
+        wrong.append("a source of the other half")
+    src = own[-1]
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     state = {k: torch.arange(v.numel(), dtype=v.dtype).view_as(v) + 1000 * half for k, v in model.state_dict().items()}
     loader = HierarchicalLoader(topology=topo, src=src, progress=False)
