@@ -1,33 +1,26 @@
 """The op on a fake asynchronous accelerator, over groups that behave as NCCL's and as HCCL's: the same contract as on CPU,
-one explicit stream, and every wait and lifetime rule shown to be needed by a library that lacks it."""
+one explicit stream, and what is queued before, beside and after a call."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from epload import Topology, coalesced_bcast
 from epload.native import ops
 from support import broadcasts as contract
 from support import fakedev, ranks
-from support.accelerator import ExternalStream
+from support.accelerator import DEVICE, SEMANTICS, ExternalStream
 from support.broadcasts import Refusals, agree
 from support.failures import raised
-from support.fakedev import build
-from support.region_copies import Problem, check_equal, problems
-
-DEVICE = f"{fakedev.NAME}:0"
-SEMANTICS = pytest.mark.parametrize("semantics", fakedev.SEMANTICS)
-
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -40,8 +33,7 @@ def test_every_byte_arrives(world: int, semantics: str) -> None:
 
 @SEMANTICS
 def test_tensors_sent_in_place_and_parameters(semantics: str) -> None:
-    setup = partial(fakedev.setup, semantics)
-    assert ranks.run(3, contract.in_place_and_parameters, DEVICE, setup=setup) == [[]] * 3
+    assert ranks.run(3, contract.in_place_and_parameters, DEVICE, setup=partial(fakedev.setup, semantics)) == [[]] * 3
 
 
 def test_raw_op_with_groups_of_new_group() -> None:
@@ -52,11 +44,9 @@ def on_streams(rank: int, semantics: str) -> list[str]:
     """The work is on the stream that was given, else on the current one, and nowhere else."""
     wrong = []
     topo = Topology.from_nodes([[0, 1], [2, 3]])
-    side, given = torch.Stream(DEVICE), torch.Stream(DEVICE)
-    default = torch.accelerator.current_stream(DEVICE)
-    for salt, (current, stream) in enumerate(
-        [(default, None), (default, given), (side, None), (side, given), (side, side), (side, default)]
-    ):
+    side, given, default = torch.Stream(DEVICE), torch.Stream(DEVICE), torch.accelerator.current_stream(DEVICE)
+    ways = [(default, None), (default, given), (side, None), (side, given), (side, side), (side, default)]
+    for salt, (current, stream) in enumerate(ways):
         with current:
             case = f"current {current.stream_id}, given {stream.stream_id if stream else None}"
             for src, nbytes in ((0, 1000), (3, 100), (1, 1 << 20)):
@@ -67,15 +57,11 @@ def on_streams(rank: int, semantics: str) -> list[str]:
             tensors = [torch.zeros(50, device=DEVICE)[::2] for _ in range(4)]
             with fakedev.traced() as seen:
                 coalesced_bcast(tensors, topology=topo, bucket_bytes=300, stream=stream)
-            ours = (stream or current).stream_id
-            theirs = {s.stream_id for s in fakedev.group_streams()}
-            steps = {(name, stream) for _, stream, name in seen if name in ("copy", "broadcast")}
-            moved = {stream for name, stream in steps if name == "copy"}
-            sent = {stream for name, stream in steps if name == "broadcast"}
-            if moved != {ours}:
-                wrong.append(f"{case}: packed or unpacked on streams {moved}")
-            if not sent <= (theirs if semantics == "hccl" else {ours}):
-                wrong.append(f"{case}: broadcast on streams {sent}")
+            ours = {(stream or current).stream_id}
+            theirs = {s.stream_id for s in fakedev.group_streams()} if semantics == "hccl" else ours
+            moved, sent = ({stream for _, stream, name in seen if name == what} for what in ("copy", "broadcast"))
+            if moved != ours or not sent <= theirs:
+                wrong.append(f"{case}: packed or unpacked on streams {moved}, broadcast on {sent}")
     return wrong
 
 
@@ -95,9 +81,8 @@ def without_waiting(rank: int) -> list[str]:
     with fakedev.holding(stream):
         coalesced_bcast(tensors, topology=topo, bucket_bytes=500, stream=stream)
         idle = stream.query()
-    return ["the stream was idle"] * idle + [
-        f"tensor {i} differs" for i, c in enumerate(contents) if not torch.equal(tensors[i].cpu(), c)
-    ]
+    differ = [i for i, content in enumerate(contents) if not torch.equal(tensors[i].cpu(), content)]
+    return ["the stream was idle"] * idle + [f"tensor {i} differs" for i in differ]
 
 
 @SEMANTICS
@@ -121,37 +106,27 @@ def wrong_use(rank: int) -> tuple[list[str], dict[str, str]]:
     see.check("hccl", "ValueError", ["HCCL", "EPLOAD_NPU=1"], [one], topology=ascend)
     odd, two = rank == 2, torch.full((5,), float(rank), device=DEVICE)
     on = torch.Stream(DEVICE)
-    see.check(
-        "rank 2's stream",
-        "ValueError",
-        [f"{fakedev.NAME}:1", "rank 2"],
-        [one, two],
-        stream=torch.Stream(other.device) if odd else on,
-    )
+    mine = torch.Stream(other.device) if odd else on
+    see.check("rank 2's stream", "ValueError", [f"{fakedev.NAME}:1", "rank 2"], [one, two], stream=mine)
     see.check("rank 2's external", "ValueError", [*external, "rank 2"], [one, two, one], stream=of_npu if odd else on)
     see.check("rank 2's devices", "ValueError", ["one device", "rank 2"], [two, other if odd else one])
     wrong, texts = see.answer()
 
-    def refused(what: str, parts: list[str], call: Callable[[list[Tensor]], object]) -> None:
-        kind, text = raised(lambda: call([one, one + 1]))
+    def refused(parts: list[str], more: list[Tensor], *arguments: Any) -> None:
+        kind, text = raised(lambda: ops.coalesced_bcast([one, one + 1, *more], *arguments))
         if kind != "ValueError" or any(part not in text for part in parts) or one.tolist() != [rank] * 4:
-            wrong.append(f"{what}: {kind}: {text}, {one}")
+            wrong.append(f"{arguments}: {kind}: {text}, {one}")
 
     everyone = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     host_group = str(host_only.group.group_name)  # type: ignore[union-attr]
     ascend_group = str(ascend.group.group_name)  # type: ignore[union-attr]
-    two = [f"{fakedev.NAME}:1", DEVICE]
-    elsewhere = torch.Stream(other.device)
-    refused("op, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, everyone, "", 100, "two_level"))
-    refused("op, stream", two, lambda t: ops.coalesced_bcast(t, 0, everyone, "", 100, "two_level", elsewhere))
-    refused("one rank, devices", two, lambda t: ops.coalesced_bcast([*t, other], 0, "", "", 100, "two_level"))
-    refused("one rank, stream", two, lambda t: ops.coalesced_bcast(t, 0, "", "", 100, "two_level", elsewhere))
-    for what, group, parts in (
-        ("no backend", host_group, [host_group, fakedev.NAME]),
-        ("hccl", ascend_group, ["HCCL", "EPLOAD_NPU=1"]),
-    ):
-        refused(what, parts, lambda t: ops.coalesced_bcast(t, 0, group, "", 100, "two_level"))  # noqa: B023
-        refused(f"{what}, node", parts, lambda t: ops.coalesced_bcast(t, 0, "", group, 100, "two_level"))  # noqa: B023
+    two, rest = [f"{fakedev.NAME}:1", DEVICE], (100, "two_level")
+    for group in (everyone, ""):  # "" is that of one rank
+        refused(two, [other], 0, group, "", *rest)
+        refused(two, [], 0, group, "", *rest, torch.Stream(other.device))
+    for group, parts in ((host_group, [host_group, fakedev.NAME]), (ascend_group, ["HCCL", "EPLOAD_NPU=1"])):
+        refused(parts, [], 0, group, "", *rest)
+        refused(parts, [], 0, "", group, *rest)
     return wrong, texts
 
 
@@ -177,130 +152,91 @@ def test_the_backends_are_those_of_the_topologys_group() -> None:
     assert ranks.run(3, in_a_group_of_its_own, setup=host_job) == [[]] * 3
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(problems(), st.booleans())
-def without_kernels(problem: Problem, unpack: bool) -> None:
-    check_equal(problem, unpack, ops.unpack if unpack else ops.pack, DEVICE)
-
-
-def in_process(rank: int) -> None:
-    without_kernels()
-
-
-def test_region_copy_of_a_device_without_its_own() -> None:
-    assert ranks.run(1, in_process, setup=fakedev.setup) == [None]
-
-
-BROKEN_ROUNDS, RIGHT_ROUNDS = 5, 20
-
-
 class Scene:
-    """Calls of the library that can be broken, arranged so that a rule's absence shows on some rank, and always does."""
+    """Calls on a stream of their own, two packed buckets each, while one of the streams does not move for a while."""
 
     def __init__(self, rank: int) -> None:
-        torch.ops.load_library(str(build.library()))
         self.rank = rank
-        self.topology = Topology.from_nodes([[0, 1], [2, 3]])  # holds the groups
-        self.route = self.topology.route(0)
+        self.topology = Topology.from_nodes([[0, 1], [2, 3]])
         self.caller, self.given = torch.Stream(DEVICE), torch.Stream(DEVICE)
         self.default = torch.accelerator.current_stream(DEVICE)
 
     def contents(self, salt: int) -> list[Tensor]:
         return [torch.arange(75.0) + 1000 * i + 10_000 * (salt + 1) for i in range(6)]
 
+    def own(self, salt: int) -> list[Tensor]:
+        return [content if self.rank == 0 else torch.zeros(75) for content in self.contents(salt)]
+
     def tensors(self, salt: int) -> list[Tensor]:
-        made = [(c if self.rank == 0 else torch.zeros(75)).to(DEVICE) for c in self.contents(salt)]
+        made = [content.to(DEVICE) for content in self.own(salt)]
         torch.accelerator.synchronize()
         return made
 
-    def call(self, tensors: list[Tensor]) -> None:
-        """Two buckets, packed, since three of the tensors fit in each."""
-        torch.ops.epload_test.coalesced_bcast(
-            tensors, 0, self.route.inter_group, self.route.intra_group, 1000, "two_level", self.given
-        )
-
-    def agree(self, stream: torch.Stream, broken: bool) -> None:
-        """Lets a broken library do its harm. The right one is still waiting, as it should, after any time."""
-        until = time.monotonic() + (20 if broken else 0.01)
-        while not stream.query() and time.monotonic() < until:
+    def call(self, tensors: list[Tensor], late: torch.Stream) -> None:
+        """``late``: the stream that has to wait; what does not wait for it is done long before."""
+        coalesced_bcast(tensors, topology=self.topology, bucket_bytes=1000, stream=self.given)
+        until = time.monotonic() + 0.01
+        while not late.query() and time.monotonic() < until:
             time.sleep(0.0005)
 
     def equal(self, tensors: list[Tensor], salt: int) -> bool:
         torch.accelerator.synchronize()
         return all(map(torch.equal, [t.cpu() for t in tensors], self.contents(salt)))
 
-    def entry_wait(self, salt: int, broken: bool) -> bool:
-        """The values are not there yet when the op is called."""
-        tensors = self.tensors(salt)
-        values = [(c if self.rank == 0 else torch.zeros(75)).pin_memory() for c in self.contents(salt + 1)]
+    def values_that_come_late(self, salt: int) -> bool:
+        tensors, values = self.tensors(salt), [content.pin_memory() for content in self.own(salt + 1)]
         with self.caller:
             with fakedev.holding(self.caller):
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value, non_blocking=True)
-                self.call(tensors)
-                self.agree(self.given, broken)
+                self.call(tensors, self.given)
             return self.equal(tensors, salt + 1)
 
-    def exit_wait(self, salt: int, broken: bool) -> bool:
-        """The tensors are read as soon as the op has returned, and overwritten."""
+    def tensors_that_are_read_and_overwritten_at_once(self, salt: int) -> bool:
         tensors = self.tensors(salt)
         with self.caller:
             with fakedev.holding(self.given):
-                self.call(tensors)
+                self.call(tensors, self.caller)
                 read = [t.clone() for t in tensors]
                 for tensor in tensors:
                     tensor.fill_(7.0)
-                self.agree(self.caller, broken)
             return self.equal(read, salt)
 
-    def allocation(self, salt: int, broken: bool) -> bool:
-        """Another stream asks for memory while the op is still to run."""
+    def memory_that_another_stream_asks_for(self, salt: int) -> bool:
         tensors = self.tensors(salt)
         with self.caller:
             with fakedev.holding(self.given):
-                self.call(tensors)
+                self.call(tensors, self.caller)
                 with self.default:
                     mine = [torch.full((1000,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
                 self.default.synchronize()
-            right = self.equal(tensors, salt)
-            return right and all(bool((m == 7).all()) for m in mine)
+            return self.equal(tensors, salt) and all(bool((m == 7).all()) for m in mine)
 
-    def staging_reuse(self, salt: int, broken: bool) -> bool:
-        """The groups' own streams, where there are such, have not sent the first bucket when the second could be packed."""
+    def groups_that_are_slow(self, salt: int) -> bool:
+        """Their own streams, where they have such, have not sent the first bucket when the second could be packed."""
         tensors = self.tensors(salt)
-        streams = fakedev.group_streams()
-        for stream in streams:
-            fakedev.hold(stream)
-        self.call(tensors)
-        self.agree(self.given, broken)
-        for stream in streams:
-            fakedev.release(stream)
+        with ExitStack() as stack:
+            for stream in fakedev.group_streams():
+                stack.enter_context(fakedev.holding(stream))
+            self.call(tensors, self.given)
         return self.equal(tensors, salt)
 
 
-def rounds(rank: int, rule: str) -> tuple[list[bool], list[bool]]:
-    """Whether this rank was right in each round: of the broken library, of the right one."""
-    scene = Scene(rank)
-    scene.call(scene.tensors(0))
-    answers: tuple[list[bool], list[bool]] = ([], [])
-    for broken, count, answer in ((False, RIGHT_ROUNDS, answers[1]), (True, BROKEN_ROUNDS, answers[0])):
-        os.environ["EPLOAD_TEST_BREAK"] = rule if broken else ""
-        for salt in range(count):
-            answer.append(getattr(scene, rule)(salt, broken))
-            dist.barrier()
-    return answers
+SITUATIONS = (
+    Scene.values_that_come_late, Scene.tensors_that_are_read_and_overwritten_at_once, Scene.memory_that_another_stream_asks_for,
+    Scene.groups_that_are_slow,
+)  # fmt: skip
 
 
-RULES = [
-    *[(rule, semantics) for rule in ("entry_wait", "exit_wait", "allocation") for semantics in fakedev.SEMANTICS],
-    ("staging_reuse", "hccl"),  # over NCCL's way there is no work to wait for: the one stream's order does it
-]
+def in_order(rank: int) -> list[str]:
+    scene, wrong = Scene(rank), []
+    scene.call(scene.tensors(0), scene.given)
+    for salt, situation in product(range(20), SITUATIONS):
+        wrong += [] if situation(scene, salt) else [f"{situation.__name__}, round {salt}"]
+        dist.barrier()
+    return wrong
 
 
-@pytest.mark.parametrize(("rule", "semantics"), RULES)
-def test_each_rule_is_needed(rule: str, semantics: str) -> None:
-    answers = ranks.run(4, rounds, rule, setup=partial(fakedev.setup, semantics))
-    broken = [all(rank[0][i] for rank in answers) for i in range(BROKEN_ROUNDS)]
-    right = [all(rank[1][i] for rank in answers) for i in range(RIGHT_ROUNDS)]
-    assert right == [True] * RIGHT_ROUNDS
-    assert broken == [False] * BROKEN_ROUNDS
+@SEMANTICS
+def test_no_stream_overtakes_another(semantics: str) -> None:
+    assert ranks.run(4, in_order, setup=partial(fakedev.setup, semantics)) == [[]] * 4
