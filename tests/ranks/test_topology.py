@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +16,11 @@ from torch import nn
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.ranks import topology
-from support import ranks
+from support import fakedev, ranks
+from support.accelerator import DEVICE, meta_net, wrong
+from support.checks import all_fine
 from support.failures import raised
+from support.small_model import BUCKET, state_for
 
 Nodes = list[list[int]]
 
@@ -33,12 +40,10 @@ def discover(rank: int, machines: list[str] | None, nodes: tuple[tuple[int, ...]
 @pytest.mark.parametrize(
     ("machines", "nodes"),
     [
-        (None, ((0, 1, 2),)),
-        (["a", "a", "b", "b"], ((0, 1), (2, 3))),
-        (["b", "a", "b", "a"], ((0, 2), (1, 3))),
+        (None, ((0, 1, 2),)), (["a", "a", "b", "b"], ((0, 1), (2, 3))), (["b", "a", "b", "a"], ((0, 2), (1, 3))),
         (["a", "b", "c", "a", "c"], ((0, 3), (1,), (2, 4))),
     ],
-)
+)  # fmt: skip
 def test_machines_become_nodes(machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:
     ranks.run(sum(map(len, nodes)), discover, machines, nodes)
 
@@ -84,8 +89,8 @@ def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
 
 def test_wrong_nodes_are_refused_on_every_rank() -> None:
     views = ranks.run(3, wrong_nodes)
-    assert views[0] == views[1] == views[2]
     seen = views[0]
+    assert views == [seen] * 3
     assert seen.pop("after") == ("", "[2.0, 2.0, 2.0]")
     for name, (kind, text) in seen.items():
         assert kind == "ValueError", (name, text)
@@ -135,11 +140,7 @@ def test_parts_of_a_job_work_side_by_side() -> None:
 def test_without_a_process_group() -> None:
     assert not dist.is_initialized()
     for topo in (Topology.discover(), Topology.from_nodes([[0]])):
-        assert topo.nodes == ((0,),)
-        assert (topo.rank, topo.ranks, topo.node) == (0, (0,), (0,))
-        assert topo.leaders(0) == (0,)
-        route = topo.route(0)
-        assert (route.leader, route.inter_group, route.intra_group) == (0, "", "")
+        assert (topo.nodes, topo.rank, topo.ranks, topo.node) == (((0,),), 0, (0,), (0,))
         tensor = torch.arange(4)
         coalesced_bcast([tensor], topology=topo)
         assert tensor.tolist() == [0, 1, 2, 3]
@@ -164,3 +165,58 @@ def two_groups(rank: int) -> list[float]:
 
 def test_topologies_of_two_groups_of_the_same_ranks() -> None:
     assert ranks.run(3, two_groups) == [[0.0, 2.0, 10.0, 12.0]] * 3
+
+
+# ---- a default group that is bound to a device (init_process_group(device_id=)), on a fake accelerator ----
+# torch then makes each group by splitting the default one's communicator, in which all ranks of the job have to take part: those
+# of a load would wait for the others.
+
+WORLD = 5
+PART = (0, 1, 3)
+
+
+def bind(rank: int, folder: Path) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    init, device = f"file://{folder}/bound", torch.device(DEVICE)
+    dist.init_process_group(fakedev.BACKENDS, init_method=init, rank=rank, world_size=WORLD, device_id=device)
+    assert dist.group.WORLD.bound_device_id == device  # type: ignore[union-attr]
+
+
+@contextmanager
+def no_group_of_torchs() -> Iterator[None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a group was made by torch, which needs all ranks of the job")
+
+    public, c10d = {"new_group": refuse, "split_group": refuse}, dist.distributed_c10d
+    with mock.patch.multiple(dist, **public), mock.patch.multiple(c10d, _new_process_group_helper=refuse, **public):
+        yield
+
+
+def loads(topology: Topology, sources: tuple[int, ...]) -> list[str]:
+    problems = []
+    for src in sources:  # each rail has leaders of its own
+        for readers in ("one", "partitioned"):
+            loader = HierarchicalLoader(topology, src=src, readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+            model = meta_net()
+            source = state_for(src) if readers != "one" or topology.rank == src else None
+            loader.load(model, source)
+            problems += wrong(model, state_for(src))
+        tensor = torch.full((5,), float(topology.rank), device=DEVICE)
+        coalesced_bcast([tensor], src, topology)
+        problems += [] if tensor.tolist() == [float(src)] * 5 else [f"broadcast from {src}: {tensor}"]
+    return problems
+
+
+def whole_and_part(rank: int, folder: Path) -> list[str]:
+    """All ranks load, then some of them: the others take no part, and are not needed."""
+    bind(rank, folder)
+    group = dist.new_group(list(PART))  # the caller's, of which all ranks of the job know
+    with no_group_of_torchs():
+        problems = loads(Topology.from_nodes([[0, 1], [2, 3], [4]]), (0, 1))
+        return problems + loads(Topology.from_nodes([[0, 1], [3]], group), (0, 1)) if rank in PART else problems
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_only_members_make_a_group(tmp_path: Path) -> None:
+    all_fine(ranks.run(WORLD, whole_and_part, tmp_path, setup=fakedev.setup))
