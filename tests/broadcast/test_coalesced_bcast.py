@@ -1,16 +1,22 @@
-"""The coalesced broadcast on real processes: every byte in its place, nothing else touched."""
+"""The coalesced broadcast on real processes: every byte in its place, nothing else touched, and wrong use refused."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from epload import Topology, coalesced_bcast
+from epload import Topology, broadcast, coalesced_bcast
 from support import ranks
-from support.broadcasts import MATRIX, SHAPES, Nodes, exchange, in_place_and_parameters, matrix, raw_op
+from support.broadcasts import MATRIX, SHAPES, Nodes, Refusals, agree, exchange, in_place_and_parameters, matrix, raw_op
 
 
 @pytest.mark.parametrize("world", MATRIX)
@@ -33,9 +39,7 @@ def large_buckets(rank: int, shapes_of_nodes: list[Nodes], sources: tuple[int, .
 def test_buckets_of_many_chunks() -> None:
     nodes: list[Nodes] = [[[0, 1, 2], [3, 4, 5]], [[1, 0], [3, 2], [4, 5]], [[0], [1], [2], [3], [4], [5]]]
     assert ranks.run(6, large_buckets, nodes, tuple(range(6))) == [[]] * 6
-
-
-def test_more_ranks_in_a_node_than_receives_are_posted() -> None:
+    # More ranks in a node than receives are posted.
     assert ranks.run(12, large_buckets, [[[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]], (8,)) == [[]] * 12
 
 
@@ -77,8 +81,8 @@ def options_of_the_call(rank: int) -> list[str]:
     """Without a check no store is needed once groups are there; a list seen before is not compared again."""
     wrong = exchange(rank, 1, Topology.from_nodes([[0], [1]]), SHAPES, 1, check=False)
     topo = Topology.from_nodes([[0, 1]])
-    wrong += exchange(rank, 1, topo, SHAPES, 1)
-    wrong += exchange(rank, 1, topo, SHAPES, 1)
+    for _ in range(2):
+        wrong += exchange(rank, 1, topo, SHAPES, 1)
     if topo.control.position[2] != 0:  # of this call
         wrong.append("a list that was agreed on was compared again")
     tensors = [torch.full((3,), float(rank))]
@@ -90,3 +94,103 @@ def options_of_the_call(rank: int) -> list[str]:
 
 def test_defaults_and_unchecked_calls() -> None:
     assert ranks.run(2, options_of_the_call) == [[]] * 2
+
+
+def wrong_arguments(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Every rank makes the same mistake."""
+    see = Refusals(rank, [[0, 1], [2]])
+    one, freed = torch.full((4,), float(rank)), torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    dtensor = distribute_tensor(torch.ones(6), init_device_mesh("cpu", (3,)), [Shard(0)])
+    see.check("DTensor", "TypeError", ["to_local()", "tensor 1"], [one, dtensor])
+    see.check("DTensor parameter", "TypeError", ["to_local()", "tensor 0"], [nn.Parameter(dtensor)])
+    see.check("no tensor", "TypeError", ["list", "item 1"], [one, [1.0]])
+    refused: list[tuple[list[str], list[torch.Tensor], dict[str, Any]]] = [
+        *(([f"{src}", "[0, 1, 2]"], [one], {"src": src}) for src in (3, -1, 10**9)),
+        (["ring", "two_level", "striped"], [one], {"algorithm": "ring"}),
+        *((["16", f"{size}"], [one], {"bucket_bytes": size}) for size in (15, 0, -1)),
+        (["bucket"], [one], {"bucket_bytes": 2**62}),
+        (["tensor 1"], [one, torch.eye(3).to_sparse()], {}),
+        (["tensor 1", "resolve_conj"], [one, torch.ones(3, dtype=torch.complex64).conj()], {}),
+        (["stream", "cpu"], [one], {"stream": cpu_stream()}),
+        (["meta"], [one.to("meta")], {}),
+        (["tensor 1", "meta"], [one, one.to("meta")], {}),
+        (["tensor 1", "storage"], [one, freed], {}),
+    ]
+    for number, (parts, tensors, options) in enumerate(refused):
+        see.check(f"case {number}", "ValueError", parts, tensors, **options)
+    return see.answer()
+
+
+def cpu_stream() -> torch.Stream:
+    """Any stream object; a machine without a device has no better one."""
+    return torch.Stream(stream_id=0, device_index=0, device_type=1)
+
+
+def mistake_of_one(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Rank 2 alone is wrong; all hear of it and none is left waiting. The last three are no part of the compared list."""
+    see = Refusals(rank, [[0, 1], [2]])
+    odd, other = rank == 2, "ManifestMismatch"
+    one, two, three = torch.full((4,), float(rank)), torch.zeros(3, 2), torch.full((5,), float(rank))
+    dtensor = distribute_tensor(torch.ones(12), init_device_mesh("cpu", (3,)), [Shard(0)])
+    see.check("DTensor", "TypeError", ["to_local()", "rank 2"], [dtensor if odd else one])
+    see.check("src", "ValueError", ["7", "rank 2"], [one], src=7 if odd else 0)
+    see.check("small bucket", "ValueError", ["16", "rank 2"], [one], bucket_bytes=4 if odd else 64)
+    see.check("other src", other, ["src", "rank 0", "rank 2"], [one], src=1 if odd else 0)
+    see.check("other bucket", other, ["bucket_bytes", "rank 2"], [one], bucket_bytes=80 if odd else 96)
+    see.check("algorithm", other, ["striped", "rank 2"], [one], algorithm="striped" if odd else "two_level")
+    see.check("count", other, ["2 tensors", "3", "rank 2"], [one, two] + [two] * odd)
+    see.check("fewer", other, ["2 tensors", "1", "rank 2"], [one, two][: 1 if odd else 2])
+    see.check("none", other, ["tensors", "0", "rank 2"], [] if odd else [one, one, one])
+    see.check("shape", other, ["tensor 1", "[3, 2]", "[2, 3]", "rank 2"], [one, two.view(2, 3) if odd else two])
+    see.check("dtype", other, ["tensor 1", "float32", "int32", "rank 2"], [one, two.int() if odd else two])
+    see.check("meta", "ValueError", ["meta"], [one, three.to("meta") if odd else three])
+    see.check("stream", "ValueError", ["stream"], [one], stream=cpu_stream() if odd else None)
+    if odd:
+        three.untyped_storage().resize_(0)
+    see.check("freed", "ValueError", ["storage"], [one, three])
+    return see.answer()
+
+
+def one_interrupted(rank: int) -> list[str]:
+    """A list that all know is broadcast again and again; one rank is interrupted once, and the others are in the broadcast."""
+    topology, ends = Topology.from_nodes([[0, 1]], timeout=20), []
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(1, 7):
+        tensors = [torch.full((10,), float(step) if rank == 0 else 0.0)]
+        with mock.patch.object(broadcast, "_check_arguments", interrupt) if (rank, step) == (1, 4) else nullcontext():
+            try:
+                coalesced_bcast(tensors, 0, topology)
+            except BaseException as error:
+                ends.append(type(error).__name__)
+            else:
+                ends.append("right" if (tensors[0] == step).all() else f"{tensors[0][0]} at step {step}")
+        dist.barrier()
+    return ends
+
+
+def test_a_rank_that_was_interrupted_does_not_get_the_values_of_another_call() -> None:
+    first, second = ranks.run(2, one_interrupted)
+    assert second == ["right"] * 3 + ["KeyboardInterrupt"] + ["right"] * 2
+    assert [end == "right" for end in first] == [True] * 3 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("mistakes", [wrong_arguments, mistake_of_one])
+def test_wrong_use_is_refused_before_anything_moves(mistakes: Any) -> None:
+    agree(ranks.run(3, mistakes))
+
+
+def test_wrong_use_on_a_single_rank() -> None:
+    one = torch.ones(3)
+    for text, tensors, options in (
+        ("meta", [one.to("meta")], {}),
+        ("tensor 1", [one, one.to("meta")], {}),
+        ("stream", [one], {"stream": cpu_stream()}),
+        ("bucket_bytes", [one], {"bucket_bytes": 8}),
+        ("algorithm", [one], {"algorithm": "ring"}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            coalesced_bcast(tensors, **options)  # type: ignore[arg-type]

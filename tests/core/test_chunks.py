@@ -9,14 +9,8 @@ from random import Random
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -54,19 +48,19 @@ def save(folder: Path, seed: int) -> None:
     files = {f"__{rank}_0.distcp": bytearray() for rank in range(2)}
     boxes = {name: divided(random, (0,) * value.ndim, tuple(value.shape)) for name, value in values().items()}
     for name, value in values().items():
-        chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes[name]]
-        metadata[name] = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), chunks)
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes[name]]
+        metadata[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(value.dtype), value.size(), chunks)
     parts = [(name, box) for name, of_tensor in boxes.items() for box in of_tensor]
     for name, (start, size) in random.sample(parts, len(parts)):
         file = random.choice(sorted(files))
         part = values()[name][tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]
         torch.save(part.clone(), raw := io.BytesIO())
         files[file] += b"y" * random.randrange(3)
-        storage[MetadataIndex(name, start)] = _StorageInfo(file, len(files[file]), len(raw.getvalue()))
+        storage[dcp.MetadataIndex(name, start)] = _StorageInfo(file, len(files[file]), len(raw.getvalue()))
         files[file] += raw.getvalue()
     for file, content in files.items():
         (folder / file).write_bytes(content)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(metadata, storage_data=storage)))
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp.Metadata(metadata, storage_data=storage)))
 
 
 def load(rank: int, folder: Path) -> list[str]:
@@ -81,9 +75,8 @@ def load(rank: int, folder: Path) -> list[str]:
                 shards[name] = local_of(distribute_tensor(value, mesh, placements, src_data_rank=None))
                 target[name] = distribute_tensor(torch.zeros_like(value), mesh, placements, src_data_rank=None)
             epload.load_state(target, path, readers=readers, progress=False)
-            wrong = [
-                n for n, shard in shards.items() if not torch.equal(as_bytes(local_of(target[n])), as_bytes(shard))
-            ]
+            found = {name: as_bytes(local_of(tensor)) for name, tensor in target.items()}
+            wrong = [name for name, shard in shards.items() if not torch.equal(found[name], as_bytes(shard))]
             problems += [f"{path.name}, {readers}: {name}" for name in wrong]
     return problems
 

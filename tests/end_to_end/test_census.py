@@ -12,7 +12,6 @@ COUNT = 15
 
 
 def test_a_sample_loads_as_the_library_does() -> None:
-    """Judges those of the sample that the installed transformers has; the newest supported one has all."""
     newest = transformers.__version__.startswith(f"{SUPPORTED[1]}.")
     verdicts = census([name for name in sample(COUNT) if newest or name in auto_classes()], 1, None, False)
     assert len(verdicts) >= COUNT // 2

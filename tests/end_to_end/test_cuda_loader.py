@@ -33,7 +33,6 @@ def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(algorithm: str, who: st
 
 
 def test_work_queued_before_and_after_is_in_order() -> None:
-    """The caller writes to the parameters late before the load, and reads them at once after it, on a stream of its own."""
     tensors = {f"w{i}": torch.nn.Parameter(torch.zeros(1 << 20)) for i in range(8)}
     parameters = torch.nn.ParameterDict(tensors).to(DEVICE)
     for salt, stream in enumerate((None, torch.cuda.Stream())):

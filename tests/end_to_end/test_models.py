@@ -10,41 +10,32 @@ from collections.abc import Iterator
 from copy import deepcopy
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epload
 from support import fp8
 from support.accelerator import run_on
-from support.checks import all_fine, differences
+from support.checks import all_fine, differences, full_tensor
 from support.models import use_device
 from support.pretrained import DENSE, MATRIX, TORCH_TP, build, prepare, whole
 from support.small_model import wrong
 
-READERS = (
-    ("one", "auto"),
-    ("every", "auto"),
-    ("partitioned", "two_level"),
-    ("one", "striped"),
-    ("partitioned", "striped"),
-)
+READERS = [
+    ("one", "auto"), ("every", "auto"), ("partitioned", "two_level"), ("one", "striped"), ("partitioned", "striped"),
+]  # fmt: skip
+PROMPT = torch.arange(22).reshape(2, 11) * 37 % 60 + 2
 
 
-def prompt() -> Tensor:
-    return torch.arange(22).reshape(2, 11) * 37 % 60 + 2
-
-
-def check(
-    world: int, kind: str, folder: Path, device: str, loaders: Iterator[epload.HierarchicalLoader]
-) -> Iterator[str]:
+def check(world: int, kind: str, folder: Path, device: str, loaders: Iterator[Any]) -> Iterator[str]:
     reference = whole(folder, kind)
     buffers = dict(reference.named_buffers())
     with torch.no_grad():
-        logits = reference(prompt()).logits
+        logits = reference(PROMPT).logits
     layouts = sorted(path.name for path in folder.iterdir() if path.name.split(",")[0] == kind)
     tables = [table for table in MATRIX[kind] if device == "cpu" or table in (DENSE, TORCH_TP)]
     for number, (name, way) in enumerate((name, way) for table in tables for name, way in table[world].items()):
@@ -70,8 +61,7 @@ def check(
             if device != "cpu":
                 continue
             with torch.no_grad():
-                got = model(prompt()).logits
-            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+                got = full_tensor(model(PROMPT).logits)
             off = (got - logits).abs().max().item()
             if not off <= way.tolerance:
                 yield f"{what}: logits are off by {off}"
@@ -85,13 +75,9 @@ def _on_rank(rank: int, device: str, world: int, kind: str, folder: Path) -> lis
     use_device(device)
     topology = epload.Topology.from_nodes([list(range(world // 2)), list(range(world // 2, world))])
     stream = None if device == "cpu" else torch.Stream(device)
-    loaders = cycle(
-        epload.HierarchicalLoader(
-            topology, readers=readers, algorithm=algorithm, bucket_bytes=16 << 10, progress=False, stream=stream
-        )
-        for readers, algorithm in READERS
-    )
-    return list(check(world, kind, folder, device, loaders))
+    options = {"bucket_bytes": 16 << 10, "progress": False, "stream": stream}
+    loaders = [epload.HierarchicalLoader(topology, readers=way, algorithm=how, **options) for way, how in READERS]
+    return list(check(world, kind, folder, device, cycle(loaders)))
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +105,10 @@ def _dequantized(rank: int, device: str, folder: Path) -> list[str]:
     """Scales travel to the device, and the weights there are what the reference computes."""
     problems = []
     values = fp8.expected(fp8.checkpoint(), torch.bfloat16)
+    mesh = init_device_mesh(torch.device(device).type, (2,))
     for nodes, readers in (([[0], [1]], "one"), ([[0, 1]], "one"), ([[0, 1]], "every")):
         loader = epload.HierarchicalLoader(epload.Topology.from_nodes(nodes), readers=readers, bucket_bytes=20000)
-        model = fp8.Tree(values)
-        fully_shard(model, mesh=init_device_mesh(torch.device(device).type, (2,)))
+        model = fully_shard(fp8.Tree(values), mesh=mesh)
         loader.load(model, folder, mapping=fp8.MAPPING)
         problems += [f"{readers} on {nodes}: {text}" for text in wrong(model, values, where=device)]
     return problems

@@ -1,48 +1,43 @@
-"""Plans of syncs between two jobs: carried out in one process, against the full tensors."""
+"""Plans of syncs, carried out in one process against the full tensors; the fingerprint of plans; the rule of ``readers=auto``."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from itertools import product
+from dataclasses import replace
+from itertools import combinations, product
+from math import prod
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from epload import Manifest
-from epload.core.placement import (
-    Layout,
-    Sharded,
-    box_slices,
-    owned_intervals,
-    owned_regions,
-    row_major_strides,
-)
+from epload import Manifest, Mapping
+from epload.core import dtypes, placement
+from epload.core.placement import Layout, Placement, Sharded, box_slices, owned_intervals, owned_regions
 from epload.core.views import Assembly, Shape, View, reshape, transpose
 from epload.errors import ModelMismatch
+from epload.model.targets import Targets
 from epload.native import ops
 from epload.planning import exchange, schedule
+from epload.planning.choose import MAX_FILE_READS, SMALL_BYTES, choose_readers
 from epload.planning.exchange import plan_exchange
 from epload.planning.holdings import Holdings, Share, full_holdings, local_views
+from epload.planning.plan import make_plan
 from epload.planning.pulls import Strided
 from epload.planning.streams import Members
+from support.shards import Coordinate
 
 
-def manifest_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtype: torch.dtype) -> Manifest:
-    return Manifest(names, shapes, (dtype,) * len(names), "the trainer")
-
-
-def holdings_of(
-    layouts: list[Layout], coordinate: Shape, tensors: Manifest, dtype: torch.dtype, flipped: Collection[int] = ()
-) -> Holdings:
+def holdings_of(layouts: Any, at: Shape, tensors: Manifest, dtype: Any, flipped: Collection[int] = ()) -> Holdings:
     """``flipped``: tensors whose local ones have their dims in reverse, as the layouts say."""
     shares = []
     for i, (shape, layout) in enumerate(zip(tensors.shapes, layouts, strict=True)):
         step = -1 if i in flipped else 1
-        view = View((0,) * len(shape), shape[::step], 0, row_major_strides(shape)[::step])
-        shares.append(Share(shape, tuple(local_views(view, owned_regions(layout, coordinate))), dtype))
+        view = View((0,) * len(shape), shape[::step], 0, placement.row_major_strides(shape)[::step])
+        shares.append(Share(shape, tuple(local_views(view, owned_regions(layout, at))), dtype))
     return Holdings(torch.arange(len(shares)), tuple(shares), [(i,) for i in range(len(shares))])
 
 
@@ -56,27 +51,18 @@ def local_of(full: Tensor, layout: Layout, coordinate: Shape) -> Tensor:
 
 
 def random_layouts(chance: random.Random, shapes: tuple[Shape, ...], mesh: Shape) -> list[Layout]:
-    return [
-        Layout(
-            shape,
-            mesh,
-            tuple(
-                Sharded(chance.randrange(len(shape)), chance.choice((1, 1, 1, 2)))
-                if shape and chance.random() < 0.7
-                else None
-                for _ in mesh
-            ),
-        )
-        for shape in shapes
-    ]
+    def chosen(shape: Shape) -> Sharded | None:
+        if not shape or chance.random() >= 0.7:
+            return None
+        return Sharded(chance.randrange(len(shape)), chance.choice((1, 1, 1, 2)))
+
+    return [Layout(shape, mesh, tuple(chosen(shape) for _ in mesh)) for shape in shapes]
 
 
 def random_nodes(chance: random.Random, ranks: range) -> tuple[tuple[int, ...], ...]:
-    left, nodes = list(ranks), []
-    while left:
-        count = chance.randint(1, len(left))
-        nodes.append(tuple(left[:count]))
-        left = left[count:]
+    nodes: list[tuple[int, ...]] = []
+    while left := ranks[sum(map(len, nodes)) :]:
+        nodes.append(tuple(left[: chance.randint(1, len(left))]))
     return tuple(nodes)
 
 
@@ -103,12 +89,10 @@ def check_case(seed: int) -> None:
     """A receiver has what came in buckets, and what it has copied out of the memory of senders."""
     chance = random.Random(seed)
     count = chance.randint(1, 9)
-    shapes = tuple(
-        tuple(chance.choice((1, 2, 3, 5, 7, 8, 16, 33)) for _ in range(chance.randint(0, 3))) for _ in range(count)
-    )
-    dtypes = torch.float32, torch.bfloat16
-    sent, kept = chance.choice(dtypes), chance.choice(dtypes)
-    tensors = manifest_of(tuple(f"t{i}" for i in range(count)), shapes, sent)
+    lengths = (1, 2, 3, 5, 7, 8, 16, 33)
+    shapes = tuple(tuple(chance.choice(lengths) for _ in range(chance.randint(0, 3))) for _ in range(count))
+    sent, kept = (chance.choice((torch.float32, torch.bfloat16)) for _ in range(2))
+    tensors = Manifest(tuple(f"t{i}" for i in range(count)), shapes, (sent,) * count, "the trainer")
     meshes = [chance.choice(((1,), (2,), (3,), (2, 2), (4,), (3, 2))) for _ in range(2)]
     flipped = [{i for i in range(count) if chance.random() < 0.3} for _ in meshes]
     theirs, ours = (
@@ -117,9 +101,7 @@ def check_case(seed: int) -> None:
     )
     senders, receivers = (list(product(*map(range, mesh))) for mesh in meshes)
     first = len(senders)
-    full = [
-        (torch.arange(torch.Size(shape).numel()).reshape(shape) + 1000.0 * i).to(sent) for i, shape in enumerate(shapes)
-    ]
+    full = [(torch.arange(prod(shape)).reshape(shape) + 1000.0 * i).to(sent) for i, shape in enumerate(shapes)]
     of_theirs, of_ours = (
         [tensor.permute(tuple(range(tensor.ndim))[:: -1 if i in some else 1]) for i, tensor in enumerate(full)]
         for some in flipped
@@ -127,11 +109,8 @@ def check_case(seed: int) -> None:
     all_holdings = [holdings_of(theirs, at, tensors, sent, flipped[0]) for at in senders]
     all_holdings += [holdings_of(ours, at, tensors, kept, flipped[1]) for at in receivers]
     members = Members(random_nodes(chance, range(first)), random_nodes(chance, range(first, first + len(receivers))))
-    reach = {
-        node: tuple(rank for rank in range(first) if chance.random() < 0.6)
-        for node in range(len(members.nodes))
-        if chance.random() < 0.6
-    }
+    reaching = [node for node in range(len(members.nodes)) if chance.random() < 0.6]
+    reach = {node: tuple(rank for rank in range(first) if chance.random() < 0.6) for node in reaching}
     of_ranks = {rank: Holdings.decode(*holdings.encode()) for rank, holdings in enumerate(all_holdings)}
     with (
         mock.patch.object(schedule, "MIN_WAVE_BYTES", 128),
@@ -160,11 +139,8 @@ def check_case(seed: int) -> None:
             expected = [local_of(tensor.to(kept), layout, at) for tensor, layout in zip(of_ours, ours, strict=True)]
             filled = [torch.full_like(tensor, -7) for tensor in expected]
             for number, bucket in enumerate(plans[rank].buckets):
-                ops.unpack(
-                    on_the_way[plans[rank].identity(number)],
-                    [filled[target] for target in bucket.targets],
-                    bucket.copies.rows,
-                )
+                targets = [filled[target] for target in bucket.targets]
+                ops.unpack(on_the_way[plans[rank].identity(number)], targets, bucket.copies.rows)
             pulls = plans[rank].pulls
             assert pulls is None or {*pulls.owners} <= {*reach[members.nodes.index(node)]}
             for owner in pulls.owners if pulls is not None else []:
@@ -180,41 +156,24 @@ def check_case(seed: int) -> None:
     assert any(plan.lent for plan in plans[:first]) == any(plan.pulls is not None for plan in plans[first:])
 
 
-@pytest.mark.parametrize("seeds", [range(i, i + 40) for i in range(0, 120, 40)], ids=str)
-def test_every_rank_gets_its_elements(seeds: range) -> None:
-    for seed in seeds:
-        try:
-            check_case(seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+@pytest.mark.parametrize("seed", range(120))
+def test_every_rank_gets_its_elements(seed: int) -> None:
+    check_case(seed)
 
 
-def test_replicas_share_the_sending() -> None:
-    """Tensors that several ranks have are sent once, in equal parts."""
-    tensors = manifest_of(("large", "small"), ((64, 4096), (3,)), torch.float32)
-    holdings = full_holdings(tensors.shapes, tensors.dtypes)
-    members = Members(((0, 1), (2, 3)), ((4,),))
-    of_ranks = dict.fromkeys(range(5), holdings)
-    sent = [plan_exchange(tensors, members, of_ranks, rank, holdings, 64 << 20).nbytes for rank in range(4)]
-    assert max(sent) - min(sent) < 1024
-    assert sum(sent) == pytest.approx(64 * 4096 * 4, rel=0.01)
-
-
-def test_what_nobody_has_is_named() -> None:
-    tensors = manifest_of(("w",), ((8, 2),), torch.float32)
-    sender = holdings_of([Layout((8, 2), (2,), (Sharded(0),))], (0,), tensors, torch.float32)
-    receiver = full_holdings(tensors.shapes, tensors.dtypes)
-    of_ranks = {0: sender, 1: receiver}
-    with pytest.raises(ModelMismatch, match=r"no sender has w of the trainer from \[4, 0\] on"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), of_ranks, 1, receiver, 64 << 20)
-
-
-def test_dtypes_that_do_not_convert_are_named() -> None:
-    tensors = manifest_of(("w",), ((8, 2),), torch.float8_e4m3fn)
-    sender, receiver = (full_holdings(tensors.shapes, (dtype,)) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
-    of_ranks = {0: sender, 1: receiver}
-    with pytest.raises(ModelMismatch, match="w is float8_e4m3fn in the trainer"):
-        plan_exchange(tensors, Members(((0,),), ((1,),)), of_ranks, 0, sender, 64 << 20)
+def test_what_nobody_has_and_dtypes_that_do_not_convert_are_named() -> None:
+    shapes, half = ((8, 2),), Layout((8, 2), (2,), (Sharded(0),))
+    for dtype, text in (
+        (torch.float32, r"no sender has w of the trainer from \[4, 0\] on"),
+        (torch.float8_e4m3fn, "w is float8_e4m3fn in the trainer"),
+    ):
+        tensors = Manifest(("w",), shapes, (dtype,), "the trainer")
+        sender = holdings_of([half], (0,), tensors, dtype)
+        if dtype != torch.float32:
+            sender = full_holdings(shapes, (dtype,))
+        receiver = full_holdings(shapes, (torch.float32,))
+        with pytest.raises(ModelMismatch, match=text):
+            plan_exchange(tensors, Members(((0,),), ((1,),)), {0: sender, 1: receiver}, 1, receiver, 64 << 20)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (24,), (1, 24), (4, 1, 6)])
@@ -237,3 +196,117 @@ def test_parts_of_reshaped_views(shape: Shape) -> None:
             assert all(box.shape[dim] == 1 for dim in rest)
             found[box_slices(local_start, size)] = box.permute(*order, *rest).reshape(size)
     assert torch.equal(found, expected)
+
+
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name."""
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def manifest_of(tensors: Described) -> Manifest:
+    shapes, kinds = zip(*tensors.values(), strict=True)
+    return Manifest(tuple(tensors), shapes, kinds, "test")
+
+
+def targets_of(
+    tensors: Described, mesh_shape: tuple[int, ...] = (), placements: dict[str, tuple[Placement, ...]] | None = None,
+    coordinate: Coordinate = (),
+) -> Targets:  # fmt: skip
+    """Targets with a layout of their own each; plans do not look at the tensors."""
+    targets = Targets()
+    for number, (name, (shape, dtype)) in enumerate(tensors.items()):
+        targets.names.append(name)
+        targets.dtypes.append(dtype)
+        targets.layout.append(number)
+        targets.index[name] = number
+        default = tuple(None for _ in mesh_shape)
+        targets.layouts.append(Layout(shape, mesh_shape, (placements or {}).get(name, default)))
+        targets.coordinates.append(coordinate)
+    return targets
+
+
+def test_bucket_bytes_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 80"):
+        make_plan(manifest_of({"a": ((4, 2), F32)}), targets_of({"a": ((4, 2), F32)}), Mapping(), 79)
+
+
+def test_tensors_of_one_class_keep_their_own_dtypes() -> None:
+    """Pieces of equal extents, of tensors that fill equal targets, are copied as what the checkpoint has."""
+    targets = targets_of({"a": ((32,), F32), "b": ((32,), F32)})
+    targets.layout[1] = 0
+    plan = make_plan(manifest_of({"a": ((32,), BF16), "b": ((32,), F32)}), targets, Mapping(), 64 + 64)
+    pairs = [(bucket.origins[:, 0].tolist(), bucket.rows.dtype.tolist()) for bucket in plan.buckets]
+    copied = {pair for origins, codes in pairs for pair in zip(origins, codes, strict=True)}
+    assert plan.holdings.class_of.tolist() == [0, 0]
+    assert copied == {(0, dtypes.code(BF16)), (1, dtypes.code(F32))}
+
+
+def test_fingerprint_tells_any_difference() -> None:
+    tensors: Described = {"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), BF16)}
+    manifest, targets = manifest_of(tensors), targets_of(tensors, (2,), {"a": (Sharded(0),)}, (0,))
+
+    def fingerprint(manifest: Any = manifest, targets: Targets = targets, size: int = 128, options: str = "") -> bytes:
+        return make_plan(manifest, targets, Mapping(), size, options).fingerprint
+
+    def both(changed: Described) -> bytes:
+        return fingerprint(manifest_of(changed), targets_of(changed, (2,), {"a": (Sharded(0),)}, (0,)))
+
+    assert fingerprint() == both(tensors)
+    different = {
+        "the same": fingerprint(),
+        "name": both({"a": ((4, 2), F32), "b2": ((2, 4), F32), "c": ((8,), BF16)}),
+        "shape": both({"a": ((4, 2), F32), "b": ((4, 2), F32), "c": ((8,), BF16)}),
+        "dtype": both({"a": ((4, 2), F32), "b": ((2, 4), F32), "c": ((8,), torch.float16)}),
+        "dtype of the model alone": fingerprint(targets=replace(targets, dtypes=[F32, F32, F32])),
+        "order": both({"b": ((2, 4), F32), "a": ((4, 2), F32), "c": ((8,), BF16)}),
+        "one more in the checkpoint": fingerprint(manifest_of({**tensors, "d": ((1,), F32)})),
+        "one more in the model": fingerprint(targets=targets_of({**tensors, "d": ((1,), F32)}, (2,), {}, (0,))),
+        "bucket_bytes": fingerprint(size=144),
+        "options": fingerprint(options="strict=False"),
+        "dim": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(1),)}, (0,))),
+        "split factor": fingerprint(targets=targets_of(tensors, (2,), {"a": (Sharded(0, 2),)}, (0,))),
+        "mesh": fingerprint(targets=targets_of(tensors, (4,), {"a": (Sharded(0),)}, (0,))),
+        "plain": fingerprint(targets=targets_of(tensors)),
+    }
+    assert [(a, b) for a, b in combinations(different, 2) if different[a] == different[b]] == []
+
+
+GB = 10**9
+
+
+def sharded(nodes: int, ranks: int, replicas: int = 1) -> list[list[int]]:
+    """Bytes that each rank keeps of 64 GB; ``replicas``: ranks that keep the same."""
+    return [[64 * GB * replicas // (nodes * ranks)] * ranks for _ in range(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "objects", "expected"),
+    [
+        (sharded(8, 8), True, "every"),
+        (sharded(1, 8, replicas=8), False, "every"),  # the node has each byte in its page cache
+        (sharded(1, 8, replicas=8), True, "partitioned"),  # nothing is cached
+        (sharded(4, 8, replicas=32), False, "every"),  # each node reads each byte once
+        (sharded(5, 8, replicas=5), False, "partitioned"),
+        ([[32 * GB, 32 * GB], [16 * GB]], True, "every"),  # 1.25 times
+        ([[32 * GB, 32 * GB], [17 * GB]], True, "partitioned"),
+        ([[0, 64 * GB], [0, 0]], True, "every"),
+    ],
+)
+def test_storage_is_not_read_too_often(kept: list[list[int]], objects: bool, expected: str) -> None:
+    readers, reason = choose_readers(64 * GB, kept, all_read=True, objects=objects, src=0)
+    assert readers == expected, reason
+    assert reason.startswith(f"auto -> {expected}: ")
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_small_shards_are_read_by_every_rank(objects: bool) -> None:
+    many = 4 * int(MAX_FILE_READS)
+    assert choose_readers(SMALL_BYTES, [[SMALL_BYTES]] * many, all_read=True, objects=objects, src=0) == (
+        "every", "auto -> every: per-rank data is small, so each rank reads its own shards",
+    )  # fmt: skip
+    assert choose_readers(0, [[0]], all_read=True, objects=objects, src=0)[0] == "every"
+
+
+def test_one_reads_what_others_may_not_see() -> None:
+    readers, reason = choose_readers(64 * GB, sharded(2, 2), all_read=False, objects=False, src=3)
+    assert (readers, reason) == ("one", "auto -> one: only rank 3 is known to have the checkpoint")

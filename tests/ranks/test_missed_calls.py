@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +21,7 @@ from epload.core import threads
 from epload.errors import LoadError
 from epload.ranks import control
 from support import ranks
-from support.checks import all_fine
-from support.failures import raised
+from support.failures import raised, raised_by
 
 TIMEOUT = 3.0
 Calls = dict[str, Callable[..., Any]]
@@ -33,18 +33,14 @@ def calls(topology: epload.Topology, folder: Path) -> tuple[nn.Module, Calls]:
     loader = epload.HierarchicalLoader(topology, progress=False, timeout=TIMEOUT)
     usual = {"topology": topology, "timeout": TIMEOUT}
 
-    def load(**options: Any) -> None:
-        epload.load(model, state, progress=False, **usual | options)
-
     def load_state(**options: Any) -> None:
         epload.load_state(dict(model.state_dict()), state, progress=False, **usual | options)
-
-    def save(**options: Any) -> None:
-        epload.save(model, folder / "saved", overwrite=True, **usual | options)
 
     def save_async(**options: Any) -> None:
         epload.save_async(model, folder / "saved", overwrite=True, **usual | options).wait()
 
+    load = partial(epload.load, model, state, progress=False, **usual)
+    save = partial(epload.save, model, folder / "saved", overwrite=True, **usual)
     loading = {"load": load, "loader": lambda: loader.load(model, state), "load_state": load_state}
     return model, {**loading, "save": save, "save_async": save_async}
 
@@ -72,28 +68,21 @@ def misses(rank: int, absent: tuple[int, ...], kind: str, nodes: list[list[int]]
 @pytest.mark.parametrize(
     ("absent", "kind", "nodes"),
     [
-        ((1,), "load", [[0, 1, 2]]),
-        ((0,), "load", [[0, 1, 2]]),
-        ((1,), "loader", [[0, 1], [2]]),
-        ((0, 1), "save", [[0, 1], [2]]),
-        ((2,), "save", [[0], [1, 2]]),
-        ((2,), "load_state", [[0], [1], [2]]),
+        ((1,), "load", [[0, 1, 2]]), ((0,), "load", [[0, 1, 2]]), ((1,), "loader", [[0, 1], [2]]),
+        ((0, 1), "save", [[0, 1], [2]]), ((2,), "save", [[0], [1, 2]]), ((1,), "load_state", [[0], [1, 2]]),
         ((0,), "save_async", [[0, 1, 2]]),
     ],
-)
-def test_a_rank_that_has_missed_calls_takes_part_in_the_next(
-    absent: tuple[int, ...], kind: str, nodes: list[list[int]], tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_a_rank_that_has_missed_calls_takes_part(absent: Any, kind: str, nodes: Any, tmp_path: Path) -> None:
     texts = ranks.run(3, misses, absent, kind, nodes, tmp_path)
-    waited = [texts[rank] for rank in range(3) if rank not in absent]
     named = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-    coordinator = f"{named}, the coordinator, made no decision within 3 s (seen by rank "
-    for of_call in zip(*waited, strict=True):
+    ending = ", the coordinator, made no decision within 3 s" if absent == (0,) else " did not arrive within 3 s"
+    for of_call in zip(*(texts[rank] for rank in range(3) if rank not in absent), strict=True):
         assert len(set(of_call)) == 1
-        assert (coordinator if absent == (0,) else f"{named} did not arrive within 3 s") in of_call[0]
+        assert named + ending in of_call[0]
 
 
-def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> list[str]:
+def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> None:
     """Rank 1 misses a call that is not of this loader, which has memory and groups."""
     topology = epload.Topology.from_nodes(nodes)
     model, by_kind = calls(topology, folder)
@@ -104,60 +93,37 @@ def keeps(rank: int, missed: str, nodes: list[list[int]], folder: Path) -> list[
         if rank == 0:
             assert "rank 1 did not arrive within 3 s" in raised(by_kind[missed])[1]
         dist.barrier()
-        problems = []
         for number in (1.0, 2.0, 3.0):
             sent.fill_(number + 10 * rank)
             if missed == "load_state":
                 epload.coalesced_bcast([sent], 0, topology)
             loader.load(model, {"weight": torch.full((4, 5), number), "bias": torch.zeros(4)})
             epload.coalesced_bcast([sent], 0, topology)
-            holds = model.weight.unique().tolist(), sent.tolist()
-            problems += [f"{number}: {holds}"] if holds != ([number], [number] * 2) else []
-    return problems
+            assert (model.weight.unique().tolist(), sent.tolist()) == ([number], [number] * 2)
 
 
 @pytest.mark.parametrize("missed", ["load", "save", "load_state"])
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "two nodes"])
-def test_what_ranks_have_made_before_a_call_that_one_has_missed_is_made_again(
-    missed: str, nodes: list[list[int]], tmp_path: Path
-) -> None:
-    all_fine(ranks.run(2, keeps, missed, nodes, tmp_path))
+def test_what_was_made_before_a_missed_call_is_made_again(missed: str, nodes: Any, tmp_path: Path) -> None:
+    ranks.run(2, keeps, missed, nodes, tmp_path)
 
 
-def runs_out(rank: int, folder: Path) -> str:
-    """Rank 1 has no memory left, before its call has begun."""
-    _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
-    fault = mock.patch.object(sys.modules["epload.load"], "SingleLoad", side_effect=MemoryError("none is left"))
-    with fault if rank == 1 else nullcontext():
-        text = raised(by_kind["load"])[1]
-    for call in by_kind.values():
-        call()
-    return text
-
-
-def test_an_error_before_the_call_ends_it_on_all(tmp_path: Path) -> None:
-    assert ranks.run(2, runs_out, tmp_path) == ["MemoryError: none is left before the call [rank 1]", "none is left"]
-
-
-def alone(rank: int) -> tuple[str, bool]:
+def alone(rank: int) -> tuple[str, float]:
     """The other rank does not come to the first call, in which ranks find one another."""
-    began, text = time.monotonic(), ""
-    if rank == 0:
-        state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-        text = raised(lambda: epload.load(nn.Linear(2, 2), state, timeout=TIMEOUT, progress=False))[1]
-    seconds = time.monotonic() - began
     if rank == 1:
         time.sleep(3 * TIMEOUT)
-    return text, seconds < 3 * TIMEOUT
+        return "", 0.0
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    return raised_by(lambda: epload.load(nn.Linear(2, 2), state, timeout=TIMEOUT, progress=False))[1:]
 
 
 def test_a_call_whose_ranks_do_not_find_one_another_ends_after_its_timeout() -> None:
-    (text, ended), _ = ranks.run(2, alone)
+    (text, seconds), _ = ranks.run(2, alone)
     assert "rank 1 did not arrive within 3 s" in text
-    assert ended
+    assert seconds < 3 * TIMEOUT
 
 
-def broken(rank: int) -> list[str]:
+def broken(rank: int) -> str:
     topology, sent = epload.Topology.from_nodes([[0, 1]]), torch.full((3,), float(rank))
 
     def tensors() -> Iterator[torch.Tensor]:
@@ -165,19 +131,19 @@ def broken(rank: int) -> list[str]:
         if rank == 1:
             raise KeyError("no such layer")
 
-    texts = [raised(lambda: epload.coalesced_bcast(tensors(), 0, topology))[1]]
+    text = raised(lambda: epload.coalesced_bcast(tensors(), 0, topology))[1]
     epload.coalesced_bcast([sent], 0, topology)
-    return texts + [f"{sent}"] * (sent.tolist() != [0.0] * 3)
+    assert sent.tolist() == [0.0] * 3
+    return text
 
 
 def test_a_list_of_tensors_that_cannot_be_read_ends_the_broadcast_on_all() -> None:
     here, there = ranks.run(2, broken)
-    assert "no such layer" in there[0]
-    assert "rank 1: KeyError: 'no such layer'" in here[0]
-    assert len(here) == len(there) == 1
+    assert "no such layer" in there
+    assert "rank 1: KeyError: 'no such layer'" in here
 
 
-def is_late(rank: int, folder: Path) -> list[str]:
+def is_late(rank: int, folder: Path) -> str:
     _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
     by_kind["load"]()
     if rank == 1:
@@ -186,13 +152,13 @@ def is_late(rank: int, folder: Path) -> list[str]:
         text = raised(by_kind["load"])[1]
     dist.barrier()
     by_kind["save"]()
-    return [text.partition("\n")[0]]
+    return text.partition("\n")[0]
 
 
 def test_a_rank_that_is_late_raises_what_the_others_have(tmp_path: Path) -> None:
-    texts = ranks.run(2, is_late, tmp_path)
-    assert texts[0] == texts[1]
-    assert "rank 1 did not arrive within 3 s" in texts[0][0]
+    here, there = ranks.run(2, is_late, tmp_path)
+    assert here == there
+    assert "rank 1 did not arrive within 3 s" in here
 
 
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -226,23 +192,29 @@ def test_a_mistake_of_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
         assert there[name][0] == kind
 
 
-def without_a_thread(rank: int, folder: Path) -> tuple[str, str]:
+def faulty(rank: int, kind: str, folder: Path) -> str:
+    """Rank 1 has no memory left before its call has begun, or no thread for it."""
     _, by_kind = calls(epload.Topology.from_nodes([[0, 1]]), folder)
     start = threads.start
 
     def fails(name: str, target: Callable[[], None]) -> Any:
-        if name == "epload-save" and rank == 1:
+        if name == "epload-save":
             raise LoadError("cannot start thread epload-save")
         return start(name, target)
 
-    with mock.patch.object(threads, "start", fails):
-        error = raised(by_kind["save_async"])
+    memory = mock.patch.object(sys.modules["epload.load"], "SingleLoad", side_effect=MemoryError("none is left"))
+    fault = memory if kind == "load" else mock.patch.object(threads, "start", fails)
+    with fault if rank == 1 else nullcontext():
+        text = raised(by_kind[kind])[1]
     dist.barrier()
-    by_kind["save_async"]()
-    return error
+    for call in by_kind.values():
+        call()
+    return text
 
 
-def test_a_save_for_which_one_rank_has_no_thread_fails_on_all(tmp_path: Path) -> None:
-    here, there = ranks.run(2, without_a_thread, tmp_path)
+def test_a_fault_of_one_rank_ends_the_call_on_all(tmp_path: Path) -> None:
+    expected = ["MemoryError: none is left before the call [rank 1]", "none is left"]
+    assert ranks.run(2, faulty, "load", tmp_path) == expected
+    here, there = ranks.run(2, faulty, "save_async", tmp_path)
     assert here == there
-    assert "cannot start thread epload-save" in here[1]
+    assert "cannot start thread epload-save" in here

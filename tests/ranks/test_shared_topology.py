@@ -1,12 +1,13 @@
-"""Tests of what one load leaves to the next call on its topology: groups, memory and timeouts."""
+"""Tests of what one load leaves to the next call on its topology, and of two threads that load at once."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,58 +18,46 @@ import torch.distributed as dist
 from torch import nn
 
 import epload
-from epload import HierarchicalLoader, ManifestMismatch, Topology, coalesced_bcast
+from epload import HierarchicalLoader, Topology, coalesced_bcast, load
+from epload.checkpoint.base import Checkpoint
 from epload.ranks.connection import DEFAULT_TIMEOUT
-from epload.ranks.control import Control
 from support import ranks
-from support.checks import all_fine
-from support.failures import error_of, raised, raised_by
-from support.memory import memfds
+from support.failures import Slow, error_of, outcome, raised, raised_by
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
-def failing_larger_load(rank: int) -> list[str]:
+def failing_larger_load(rank: int) -> None:
     """One rank cannot plan a load that needs more memory than the one before; the next load needs as much as the first."""
     loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="partitioned", timeout=10, progress=False)
-    model, problems = meta_net(), []
+    model = meta_net()
     loader.load(model, state_for(1))
     state = {"weight": torch.ones(200, 301 if rank == 1 else 300), "bias": torch.ones(200)}
-    error = error_of(lambda: loader.load(nn.Linear(300, 200), state))
-    if "weight" not in error:
-        problems.append(error)
+    assert "weight" in error_of(lambda: loader.load(nn.Linear(300, 200), state))
     for number in (2, 3):
         loader.load(model, state_for(number))
-        problems += wrong(model, state_for(number))
-    return problems
+        assert wrong(model, state_for(number)) == []
 
 
 def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
-    all_fine(ranks.run(4, failing_larger_load, limit=80))
+    ranks.run(4, failing_larger_load, limit=80)
 
 
-def failing_group(rank: int) -> list[str]:
+def failing_group(rank: int) -> None:
     """A rank cannot make a group of its first load; the others have made theirs and go on, until they hear of it."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
-    model, problems = meta_net(), []
+    loader, model = new_loader(Topology.from_nodes(NODES)), meta_net()
     no_port = mock.patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no port"))
     with no_port if rank == 3 else nullcontext():
         kind, text, seconds = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))
-    if (
-        kind != "LoadError"
-        or "rank 3 could not make the process group of ranks [2, 3]: " not in text
-        or "no port" not in text
-    ):
-        problems.append(f"{kind}: {text}")
-    if seconds > 20:
-        problems.append("the other ranks have waited for the timeout")
-    if not all(parameter.is_meta for parameter in model.parameters()):
-        problems.append("the model left meta")
+    assert kind == "LoadError"
+    assert re.search(r"rank 3 could not make the process group of ranks \[2, 3\]: .*no port", text)
+    assert seconds < 20
+    assert all(parameter.is_meta for parameter in model.parameters())
     loader.load(model, only_readers(state_for(2), "one"))
-    return problems + wrong(model, state_for(2))
+    assert wrong(model, state_for(2)) == []
 
 
 def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
-    all_fine(ranks.run(4, failing_group, limit=60))
+    ranks.run(4, failing_group, limit=60)
 
 
 NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]
@@ -85,96 +74,48 @@ def large_mismatch(rank: int) -> str:
 
 
 def test_a_mismatch_of_models_larger_than_a_value_of_the_store() -> None:
-    results = ranks.run(2, large_mismatch, tcp=True, limit=100)
-    assert results[0] == results[1]
-    assert results[0].startswith(ManifestMismatch.__name__)
-    assert re.search("rank 0 has 'model x+1234: float32 .* where rank 1 has 'model x+1234: float64", results[0])
-
-
-@contextmanager
-def launched(size: str) -> Iterator[None]:
-    with (
-        mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size}),
-        mock.patch("epload.ranks.topology._default", None),
-    ):
-        yield
+    first, second = ranks.run(2, large_mismatch, tcp=True, limit=100)
+    assert first == second
+    assert re.match("(?s)ManifestMismatch.*rank 0 has 'model x+1234: float32 .*rank 1 has .* float64", first)
 
 
 @pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False)])
 def test_a_launched_rank_that_loads_alone_is_warned(size: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Under torchrun without init_process_group, every rank would load the whole model by itself without a word."""
-    assert not dist.is_initialized()
     model = nn.Linear(3, 2)
     state = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.arange(2.0)}
-    with launched(size):
+    launched = mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": size})
+    with launched, mock.patch("epload.ranks.topology._default", None):
         report = epload.load(model, state, progress=False)
     assert torch.equal(model.weight, state["weight"])
     texts = [text for text in caplog.messages if "torch.distributed is not initialized" in text]
     assert len(texts) == len(report.warnings) == warned
     if warned:
-        assert report.warnings == texts
-        assert "rank 1 loads alone" in texts[0]
-        assert "init_process_group()" in texts[0]
+        assert report.warnings == texts == report.to_dict()["warnings"]
+        assert re.search(r"rank 1 loads alone.*init_process_group\(\)", texts[0])
         assert f"warning: {texts[0]}" in str(report)
-        assert report.to_dict()["warnings"] == texts
 
 
-def timeouts_of_groups(topology: Topology) -> list[timedelta]:
-    found = []
-    for name in {*vars(topology.route(0)).values()} if topology.ranks else ():
-        if isinstance(name, str) and name:
-            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-            found.append(group._get_backend(torch.device("cpu")).options._timeout)
-    return found
-
-
-def broadcast_after_a_load(rank: int, fails: bool) -> list[str]:
+def broadcast_after_a_load(rank: int, fails: bool) -> None:
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=7.0)
-    model = meta_net()
-    state = state_for(1)
+    model, state = meta_net(), state_for(1)
     if fails:
         state.popitem()
     with pytest.raises(epload.LoadError, match="missing") if fails else nullcontext():
         loader.load(model, only_readers(state, "one"))
-    tensor = torch.tensor([rank])
+    tensor, route = torch.tensor([rank]), topology.route(1)
     coalesced_bcast([tensor], 1, topology)
-    timeouts = timeouts_of_groups(topology)
-    problems = [] if int(tensor) == 1 else ["the broadcast is wrong"]
-    if topology.control.timeout != DEFAULT_TIMEOUT or set(timeouts) - {DEFAULT_TIMEOUT} or not timeouts:
-        problems.append(f"a timeout of {topology.control.timeout} and groups with timeouts of {timeouts}")
-    return problems
+    assert int(tensor) == 1
+    assert topology.control.timeout == DEFAULT_TIMEOUT
+    for name in {route.inter_group, route.intra_group} - {""}:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        assert group._get_backend(torch.device("cpu")).options._timeout == DEFAULT_TIMEOUT
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_loaders_timeout_ends_with_its_load(fails: bool) -> None:
-    assert ranks.run(4, broadcast_after_a_load, fails, limit=60) == [[]] * 4
-
-
-def failing_announcement(rank: int, round_: str) -> list[str]:
-    """A round fails between a leader's announcement of memory and the end of it: another rank was interrupted in it."""
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
-    before = len(memfds())
-    agree = Control.agree
-
-    def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
-        if what == round_:
-            raise MemoryError("no room for a round")
-        return agree(self, what, *args, **options)
-
-    model = meta_net()
-    with mock.patch.object(Control, "agree", interrupted) if rank == 3 else nullcontext():
-        error = error_of(lambda: loader.load(model, only_readers(state_for(1), "one")))
-    problems = [] if error.startswith("LoadError") and "no room for a round" in error else [error]
-    if len(memfds()) != before:
-        problems.append(f"descriptors of shared memory are left: {memfds()}")
-    loader.load(model, only_readers(state_for(2), "one"))
-    return problems + wrong(model, state_for(2))
-
-
-@pytest.mark.parametrize("round_", ["planning", "sharing memory"])
-def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
-    all_fine(ranks.run(4, failing_announcement, round_, limit=60))
+    ranks.run(4, broadcast_after_a_load, fails, limit=60)
 
 
 def kept_across_groups(rank: int, folder: Path) -> str:
@@ -192,6 +133,115 @@ def kept_across_groups(rank: int, folder: Path) -> str:
 
 
 def test_a_loader_of_a_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
-    texts = ranks.run(2, kept_across_groups, tmp_path)
-    assert len(set(texts)) == 1
-    assert "the process group with which this topology was made has been destroyed" in texts[0]
+    first, second = ranks.run(2, kept_across_groups, tmp_path)
+    assert first == second
+    assert "the process group with which this topology was made has been destroyed" in first
+
+
+RUNS = 4
+APART = 0.02  # seconds between the two threads, which is less than a load takes
+WAYS = ("one loader", "one topology", "two topologies", "loaders made in the threads", "topologies made in the threads")
+End = tuple[str, str]
+"""Class and text of what a load raised, or "wrong" and where; empty if it was right."""
+
+
+def new_loader(topology: Topology) -> HierarchicalLoader:
+    return HierarchicalLoader(topology, readers="one", bucket_bytes=BUCKET, timeout=30, progress=False)
+
+
+def makers(way: str) -> list[Callable[[], HierarchicalLoader]]:
+    """Returns two functions that return the loaders of two threads."""
+    if way == "topologies made in the threads":
+        return [lambda: new_loader(Topology.from_nodes(NODES))] * 2
+    topologies = [Topology.from_nodes(NODES) for _ in range(1 + (way == "two topologies"))]
+    if way == "loaders made in the threads":
+        return [lambda: new_loader(topologies[0])] * 2
+    loaders = [new_loader(topologies[-i]) for i in range(1 + (way != "one loader"))]
+    return [lambda: loaders[0], lambda: loaders[-1]]
+
+
+def load_both(make: list[Callable[[], HierarchicalLoader]], rank: int, swapped: bool) -> list[End]:
+    """Returns how two loads of different checkpoints end; ``swapped``: the second begins a little before the first."""
+    ends: list[End] = [("", "did not end")] * 2
+    models = [meta_net() for _ in range(2)]
+
+    def load_one(which: int) -> None:
+        source: Checkpoint | None = Slow(state_for(which + 1), 0.3) if rank == 0 else None
+        failed = outcome(lambda: make[which]().load(models[which], source))
+        if failed is None and (bad := wrong(models[which], state_for(which + 1))):
+            failed = "wrong", str(bad[:3])
+        ends[which] = failed or ("", "")
+
+    threads = [threading.Thread(target=load_one, args=(which,)) for which in range(2)]
+    for thread in reversed(threads) if swapped else threads:
+        thread.start()
+        time.sleep(APART)
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def two_threads(rank: int, way: str, crossed: bool) -> tuple[list[list[End]], list[str]]:
+    make = makers(way)
+    runs = [load_both(make, rank, crossed and rank in ((1, 2), (0,), (3,))[turn % 3]) for turn in range(RUNS)]
+    model = meta_net()
+    new_loader(Topology.from_nodes(NODES)).load(model, state_for(3) if rank == 0 else None)
+    return runs, wrong(model, state_for(3))
+
+
+@pytest.mark.parametrize(("way", "crossed"), [(way, i != 1) for i, way in enumerate(WAYS)])
+def test_two_loads_at_once(way: str, crossed: bool) -> None:
+    results = ranks.run(4, two_threads, way, crossed, limit=110)
+    refused = 0
+    for turn in range(RUNS):
+        for which in range(2):
+            ends = {runs[turn][which] for runs, _ in results}
+            assert len(ends) == 1, (turn, which, [runs[turn] for runs, _ in results])
+            kind, text = ends.pop()
+            assert (kind == "LoadError" and text) or (kind, text) == ("", ""), (turn, which, text)
+            refused += bool(kind)
+    assert refused >= RUNS, "in each run one of the two at least"
+    assert [bad for _, bad in results] == [[]] * 4, "a load after all of them is right"
+
+
+def load_and_broadcast(rank: int) -> list[str]:
+    """A broadcast of another thread in the middle of a load."""
+    topology = Topology.from_nodes(NODES)
+    model, state, loader = meta_net(), state_for(1), new_loader(topology)
+    problems: list[str] = []
+
+    def broadcast() -> None:
+        problems.append(error_of(lambda: coalesced_bcast([torch.full((3,), float(rank))], 1, topology)))
+
+    thread = threading.Timer(0.1, broadcast)
+    thread.start()
+    loader.load(model, Slow(state, 0.1) if rank == 0 else None)
+    thread.join()
+    tensor = torch.full((3,), float(rank))
+    coalesced_bcast([tensor], 1, topology)
+    return problems + wrong(model, state) + [str(tensor.tolist())]
+
+
+def test_a_broadcast_in_the_middle_of_a_load_is_refused() -> None:
+    (refusal, after), *others = ranks.run(4, load_and_broadcast, limit=60)
+    assert others == [[refusal, after]] * 3
+    assert refusal.startswith("LoadError: load() or coalesced_bcast() was called by two threads of a process at once")
+    assert after == "[1.0, 1.0, 1.0]"
+
+
+def load_in_a_hook(rank: int) -> str:
+    """A load inside a load of the same thread cannot be either."""
+    model = meta_net()
+    state = state_for(1) if rank == 0 else None
+
+    def hook(*_: Any) -> None:
+        load(meta_net(), state, timeout=30, progress=False)
+
+    model.register_buffer("more", torch.zeros(3, device="meta"), persistent=False)
+    return error_of(lambda: load(model, state, init_missing=hook, timeout=30, progress=False))
+
+
+def test_a_load_inside_a_load_is_refused() -> None:
+    results = ranks.run(2, load_in_a_hook, limit=60)
+    assert len(set(results)) == 1, results
+    assert "load() or coalesced_bcast() was called" in results[0]

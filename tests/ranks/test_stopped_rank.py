@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,27 +23,18 @@ from epload.planning import schedule
 from epload.planning.waves import Wave
 from epload.transfer.engine import Engine
 from epload.transfer.shared_memory import BUFFERS
+from measure import PeakMemory
 from support import ranks
-from support.checks import all_fine
-from support.memory import anonymous_and_shared
 
 NODES = [[0, 1], [2, 3]]
 BUCKET = 4 << 20
 LAYERS, WIDTH = 72, 768  # 170 MB of float32
-STOP_AT = 12
-"""Waves that the rank has unpacked when it stops."""
-SECONDS = 1.5
-"""For which it is stopped once all others have come to a halt or the load is over."""
-SLACK = 100 << 20
-"""Counts what test_repeated_loads does: sockets, threads, the manifest."""
+STOP_AT = 12  # waves that the rank has unpacked when it stops
+SECONDS = 1.5  # for which it is stopped once all others have come to a halt or the load is over
+SLACK = 100 << 20  # for sockets, threads, the manifest
 
 
-def state_of_process(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def waves(folder: Path) -> list[int]:
-    """Returns how many waves each rank has unpacked."""
+def waves_unpacked(folder: Path) -> list[int]:
     return [(folder / f"waves-{rank}").stat().st_size for rank in range(4)]
 
 
@@ -64,22 +54,20 @@ def stopping(rank: int, victim: int, folder: Path) -> Iterator[None]:
         yield
 
 
-def wake(victim: int, folder: Path, seen: dict[str, Any]) -> None:
+def wake(victim: int, folder: Path, seen: list[list[int]]) -> None:
     """Runs next to another rank's load: lets the victim go on when the others have not moved for a while."""
     pid = int((folder / f"pid-{victim}").read_text())
-    until = time.monotonic() + 60
-    while state_of_process(pid) != "T" and time.monotonic() < until:
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
         time.sleep(0.01)
-    seen["state"] = state_of_process(pid)
     before: list[int] = []
-    while before != waves(folder):
-        before = waves(folder)
+    while before != waves_unpacked(folder):
+        before = waves_unpacked(folder)
         time.sleep(SECONDS)
-    seen["waves"] = before
+    seen.append(before)
     os.kill(pid, signal.SIGCONT)
 
 
-def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> list[str]:
+def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: int) -> None:
     schedule.MIN_PART_BYTES = 1 << 20  # four readers share a wave
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     (folder / f"waves-{rank}").touch()
@@ -90,45 +78,26 @@ def load_next_to_a_stopped_rank(rank: int, folder: Path, readers: str, victim: i
         fully_shard(layer)
     topology = Topology.from_nodes(NODES)
     loader = HierarchicalLoader(topology, readers=readers, bucket_bytes=BUCKET, timeout=60, progress=False)
-    seen: dict[str, Any] = {}
-    start = peak = anonymous_and_shared()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, anonymous_and_shared())
-
-    helpers = [threading.Thread(target=watch)]
+    seen: list[list[int]] = []
+    waker = threading.Thread(target=wake, args=(victim, folder, seen))
     if rank == (victim + 1) % 4:
-        helpers.append(threading.Thread(target=wake, args=(victim, folder, seen)))
-    for helper in helpers:
-        helper.start()
-    try:
-        with stopping(rank, victim, folder):
-            loader.load(model, folder / "model.safetensors")
-    finally:
-        done.set()
-        for helper in helpers:
-            helper.join()
-    problems = []
-    if seen:
+        waker.start()
+    with PeakMemory() as memory, stopping(rank, victim, folder):
+        loader.load(model, folder / "model.safetensors")
+    if rank == (victim + 1) % 4:
+        waker.join()
+        (waves,) = seen
         neighbors = next(node for node in NODES if victim in node)
-        if seen["state"] != "T" or seen["waves"][victim] != STOP_AT:
-            problems.append(f"rank {victim} was not stopped: {seen}")
-        if not all(seen["waves"][other] < STOP_AT + BUFFERS for other in neighbors):
-            problems.append(f"the other rank of its node did not wait: {seen}")
-        if not all(STOP_AT <= count <= STOP_AT + 3 * BUFFERS for count in seen["waves"]):
-            problems.append(f"other nodes did not wait: {seen}")
+        assert waves[victim] == STOP_AT
+        assert all(waves[other] < STOP_AT + BUFFERS for other in neighbors), "the other rank of its node did not wait"
+        assert all(STOP_AT <= count <= STOP_AT + 3 * BUFFERS for count in waves), f"other nodes did not wait: {waves}"
     shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    if peak - start > shards + BUFFERS * BUCKET + SLACK:
-        problems.append(f"took {peak - start} bytes, with shards of {shards}")
-    right = [bool((parameter.to_local() == i + 1).all()) for i, parameter in enumerate(model.parameters())]
-    return problems if all(right) else [*problems, f"layers are wrong: {right}"]
+    assert memory.above <= shards + BUFFERS * BUCKET + SLACK
+    assert all((parameter.to_local() == i + 1).all() for i, parameter in enumerate(model.parameters()))
 
 
 @pytest.mark.parametrize(("readers", "victim"), [("one", 0), ("partitioned", 1)])
 def test_others_wait_for_a_stopped_rank(readers: str, victim: int, tmp_path: Path) -> None:
     state = {f"{i}.weight": torch.full((WIDTH, WIDTH), i + 1.0) for i in range(LAYERS)}
     save_file(state, tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, load_next_to_a_stopped_rank, tmp_path, readers, victim))
+    ranks.run(4, load_next_to_a_stopped_rank, tmp_path, readers, victim)

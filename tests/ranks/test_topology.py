@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,53 +16,45 @@ from torch import nn
 
 from epload import HierarchicalLoader, Topology, coalesced_bcast
 from epload.ranks import topology
-from support import ranks
+from support import fakedev, ranks
+from support.accelerator import DEVICE, meta_net, wrong
+from support.checks import all_fine
 from support.failures import raised
+from support.small_model import BUCKET, state_for
 
 Nodes = list[list[int]]
 
 
-def discover(rank: int, machines: list[str] | None) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], str]:
+def discover(rank: int, machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:
     if machines is not None:
         topology.machine_identity = lambda: machines[rank]  # this process is this rank's own
     topo = Topology.discover()
-    assert topo.rank == rank
-    assert rank in topo.node
+    assert topo.nodes == nodes, "nodes are in the order of their first ranks"
+    assert (topo.rank, topo.node) == (rank, next(own for own in nodes if rank in own))
+    assert f"rank {rank}" in repr(topo)
     tensors = [torch.full((5,), float(rank))]
     coalesced_bcast(tensors, src=1, topology=topo)
     assert tensors[0].tolist() == [1] * 5
-    return topo.nodes, topo.node, repr(topo)
-
-
-def test_ranks_of_one_machine_are_one_node() -> None:
-    for rank, (nodes, node, text) in enumerate(ranks.run(3, discover, None)):
-        assert nodes == ((0, 1, 2),)
-        assert node == (0, 1, 2)
-        assert f"rank {rank}" in text
 
 
 @pytest.mark.parametrize(
     ("machines", "nodes"),
     [
-        (["a", "a", "b", "b"], ((0, 1), (2, 3))),
-        (["b", "a", "b", "a"], ((0, 2), (1, 3))),
+        (None, ((0, 1, 2),)), (["a", "a", "b", "b"], ((0, 1), (2, 3))), (["b", "a", "b", "a"], ((0, 2), (1, 3))),
         (["a", "b", "c", "a", "c"], ((0, 3), (1,), (2, 4))),
     ],
-)
-def test_machines_become_nodes(machines: list[str], nodes: tuple[tuple[int, ...], ...]) -> None:
-    for rank, (seen, node, _) in enumerate(ranks.run(len(machines), discover, machines)):
-        assert seen == nodes, "nodes are in the order of their first ranks"
-        assert node == next(own for own in nodes if rank in own)
+)  # fmt: skip
+def test_machines_become_nodes(machines: list[str] | None, nodes: tuple[tuple[int, ...], ...]) -> None:
+    ranks.run(sum(map(len, nodes)), discover, machines, nodes)
 
 
 def discover_without_heartbeats(rank: int) -> int:
     """The watch has nothing to do of itself before a quarter of the timeout has passed."""
-    beat = mock.patch("epload.ranks.watch.Watch._beat", side_effect=AssertionError("waited for a heartbeat"))
-    times = [
+    with (
+        mock.patch("epload.ranks.watch.Watch._beat", side_effect=AssertionError("waited for a heartbeat")),
         mock.patch("epload.ranks.watch._FIRST_BEAT", float("inf")),
         mock.patch("epload.ranks.heartbeat.INTERVAL", 3600.0),
-    ]
-    with beat, times[0], times[1]:
+    ):
         return len(Topology.discover(timeout=60).node)
 
 
@@ -84,8 +80,7 @@ def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
         seen[name] = raised(lambda nodes=nodes: Topology.from_nodes(nodes))  # type: ignore[misc]
     topo = Topology.from_nodes([[0, 2], [1]])  # a refused topology leaves no trace
     for src in (-1, 3, 10**12):
-        seen[f"leaders {src}"] = raised(lambda src=src: topo.leaders(src))  # type: ignore[misc]
-        seen[f"route {src}"] = raised(lambda src=src: topo.route(src))  # type: ignore[misc]
+        seen[f"src {src}"] = raised(lambda src=src: coalesced_bcast([], src, topo))  # type: ignore[misc]
     tensors = [torch.full((3,), float(rank))]
     coalesced_bcast(tensors, src=2, topology=topo)
     seen["after"] = ("", str(tensors[0].tolist()))
@@ -94,61 +89,13 @@ def wrong_nodes(rank: int) -> dict[str, tuple[str, str]]:
 
 def test_wrong_nodes_are_refused_on_every_rank() -> None:
     views = ranks.run(3, wrong_nodes)
-    assert views[0] == views[1] == views[2]
     seen = views[0]
+    assert views == [seen] * 3
     assert seen.pop("after") == ("", "[2.0, 2.0, 2.0]")
     for name, (kind, text) in seen.items():
         assert kind == "ValueError", (name, text)
-        if name in WRONG:
-            assert WRONG[name][1] in text, (name, text)
-        else:
-            assert "[0, 1, 2]" in text, (name, text)
-            assert name.split()[1] in text, (name, text)
-
-
-UNEVEN: Nodes = [[0, 1, 2], [3, 4], [5, 6]]
-
-
-def routes(rank: int, nodes: Nodes) -> list[str]:
-    wrong = []
-    topo = Topology.from_nodes(nodes)
-    for src in sorted(r for node in nodes for r in node):
-        route = topo.route(src)
-        leaders = topo.leaders(src)
-        if (route.src, route.leader) != (src, next(r for r in topo.node if r in leaders)):
-            wrong.append(f"{src}: {route}")
-        for name, members in ((route.inter_group, leaders), (route.intra_group, topo.node)):
-            expected = rank in members and len(members) > 1
-            if bool(name) != expected:
-                wrong.append(f"{src}: {members} named {name!r}")
-            elif name:
-                group = dist.distributed_c10d._resolve_process_group(name)
-                found = group._get_backend(torch.device("cpu")).options.global_ranks_in_group
-                if (found, group.size()) != (sorted(members), len(members)):
-                    wrong.append(f"{src}: {name} is {found}, expected {members}")
-        if topo.route(src) != route:
-            wrong.append(f"{src}: groups were made twice")
-    first, usual = topo.route(0), topo.control.timeout
-    topo.control.timeout = timedelta(seconds=77)
-    other = topo.route(0)
-    for name in {other.inter_group, other.intra_group} - {""}:
-        timeout = dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
-        if timeout != timedelta(seconds=77):
-            wrong.append(f"a group with a timeout of {timeout}")
-    topo.control.timeout = usual
-    if topo.route(0) != first:
-        wrong.append("loads whose timeouts alternate make groups again and again")
-    names = {first.inter_group, first.intra_group, other.inter_group, other.intra_group} - {""}
-    topo.groups.clear()
-    if names & {topo.route(0).inter_group, topo.route(0).intra_group}:
-        wrong.append("a retired group came back")
-    return wrong
-
-
-@pytest.mark.parametrize("nodes", [UNEVEN, [[2, 0], [1]]], ids=["3+2+2", "2+1 out of order"])
-def test_routes_name_the_right_groups(nodes: Nodes) -> None:
-    world = sum(map(len, nodes))
-    assert ranks.run(world, routes, nodes) == [[]] * world
+        for part in (WRONG[name][1],) if name in WRONG else ("[0, 1, 2]", name.split()[1]):
+            assert part in text, (name, text)
 
 
 def halves(rank: int, nodes: Nodes | None) -> list[str]:
@@ -156,26 +103,26 @@ def halves(rank: int, nodes: Nodes | None) -> list[str]:
     members = [[0, 1], [2, 3, 4]]
     made = [dist.new_group(ranks) for ranks in members]
     half = int(rank > 1)
+    group, own, stranger = made[half], members[half], members[1 - half][0]
     wrong = []
-    topo = (
-        Topology.from_nodes(nodes, group=made[1]) if half and nodes is not None else Topology.discover(group=made[half])
-    )
-    if topo.ranks != tuple(members[half]):
+    for others, part in (([own, [stranger]], f"[{stranger}]"), ([own[:-1]], f"[{own[-1]}]")):
+        kind, text = raised(partial(Topology.from_nodes, others, group=group))
+        wrong += [] if kind == "ValueError" and part in text else [f"{others}: {kind} {text}"]
+    kind, text = raised(partial(Topology.from_nodes, [members[1 - half]], group=made[1 - half]))
+    wrong += [] if kind in ("ValueError", "TypeError") else [f"a group of others: {kind} {text}"]
+    topo = Topology.from_nodes(nodes, group=group) if half and nodes is not None else Topology.discover(group=group)
+    if topo.ranks != tuple(own):
         wrong.append(f"ranks {topo.ranks}")
-    for turn, src in enumerate(members[half] * 2):
+    for turn, src in enumerate(own * 2):
         tensors = [torch.full((40,), float(100 * turn + rank)), torch.tensor(rank)]
         # The halves differ in the number of their calls, so that a hidden common step would hang.
         for _ in range(1 + half):
-            coalesced_bcast(
-                tensors, src=src, topology=topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2]
-            )
+            coalesced_bcast(tensors, src, topo, bucket_bytes=64, algorithm=["two_level", "striped"][turn % 2])
         if tensors[0].tolist() != [100 * turn + src] * 40 or int(tensors[1]) != src:
             wrong.append(f"src {src}: {tensors}")
-    if (stranger := raised(lambda: coalesced_bcast([torch.zeros(1)], src=4 - 4 * half, topology=topo)))[
-        0
-    ] != "ValueError":
-        wrong.append(f"a source of the other half: {stranger}")
-    src = members[half][-1]
+    if raised(lambda: coalesced_bcast([torch.zeros(1)], src=stranger, topology=topo))[0] != "ValueError":
+        wrong.append("a source of the other half")
+    src = own[-1]
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     state = {k: torch.arange(v.numel(), dtype=v.dtype).view_as(v) + 1000 * half for k, v in model.state_dict().items()}
     loader = HierarchicalLoader(topology=topo, src=src, progress=False)
@@ -190,33 +137,10 @@ def test_parts_of_a_job_work_side_by_side() -> None:
     assert ranks.run(5, halves, [[2, 4], [3]]) == [[]] * 5
 
 
-def not_a_member(rank: int) -> list[str]:
-    group = dist.new_group([0, 1])
-    wrong = []
-    if rank == 2:
-        other = raised(lambda: Topology.from_nodes([[0, 1]], group=group))
-        if other[0] not in ("ValueError", "TypeError"):
-            wrong.append(str(other))
-    else:
-        for nodes, part in (([[0, 1], [2]], "[2]"), ([[0]], "[1]")):
-            kind, text = raised(lambda nodes=nodes: Topology.from_nodes(nodes, group=group))  # type: ignore[misc]
-            if kind != "ValueError" or part not in text:
-                wrong.append(f"{nodes}: {kind} {text}")
-    return wrong
-
-
-def test_nodes_must_be_those_of_the_group() -> None:
-    assert ranks.run(3, not_a_member) == [[]] * 3
-
-
 def test_without_a_process_group() -> None:
     assert not dist.is_initialized()
     for topo in (Topology.discover(), Topology.from_nodes([[0]])):
-        assert topo.nodes == ((0,),)
-        assert (topo.rank, topo.ranks, topo.node) == (0, (0,), (0,))
-        assert topo.leaders(0) == (0,)
-        route = topo.route(0)
-        assert (route.leader, route.inter_group, route.intra_group) == (0, "", "")
+        assert (topo.nodes, topo.rank, topo.ranks, topo.node) == (((0,),), 0, (0,), (0,))
         tensor = torch.arange(4)
         coalesced_bcast([tensor], topology=topo)
         assert tensor.tolist() == [0, 1, 2, 3]
@@ -241,3 +165,58 @@ def two_groups(rank: int) -> list[float]:
 
 def test_topologies_of_two_groups_of_the_same_ranks() -> None:
     assert ranks.run(3, two_groups) == [[0.0, 2.0, 10.0, 12.0]] * 3
+
+
+# ---- a default group that is bound to a device (init_process_group(device_id=)), on a fake accelerator ----
+# torch then makes each group by splitting the default one's communicator, in which all ranks of the job have to take part: those
+# of a load would wait for the others.
+
+WORLD = 5
+PART = (0, 1, 3)
+
+
+def bind(rank: int, folder: Path) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    init, device = f"file://{folder}/bound", torch.device(DEVICE)
+    dist.init_process_group(fakedev.BACKENDS, init_method=init, rank=rank, world_size=WORLD, device_id=device)
+    assert dist.group.WORLD.bound_device_id == device  # type: ignore[union-attr]
+
+
+@contextmanager
+def no_group_of_torchs() -> Iterator[None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a group was made by torch, which needs all ranks of the job")
+
+    public, c10d = {"new_group": refuse, "split_group": refuse}, dist.distributed_c10d
+    with mock.patch.multiple(dist, **public), mock.patch.multiple(c10d, _new_process_group_helper=refuse, **public):
+        yield
+
+
+def loads(topology: Topology, sources: tuple[int, ...]) -> list[str]:
+    problems = []
+    for src in sources:  # each rail has leaders of its own
+        for readers in ("one", "partitioned"):
+            loader = HierarchicalLoader(topology, src=src, readers=readers, bucket_bytes=BUCKET, timeout=60.0)
+            model = meta_net()
+            source = state_for(src) if readers != "one" or topology.rank == src else None
+            loader.load(model, source)
+            problems += wrong(model, state_for(src))
+        tensor = torch.full((5,), float(topology.rank), device=DEVICE)
+        coalesced_bcast([tensor], src, topology)
+        problems += [] if tensor.tolist() == [float(src)] * 5 else [f"broadcast from {src}: {tensor}"]
+    return problems
+
+
+def whole_and_part(rank: int, folder: Path) -> list[str]:
+    """All ranks load, then some of them: the others take no part, and are not needed."""
+    bind(rank, folder)
+    group = dist.new_group(list(PART))  # the caller's, of which all ranks of the job know
+    with no_group_of_torchs():
+        problems = loads(Topology.from_nodes([[0, 1], [2, 3], [4]]), (0, 1))
+        return problems + loads(Topology.from_nodes([[0, 1], [3]], group), (0, 1)) if rank in PART else problems
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_only_members_make_a_group(tmp_path: Path) -> None:
+    all_fine(ranks.run(WORLD, whole_and_part, tmp_path, setup=fakedev.setup))

@@ -12,9 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,8 +30,6 @@ from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for
 
 SOON = 25.0
 """Seconds for what takes one or two on a machine with nothing else to do, and 60 or more where a timeout has to pass."""
-
-
 check = partial(check_raised, seconds=SOON)
 
 
@@ -40,27 +37,20 @@ def kill(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_soon(seconds: float = 0.7) -> None:
-    threading.Timer(seconds, kill).start()
-
-
-# ---- what a waiting rank says ----
+def new_loader(nodes: list[list[int]], **options: Any) -> HierarchicalLoader:
+    return HierarchicalLoader(Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, timeout=60.0, **options)
 
 
 def warned(rank: int, late: int) -> list[str]:
     """One rank comes once all others have said that they wait for it. Returns what these have logged."""
-    store = dist.distributed_c10d._get_default_store()
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
-    expected = re.compile(
-        rf"waited \d+ s in 'opening the checkpoint' for (rank \d, which waits for )*rank {late} to make"
-    )
+    store, loader, model = dist.distributed_c10d._get_default_store(), new_loader(NODES), meta_net()
+    expected = rf"waited \d+ s in 'opening the checkpoint' for (rank \d, which waits for )*rank {late} to make"
 
     def warn(record: logging.LogRecord) -> bool:
-        if expected.search(record.getMessage()):
+        if re.search(expected, record.getMessage()):
             store.set(f"test/{rank}", record.getMessage())
         return True
 
-    model = meta_net()
     with mock.patch.multiple("epload.ranks.rounds", _WARN_SECONDS=0.5, _WARN_AGAIN=0.5):
         warnings = [store.get(f"test/{other}").decode() for other in range(4) if other != late] if rank == late else []
         log.logger.addFilter(warn)
@@ -75,53 +65,32 @@ def test_every_rank_that_waits_names_the_one_that_has_not_made_the_call(late: in
     assert len(ranks.run(4, warned, late, limit=60)[late]) == 3
 
 
-# ---- discovery ----
-
-
-def absent(rank: int, missing: int, explicit: bool) -> Raised | None:
+def absent(rank: int, missing: int, victim: int | None, explicit: bool) -> Raised | None:
+    """One rank never comes, so that the others wait until the timeout has passed or another rank is killed."""
     store = dist.distributed_c10d._get_default_store()
     if rank == missing:
-        for other in range(3):
-            if other != missing:
-                store.wait([f"test/{other}"])
-        return None
-    make = (lambda **options: Topology.from_nodes([[0, 1], [2]], **options)) if explicit else Topology.discover
-    result = raised_by(lambda: make(timeout=2.0))
-    store.set(f"test/{rank}", "")
-    return result
-
-
-@pytest.mark.parametrize(("missing", "explicit"), [(2, False), (1, True), (0, False)])
-def test_a_rank_that_never_comes_is_absent(missing: int, explicit: bool) -> None:
-    results = ranks.run(3, absent, missing, explicit, limit=50)
-    parts = (
-        ("rank 0, the coordinator, made no decision",)
-        if missing == 0
-        else (f"rank {missing} did not arrive within 2 s",)
-    )
-    check(results, "topology", *parts)
-
-
-def killed_in_discovery(rank: int, victim: int) -> Raised | None:
-    """One rank never comes, so that the others still wait when the victim is killed."""
-    missing = 3 if victim != 3 else 1
-    store = dist.distributed_c10d._get_default_store()
-    if rank == missing:
-        for other in range(4):
-            if other not in (missing, victim):
-                store.wait([f"test/{other}"])
+        store.wait([f"test/{other}" for other in range(4) if other not in (missing, victim)])
         return None
     if rank == victim:
-        kill_soon()
-    result = raised_by(Topology.discover)
+        threading.Timer(0.7, kill).start()
+    options: dict[str, Any] = {"timeout": 2.0} if victim is None else {}
+    make = partial(Topology.from_nodes, NODES) if explicit else Topology.discover
+    result = raised_by(lambda: make(**options))
     store.set(f"test/{rank}", "")
     return result
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_in_discovery_is_named(victim: int) -> None:
-    results = ranks.run(4, killed_in_discovery, victim, dying=(victim,), limit=60)
-    check(results, f"rank {victim} has exited (process ")
+@pytest.mark.parametrize(
+    ("missing", "victim", "explicit", "text"),
+    [
+        (2, None, False, "rank 2 did not arrive within 2 s"), (1, None, True, "rank 1 did not arrive within 2 s"),
+        (0, None, False, "rank 0, the coordinator, made no decision"), (3, 0, False, "rank 0 has exited (process "),
+        (3, 2, False, "rank 2 has exited (process "),
+    ],
+)  # fmt: skip
+def test_a_rank_that_never_comes_or_is_killed(missing: int, victim: Any, explicit: bool, text: str) -> None:
+    dying = () if victim is None else (victim,)
+    check(ranks.run(4, absent, missing, victim, explicit, dying=dying, limit=60), "topology", text)
 
 
 def again_after_a_failure(rank: int) -> list[str]:
@@ -154,9 +123,6 @@ def test_a_replaced_rank_meets_the_others() -> None:
     assert ranks.run(3, replaced, limit=40) == [[2, 12]] * 3
 
 
-# ---- killed in a load ----
-
-
 def fork_a_child() -> None:
     """It sleeps, and holds all of this rank's connections to other ranks and to the store; not that to the test."""
     if os.fork() != 0:
@@ -181,11 +147,12 @@ def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
             action()
         return agree(self, what, *args, **options)
 
-    with ExitStack() as stack:
-        if step == "making groups":
-            for place in (dist, dist.distributed_c10d):
-                stack.enter_context(mock.patch.object(place, "ProcessGroupGloo", action))
-        stack.enter_context(mock.patch.object(Control, "agree", settle_or_act))
+    gloo = action if step == "making groups" else dist.ProcessGroupGloo
+    with (
+        mock.patch.object(Control, "agree", settle_or_act),
+        mock.patch.object(dist, "ProcessGroupGloo", gloo),
+        mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", gloo),
+    ):
         yield
 
 
@@ -196,24 +163,22 @@ STEPS = (
 
 
 def killed_at(rank: int, victim: int, step: str, nodes: list[list[int]], forks: bool = False) -> Raised | None:
-    loader = HierarchicalLoader(
-        Topology.from_nodes(nodes), readers="one", bucket_bytes=BUCKET, verify=True, timeout=60.0
-    )
+    loader = new_loader(nodes, verify=True)
     if rank == victim and forks:
         fork_a_child()
-    with at(step, kill) if rank == victim else nullcontext():
+    with at(step.removesuffix(" of a broadcast"), kill) if rank == victim else nullcontext():
+        if step.endswith("broadcast"):
+            return raised_by(lambda: coalesced_bcast([torch.zeros(3)], 0, loader.topology))
         return raised_by(lambda: loader.load(meta_net(), only_readers(state_for(1), "one")))
 
 
 @pytest.mark.parametrize(
     ("victim", "step", "nodes"),
     [
-        *((2, step, NODES) for step in STEPS),
-        *((0, step, NODES) for step in STEPS[1::2]),
-        (3, "planning", NODES),
-        (1, "making groups", [[0], [1], [2]]),
+        *((2, step, NODES) for step in STEPS), *((0, step, NODES) for step in STEPS[1::2]), (3, "planning", NODES),
+        (1, "making groups", [[0], [1], [2]]), (1, "making groups of a broadcast", NODES),
     ],
-)
+)  # fmt: skip
 def test_a_rank_killed_at_a_step_is_named(victim: int, step: str, nodes: list[list[int]]) -> None:
     """The coordinator is named, too, as are a rank whose child keeps its connections, and one that is alone in its node, with
     which nobody shares buffers: others of its machine watch its process."""
@@ -221,34 +186,16 @@ def test_a_rank_killed_at_a_step_is_named(victim: int, step: str, nodes: list[li
     check(ranks.run(world, killed_at, victim, step, nodes, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
 
 
-def killed_making_groups_of_a_broadcast(rank: int) -> Raised | None:
-    topology = Topology.from_nodes(NODES)
-    with at("making groups", kill) if rank == 1 else nullcontext():
-        return raised_by(lambda: coalesced_bcast([torch.zeros(3)], 0, topology))
-
-
-def test_a_rank_killed_making_the_groups_of_a_broadcast_is_named() -> None:
-    check(ranks.run(4, killed_making_groups_of_a_broadcast, dying=(1,), limit=80), "rank 1 has exited")
-
-
-# ---- the store ----
-
-
-def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
+def store_dies(rank: int, step: str) -> Raised | None:
     """Rank 0 hosts the store, as without a launcher."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = [host.port]
+    dist.broadcast_object_list(port)
     dist.barrier()  # else a rank may close its connections while others still make theirs
     dist.destroy_process_group()
-    port = folder / "port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    store = host if rank == 0 else dist.TCPStore("127.0.0.1", port[0], is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
+    loader = new_loader(NODES)
     model = meta_net()
     loader.load(model, only_readers(state_for(1), "one"))
     with at(step, kill) if rank == 0 else nullcontext():
@@ -256,19 +203,14 @@ def store_dies(rank: int, folder: Path, step: str) -> Raised | None:
 
 
 @pytest.mark.parametrize("step", ["opening the checkpoint", "the transfer"])
-def test_a_store_whose_host_dies_is_lost_for_all(step: str, tmp_path: Path) -> None:
-    results = ranks.run(4, store_dies, tmp_path, step, dying=(0,), limit=80)[1:]
-    for kind, text, seconds in results:
+def test_a_store_whose_host_dies_is_lost_for_all(step: str) -> None:
+    for kind, text, seconds in ranks.run(4, store_dies, step, dying=(0,), limit=80)[1:]:
         assert kind == "LoadError", text
         assert "store is lost" in text or "rank 0 has exited" in text, text
         assert seconds < SOON
 
 
-# ---- ranks that cannot watch ----
-
-
-@contextmanager
-def no_more(what: str) -> Iterator[None]:
+def no_more(what: str) -> Any:
     """No more of the threads with this name, or no more open files."""
     start = threading.Thread.start
 
@@ -277,17 +219,13 @@ def no_more(what: str) -> Iterator[None]:
             raise RuntimeError("can't start new thread")
         start(self)
 
-    def no_file(*_: Any) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    files = mock.patch.object(os, "pidfd_open", no_file) if what == "files" else nullcontext()
-    with mock.patch.object(threading.Thread, "start", start_others), files:
-        yield
+    if what == "files":
+        return mock.patch.object(os, "pidfd_open", side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    return mock.patch.object(threading.Thread, "start", start_others)
 
 
 def cannot_start(rank: int, culprit: int, what: str) -> tuple[Raised, list[str]]:
-    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=60.0)
-    model = meta_net()
+    loader, model = new_loader(NODES), meta_net()
     loader.topology.control.processes.close()  # else they have been opened since the ranks found one another
     with no_more(what) if rank == culprit else nullcontext():
         first = raised_by(lambda: loader.load(model, only_readers(state_for(1), "one")))

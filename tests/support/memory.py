@@ -7,11 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def anonymous_and_shared() -> int:
-    with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) << 10 for line in status if line.startswith(("RssAnon", "RssShmem")))
-
-
 def bytes_read() -> int:
     """Returns the bytes that this process has read by calls, from files and the page cache."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

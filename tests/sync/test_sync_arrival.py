@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from epload.native import ops
 from epload.sync.pulling import Puller, SenderMemory
 from support import fakedev
 from support.accelerator import DEVICE
-from support.checks import all_fine
+from support.checkpoints import assert_same
 from support.device_syncs import CCL, mapped_of, on_machine, send_versions, topology_of
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome, receiving, take
@@ -35,7 +34,13 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 setup = partial(fakedev.setup, "nccl")
 
 
-def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str]:
+def exchange(receive: Any, *args: Any, sends: Any = send_versions, sent: tuple[Any, ...] = (1, 1, 2)) -> Any:
+    """Runs a rank that sends, and one that receives; returns what both do."""
+    (sent_there,), (received,) = run([Job(1, sends, sent, setup=setup), Job(1, receive, args, setup=setup)])
+    return sent_there, received
+
+
+def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> None:
     """One rank of the engine is on the trainer's machine; the parts that it wants are those of one sender."""
     with on_machine("ab"[rank]):
         model = build("tp0", 2, where=DEVICE)
@@ -43,16 +48,12 @@ def receive_on_two_machines(rank: int, meeting: Meeting, stage: str) -> list[str
             for version in (1, 2):
                 report = take(receiver)
                 check(model, version)
-                if (report.pulled > 0) != (rank == 0):
-                    return [f"rank {rank} pulled {report.pulled}"]
-    return []
+                assert (report.pulled > 0) == (rank == 0)
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_an_engine_of_which_one_rank_is_near(stage: str) -> None:
-    """It needs nothing of one of the senders within reach."""
-    jobs = [Job(2, send_versions, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)]
-    all_fine(run(jobs)[1])
+    run([Job(2, send_versions, (2, 2, 2, "a"), setup=setup), Job(2, receive_on_two_machines, (stage,), setup=setup)])
 
 
 class Padded(nn.Module):
@@ -70,35 +71,26 @@ class Padded(nn.Module):
             (target[:37] if name == "embed" else target).copy_(tensor)
 
 
-def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) -> list[str]:
-    wrong = []
-    if kind == "padded":
-        model: nn.Module = Padded().to(DEVICE)
-        target: Any = epload.EngineModel(model)
-    else:
-        model = target = build("plain", 1, where=DEVICE)
+def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) -> None:
+    model: Any = Padded().to(DEVICE) if kind == "padded" else build("plain", 1, where=DEVICE)
+    if kind != "padded":
         model.extra = nn.Parameter(torch.full((50, 50), 7.0, device=DEVICE))
+    target = epload.EngineModel(model) if kind == "padded" else model
+    others = (model.embed[37:] if kind == "padded" else model.extra).detach()
     with receiving(meeting, target, stage=stage, strict=False) as receiver:
         for version in (1, 2):
             receiver.receive_weights()
-            with torch.no_grad():
-                others = model.embed[37:] if kind == "padded" else model.extra
-                others.fill_(7.0 + version)  # it is the engine's own, also while a version waits
+            others.fill_(7.0 + version)  # it is the engine's own, also while a version waits
             receiver.commit()
-            others = model.embed[37:] if kind == "padded" else model.extra
-            if not (others.detach().cpu() == 7.0 + version).all():
-                wrong.append(f"version {version} changes what the sender does not have")
+            assert (others.cpu() == 7.0 + version).all()
             for name, shape in SHAPES.items():
                 found = model.get_parameter(name).detach().cpu()
-                if not torch.equal(found[: shape[0]] if shape else found, values(name, version)):
-                    wrong.append(f"version {version}: {name}")
-    return wrong
+                assert torch.equal(found[: shape[0]] if shape else found, values(name, version)), name
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("padded", "host"), ("own", "device"), ("padded", "none")])
 def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
-    jobs = [Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_beside_others, (stage, kind), setup=setup)]
-    all_fine(run(jobs)[1])
+    exchange(receive_beside_others, stage, kind)
 
 
 def receive_held(rank: int, meeting: Meeting, stage: str) -> None:
@@ -120,42 +112,33 @@ def receive_held(rank: int, meeting: Meeting, stage: str) -> None:
 
 @pytest.mark.parametrize("stage", ["host", "device"])
 def test_a_commit_on_another_stream(stage: str) -> None:
-    run([Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_held, (stage,), setup=setup)])
+    exchange(receive_held, stage)
 
 
 def receive_with_one_that_does_not_open(rank: int, meeting: Meeting, stage: str) -> list[Any]:
-    model, found = build("plain", 1, where=DEVICE), []
-    opens, tries = ops.open_memory, []
+    model, found, opens = build("plain", 1, where=DEVICE), [], ops.open_memory
 
     def some(*args: Any) -> Tensor:
-        tries.append(args)
-        if len(tries) > 1:
+        if opened.call_count > 1:
             raise RuntimeError("peer access is not supported")
         return opens(*args)
 
-    with (
-        mock.patch.object(ops, "open_memory", some),
-        receiving(meeting, model, stage=stage) as receiver,
-    ):
+    patch = mock.patch.object(ops, "open_memory", side_effect=some)
+    with patch as opened, receiving(meeting, model, stage=stage) as receiver:
         for version in (1, 2, 3):
-            text = outcome(receiver.receive_weights)
-            if not text:
-                receiver.commit()
+            found.append(outcome(partial(take, receiver)))
+            if not found[-1]:
                 check(model, version)
-            found.append(text)
     return found
 
 
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_memory_that_does_not_open_though_some_does(stage: str) -> None:
-    """One version fails; those after it go another way."""
-    sent, received = run(
-        [Job(1, send_versions, (1, 1), setup=setup), Job(1, receive_with_one_that_does_not_open, (stage,), setup=setup)]
-    )
-    assert "memory of rank 0 cannot be opened" in received[0][0]
-    assert "peer access is not supported" in sent[0][0].error
-    assert received[0][1:] == ["", ""]
-    assert [version.transport for version in sent[0]] == ["", CCL, CCL]
+    sent, (failed, *others) = exchange(receive_with_one_that_does_not_open, stage, sent=(1, 1))
+    assert "memory of rank 0 cannot be opened" in failed
+    assert "peer access is not supported" in sent[0].error
+    assert others == ["", ""]
+    assert [version.transport for version in sent] == ["", CCL, CCL]
 
 
 def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any:
@@ -178,34 +161,26 @@ def receive_failing(rank: int, meeting: Meeting, stage: str, fails: bool) -> Any
 
     model = build("plain", 1, where=DEVICE)
     with receiving(meeting, model, stage=stage) as receiver:
-        pid, held = int(meeting.hear("pid-0")), None
-        with mock.patch.object(Puller, "copying", copies), mock.patch.object(SenderMemory, "close", closes):
-            try:
-                receiver.receive_weights()
-            except epload.LoadError as error:
-                held = error
+        pid = int(meeting.hear("pid-0"))
+        patches = mock.patch.object(Puller, "copying", copies), mock.patch.object(SenderMemory, "close", closes)
+        with patches[0], patches[1], pytest.raises(epload.LoadError) as held:
+            receiver.receive_weights()
         opened = [len(mapped_of(pid))]
         receiver.receive_weights()
         opened.append(len(mapped_of(pid)))
         receiver.commit()
         check(model, 2)
-        return held is not None, closed[0], opened
+        return held.value is not None, closed[0], opened
 
 
 @pytest.mark.parametrize("stage", ["device", "none"])
 def test_a_sender_hears_of_a_failure_once_its_memory_is_closed(stage: str) -> None:
-    sent, broken, slow = run(
-        [
-            Job(1, send_versions, (1, 2, 2), setup=setup),
-            Job(1, receive_failing, (stage, True), setup=setup),
-            Job(1, receive_failing, (stage, False), setup=setup),
-        ]
-    )
-    assert "broken" in sent[0][0].error
-    for raised, closed, opened in (broken[0], slow[0]):
-        assert raised
-        assert opened == [0, 0]
-        assert closed <= sent[0][0].ended
+    engines = [Job(1, receive_failing, (stage, fails), setup=setup) for fails in (True, False)]
+    ((sent, _),), *received = run([Job(1, send_versions, (1, 2, 2), setup=setup), *engines])
+    assert "broken" in sent.error
+    for ((raised, closed, opened),) in received:
+        assert (raised, opened) == (True, [0, 0])
+        assert closed <= sent.ended
 
 
 class FailsOnce(epload.EngineModel):
@@ -233,64 +208,47 @@ def receive_and_apply_again(rank: int, meeting: Meeting, stage: str) -> list[Any
 
 @pytest.mark.parametrize("stage", ["host", "device", "none"])
 def test_an_engine_that_cannot_finish_is_partially_updated_until_the_next_try(stage: str) -> None:
-    jobs = [Job(1, send_versions, (1, 1, 2), setup=setup), Job(1, receive_and_apply_again, (stage,), setup=setup)]
     version, staged = (2, None) if stage == "none" else (1, 2)
-    assert run(jobs)[1] == [["cannot repack", None, True, "", version, False, staged]]
+    found = exchange(receive_and_apply_again, stage)[1]
+    assert found == ["cannot repack", None, True, "", version, False, staged]
 
 
-class Odd(nn.Module):
-    """Single elements, and a slice of one column."""
-
-    def __init__(self, make: Any, names: Iterable[str]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(make(name), requires_grad=False))
+ODD = {"one": (1,), "square": (1, 1), "column": (4, 1), "row": (1, 5), "scalar": ()}
 
 
 def odd(name: str, version: int) -> Tensor:
-    shapes = {"one": (1,), "square": (1, 1), "column": (4, 1), "row": (1, 5), "scalar": ()}
-    return torch.full(shapes[name], float(version)) + torch.arange(torch.Size(shapes[name]).numel()).view(shapes[name])
+    return torch.full(ODD[name], float(version)) + torch.arange(torch.Size(ODD[name]).numel()).view(ODD[name])
 
 
-ODD = ("one", "square", "column", "row", "scalar")
-
-
-def make_odd() -> Odd:
-    model = Odd(lambda name: odd(name, 0).to(DEVICE), ODD)
-    model.column = nn.Parameter(torch.zeros(4, 3, device=DEVICE)[:, 1:2], requires_grad=False)
+def make_odd() -> nn.ParameterDict:
+    """Single elements, and a slice of one column."""
+    model = nn.ParameterDict({name: nn.Parameter(odd(name, 0).to(DEVICE), requires_grad=False) for name in ODD})
+    model["column"] = nn.Parameter(torch.zeros(4, 3, device=DEVICE)[:, 1:2], requires_grad=False)
     return model
 
 
-def write_odd(model: Odd, version: int) -> None:
-    for name in ODD:
-        model.get_parameter(name).copy_(odd(name, version))
+def write_odd(model: nn.ParameterDict, version: int) -> None:
+    for name, parameter in model.items():
+        parameter.copy_(odd(name, version))
 
 
-def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> list[str]:
+def receive_odd(rank: int, meeting: Meeting, stage: str, verify: bool) -> None:
     with torch.inference_mode(stage == "device"):
-        model = Odd(lambda name: torch.zeros_like(odd(name, 0)).to(DEVICE), ODD)
-    wrong = []
+        zeros = {name: torch.zeros(shape, device=DEVICE) for name, shape in ODD.items()}
+        model = nn.ParameterDict({name: nn.Parameter(zero, requires_grad=False) for name, zero in zeros.items()})
     with receiving(meeting, model, stage=stage, verify=verify) as receiver:
         for version in (1, 2):
-            report = take(receiver)
-            wrong += [] if report.transport == "ipc" else [report.transport]
-            wrong += [
-                name for name in ODD if not torch.equal(model.get_parameter(name).detach().cpu(), odd(name, version))
-            ]
-    return wrong
+            assert take(receiver).transport == "ipc"
+            assert_same({name: x.cpu() for name, x in model.items()}, {name: odd(name, version) for name in ODD})
 
 
 @pytest.mark.parametrize(("verify", "stage"), [(False, "host"), (True, "device"), (False, "none")])
 def test_single_elements_and_inference_tensors(verify: bool, stage: str) -> None:
     sends = partial(send_model, verify=verify)
-    jobs = [Job(1, sends, (make_odd, write_odd, 2), setup=setup), Job(1, receive_odd, (stage, verify), setup=setup)]
-    sent, received = run(jobs)
-    assert sent == [["", ""]]
-    all_fine(received)
+    assert exchange(receive_odd, stage, verify, sends=sends, sent=(make_odd, write_odd, 2)) == (["", ""], None)
 
 
 def make_unreadable(kind: str) -> nn.Module:
-    """A tensor whose memory does not hold its values, or not all of them."""
     model = build("plain", 1, where=DEVICE)
     write(model, 1)
     if kind == "negated":
@@ -304,24 +262,19 @@ def make_unreadable(kind: str) -> nn.Module:
 def receive_unreadable(rank: int, meeting: Meeting, stage: str) -> str:
     model = build("plain", 1, where=DEVICE)
     with receiving(meeting, model, stage=stage) as receiver:
-        text = outcome(receiver.receive_weights)
+        text = outcome(partial(take, receiver))
         if text:
             assert receiver.version is None
         else:
-            receiver.commit()
             check(model, 1)
         return text
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected", "stage"),
-    [("negated", "", "host"), ("freed", "too few", "device")],
-)
+@pytest.mark.parametrize(("kind", "expected", "stage"), [("negated", "", "host"), ("freed", "too few", "device")])
 def test_memory_that_does_not_hold_the_values(kind: str, expected: str, stage: str) -> None:
-    sends = Job(1, send_model, (partial(make_unreadable, kind),), setup=setup)
-    sent, received = run([sends, Job(1, receive_unreadable, (stage,), setup=setup)])
-    for text in (sent[0][0], received[0]):
-        assert re.search(expected, text) if expected else not text, text
+    (sent,), received = exchange(receive_unreadable, stage, sends=send_model, sent=(partial(make_unreadable, kind),))
+    for text in (sent, received):
+        assert expected in text if expected else not text
 
 
 def make_halves() -> nn.Module:
@@ -336,14 +289,13 @@ HALVES = Mapping(converts=(Convert((r"^both$",), ("upper", "lower"), (Split(0),)
 
 
 def receive_halves(rank: int, meeting: Meeting, where: str) -> list[float]:
-    model = Odd(lambda name: torch.zeros(8, 8).to(where), ["both"])
+    model = nn.ParameterDict({"both": torch.zeros(8, 8).to(where)})
     with receiving(meeting, model, stage="none") as receiver:
         receiver.receive_weights()
-        return sorted(set(model.get_parameter("both").cpu().flatten().tolist()))
+        return sorted(set(model["both"].cpu().flatten().tolist()))
 
 
 def test_engines_agree_on_a_tensor_of_several_dtypes(tmp_path: Path) -> None:
-    """One that pulls gets what one gets to which it moves."""
     save_file({"both": torch.zeros(8, 8, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     sends = partial(send_model, receivers=2, mapping=HALVES, names_from=tmp_path)
     jobs = [Job(1, sends, (make_halves,), setup=setup)]

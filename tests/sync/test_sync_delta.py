@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -46,9 +48,9 @@ def tensor_of(name: str, version: int, dtype: torch.dtype) -> Tensor:
     return fresh.view(dtype).reshape(SHAPES[name])
 
 
-def changed_elements(version: int, dtype: torch.dtype) -> int:
+def changed_elements(version: int, dtype: torch.dtype, since: int | None = None) -> int:
     bits = INTEGER_OF[dtype.itemsize]
-    pairs = [(tensor_of(name, version, dtype), tensor_of(name, version - 1, dtype)) for name in SHAPES]
+    pairs = [(tensor_of(name, version, dtype), tensor_of(name, since or version - 1, dtype)) for name in SHAPES]
     return sum(int((a.view(bits) != b.view(bits)).sum()) for a, b in pairs)
 
 
@@ -68,59 +70,62 @@ def check_bits(found: Any, version: int, source: torch.dtype | None = None) -> N
 
 
 HALF, FLOAT = torch.bfloat16, torch.float32
-FSDP, PLAIN, FULL = ("fsdp", 2, None, "cpu"), ("plain", 1, None, "cpu", "host"), ("full", 1, None, "cpu", "host")
+
+
+@contextmanager
+def threads() -> Iterator[None]:
+    """A sender compares with several threads, as it does in a job; ranks of tests have one else."""
+    torch.set_num_threads(4)
+    yield
+
+
+FSDP, ON_DEVICE, TP0 = ("fsdp", 2, None, "cpu"), ("fsdp", 2, None, DEVICE), ("tp0", 2, None, "cpu", "host")
+PLAIN, FULL = ("plain", 1, None, "cpu", "host"), ("full", 1, None, "cpu", "host")
 
 
 @pytest.mark.parametrize(
     ("trainer", "engines", "dtype", "verify", "options"),
     [
-        (FSDP, [("tp0", 2, None, "cpu", "host")], HALF, False, {"delta": "always"}),
+        (FSDP, [TP0], HALF, False, {"delta": "always"}),
         (("fsdp", 3, [[0, 1], [2]], "cpu"), [("tp1", 2, [[0], [1]], "cpu", "host")], FLOAT, True, {"delta": "auto"}),
         (("tp1", 2, None, "cpu"), [("fsdp", 2, None, "cpu", "host"), FULL], HALF, False, {"delta": "auto"}),
         (("plain", 1, None, "cpu"), [("tp0", 2, None, "cpu", "none"), PLAIN], HALF, True, {"delta": "auto"}),
-        (FSDP, [("tp0", 2, None, "cpu", "host")], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
-        (("fsdp", 2, None, DEVICE), [("tp1", 2, None, DEVICE, "host")], HALF, True, {"delta": "auto"}),
-        (
-            ("fsdp", 2, None, DEVICE), [("plain", 1, None, DEVICE, "none"), ("tp0", 2, None, "cpu", "host")],
-            FLOAT, False, {"delta": "always", "snapshot": "host"},
-        ),
+        (FSDP, [TP0], FLOAT, False, {"delta": "auto", "snapshot": "host"}),
+        (ON_DEVICE, [("tp1", 2, None, DEVICE, "host")], HALF, True, {"delta": "auto"}),
+        (ON_DEVICE, [("plain", 1, None, DEVICE, "none"), TP0], FLOAT, False, {"delta": "always", "snapshot": "host"}),
     ],
     ids=["always", "two nodes", "two engines", "one in place", "snapshot", "devices", "devices, one in place"],
 )  # fmt: skip
 @pytest.mark.usefixtures("fake_device")
-def test_every_version_arrives_bit_for_bit(
-    trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, options: Any
-) -> None:
+def test_versions_arrive_bit_for_bit(trainer: Any, engines: Any, dtype: Any, verify: bool, options: Any) -> None:
     versions = range(1, 7)
-    sends = partial(send, versions=versions, dtype=dtype, write=write_bits, verify=verify, **options)
+    sends = partial(send, versions=versions, dtype=dtype, write=write_bits, verify=verify, within=threads, **options)
     # A version that is not committed is the base of the next one, too.
     receives = partial(receive, versions=versions, dtype=dtype, check=check_bits, verify=verify, uncommitted=3)
     jobs = jobs_of(trainer, engines, sends, receives, "nccl" if trainer[-1] != "cpu" else "")
     for sent in run(jobs)[0]:
         assert "committed no version" in sent[0].why_full
         for version in versions[1:]:
-            if DENSITY[version] <= 0.3 or options["delta"] == "always":
-                assert sent[version - 1].changed == changed_elements(version, dtype)
-            else:
-                assert sent[version - 1].changed is None
-                assert "50%" in sent[version - 1].why_full
+            sparse = DENSITY[version] <= 0.3 or options["delta"] == "always"
+            assert sent[version - 1].changed == (changed_elements(version, dtype) if sparse else None)
+            assert sparse or "50%" in sent[version - 1].why_full
 
 
 def changing_trainer(
-    rank: int, meeting: Meeting, waits: dict[int, str], dtype: torch.dtype, receivers: int = 3, snapshot: Any = "none",
-    layout: str = "fsdp",
+    rank: int, meeting: Meeting, make: Callable[[], nn.Module], waits: dict[int, str], receivers: int = 3, versions: int = 7,
+    write: Callable[[nn.Module, int], None] = write_bits, lease_seconds: float = 10, hands_on: bool = False, **options: Any,
 ) -> list[tuple[str, Any]]:  # fmt: skip
-    """Sends versions to engines that come, go and fail, and that nobody hands a version on to. ``waits``: which engine's waiting
-    for the next one is waited for before a version."""
-    with many_waves(lease_seconds=10), mock.patch.object(Offers, "offer"):
-        model, outcomes = build(layout, 2, dtype), []
-        with sending(meeting, model, receivers, timeout=30, delta="always", snapshot=snapshot) as sender:
-            for version in range(1, 8):
-                if version in waits:
-                    meeting.hear(waits[version])
-                    while rank == 0 and not sender._store.check([WAITING]):
-                        time.sleep(0.01)
-                write_bits(model, version)
+    """Sends versions to engines that come, go and fail. ``waits``: events before a version, after which an engine waits for it if
+    nobody hands the last one on."""
+    with many_waves(lease_seconds=lease_seconds), nullcontext() if hands_on else mock.patch.object(Offers, "offer"):
+        model, outcomes = make(), []
+        with sending(meeting, model, receivers, timeout=30, delta="always", **options) as sender:
+            for version in range(1, versions + 1):
+                for event in waits.get(version, "").split():
+                    meeting.hear(event)
+                while version in waits and not hands_on and rank == 0 and not sender._store.check([WAITING]):
+                    time.sleep(0.01)
+                write(model, version)
                 outcomes.append(attempt(partial(sender.send_weights, version)))
                 meeting.say(f"tried-{version}")
     return outcomes
@@ -143,51 +148,36 @@ def changing_engine(
                 failing = mock.patch.object(ReceivedChanges, "unpack", side_effect=RuntimeError("a broken receiver"))
                 with failing if version + 1 == fails_in else nullcontext():
                     text, sent = attempt(receiver.receive_weights)
-                if text:
-                    version += 1
-                    reports[version] = None
-                    continue
-                version, reports[receiver.staged] = receiver.staged, sent
-                receiver.commit()
-                check_bits(model, version, source)
+                version = version + 1 if text else receiver.staged
+                reports[version] = sent
+                if not text:
+                    receiver.commit()
+                    check_bits(model, version, source)
     return reports
 
 
-@pytest.mark.parametrize(
-    ("layout", "snapshot", "keeps"), [("fsdp", "none", True), ("fsdp", "host", False), ("plain", "host", True)]
-)
-def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(layout: str, snapshot: str, keeps: bool) -> None:
+@pytest.mark.parametrize(("layout", "snapshot"), [("fsdp", "none"), ("fsdp", "host"), ("plain", "host")])
+def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(layout: str, snapshot: str) -> None:
     """An engine joins before version 3. Version 5 fails in another, which leaves after version 6; it is the first one, so
     that those that stay have other ranks then. A scalar has replicas with fsdp; a snapshot has that of version 5."""
+    sends, keeps = partial(changing_trainer, snapshot=snapshot), layout == "plain" or snapshot == "none"
     jobs = [
-        Job(2 if layout == "fsdp" else 1, changing_trainer, ({3: "z-0"}, HALF, 3, snapshot, layout)),
+        Job(2 if layout == "fsdp" else 1, sends, (partial(build, layout, 2, HALF), {3: "z-0"})),
         Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF)),
         Job(1, changing_engine, ("plain", "a", "", 6, 5, HALF)),
         Job(1, changing_engine, ("plain", "z", "tried-2", 7, 0, HALF)),
     ]
     trainer, staying, leaving, late = run(jobs)
-    joined = min(late[0])
-    assert joined == 3
+    assert min(late[0]) == 3
     for of_rank in trainer:
         texts, reports = zip(*of_rank, strict=True)
         assert [bool(text) for text in texts] == [False] * 4 + [True, False, False], texts
         assert "a broken receiver" in texts[4]
-        assert [report and report.changed is not None for report in reports] == [
-            False,
-            True,
-            True,
-            True,
-            None,
-            keeps,
-            True,
-        ]
-        assert "1 of 3 receiving nodes" in reports[joined - 1].why_full
-    between = sum(
-        int((tensor_of(name, 6, HALF).view(torch.int16) != tensor_of(name, 4, HALF).view(torch.int16)).sum())
-        for name in SHAPES
-    )
+        as_changes = [report and report.changed is not None for report in reports]
+        assert as_changes == [False, True, True, True, None, keeps, True]
+        assert "1 of 3 receiving nodes" in reports[2].why_full
     expected = {1: None, **{version: changed_elements(version, HALF) for version in (2, 3, 4, 7)}}
-    expected[6] = between if keeps else None
+    expected[6] = changed_elements(6, HALF, since=4) if keeps else None
     for of_rank in (*staying, *leaving):
         assert {version: sent.changed for version, sent in of_rank.items() if sent} == {
             version: changed for version, changed in expected.items() if version <= max(of_rank)
@@ -197,15 +187,9 @@ def test_engines_that_come_and_go_and_fail_leave_the_others_their_base(layout: s
 
 
 def test_a_base_in_bf16_is_none_for_weights_that_come_in_fp32_once_an_engine_needs_them() -> None:
-    """The second engine joins before version 3."""
-    trainer, *_ = run(
-        [
-            Job(2, changing_trainer, ({3: "z-0"}, FLOAT, 2)),
-            Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF, FLOAT)),
-            Job(1, changing_engine, ("plain", "z", "tried-2", 7, 0, FLOAT)),
-        ]
-    )
-    for of_rank in trainer:
+    jobs = [Job(2, changing_trainer, (partial(build, "fsdp", 2, FLOAT), {3: "z-0"}, 2))]
+    jobs.append(Job(2, changing_engine, ("tp0", "m", "", 7, 0, HALF, FLOAT)))
+    for of_rank in run([*jobs, Job(1, changing_engine, ("plain", "z", "tried-2", 7, 0, FLOAT))])[0]:
         texts, reports = zip(*of_rank, strict=True)
         assert not any(texts), texts
         assert [report.changed is not None for report in reports].count(False) in (1, 2)
@@ -235,26 +219,6 @@ def test_what_changes_while_changes_are_sent_comes_with_the_next_version() -> No
     run([Job(2, impatient_trainer), Job(2, receives, ("tp0", 2))])
 
 
-def replaced(model: nn.Module, name: str) -> None:
-    """Registers a parameter anew, behind the others."""
-    parameter = getattr(model, name)
-    delattr(model, name)
-    setattr(model, name, nn.Parameter(torch.zeros_like(parameter)))
-
-
-def neighboring_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Any]]:
-    with many_waves(lease_seconds=1.5):
-        model, outcomes = build("plain", 1, HALF), []
-        with sending(meeting, model, 3, timeout=30, delta="always") as sender:
-            for version in (1, 2, 3):
-                if version == 2:
-                    meeting.hear("silent")
-                write_bits(model, version)
-                outcomes.append(attempt(partial(sender.send_weights, version)))
-                meeting.say(f"tried-{version}")
-    return outcomes
-
-
 def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> None:
     """An engine that receives three versions; or becomes silent after the first, which it commits later."""
     with many_waves(lease_seconds=1.5):
@@ -268,21 +232,19 @@ def neighboring_engine(rank: int, meeting: Meeting, name: str, node: str) -> Non
                     meeting.hear("tried-2")
                 receiver.commit()
                 check_bits(model, version)
-                if name == "changed" and version == 1:
-                    replaced(model, "embed")
+                if name == "changed" and version == 1:  # registered anew, behind the others
+                    embed = model.embed
+                    del model.embed
+                    model.embed = nn.Parameter(torch.zeros_like(embed))
 
 
 def test_a_version_stays_for_the_ranks_that_have_it_and_is_no_base_for_other_tensors() -> None:
     """One of two engines that share memory is dropped, and commits its version when the other has the next one. A third has
     other tensors when the ranks find each other anew."""
-    trainer, *_ = run(
-        [
-            Job(1, neighboring_trainer),
-            Job(1, neighboring_engine, ("silent", "")),
-            Job(1, neighboring_engine, ("neighbor", "")),
-            Job(1, neighboring_engine, ("changed", "other")),
-        ]
-    )
+    sends = partial(changing_trainer, lease_seconds=1.5, hands_on=True)
+    jobs = [Job(1, sends, (partial(build, "plain", 1, HALF), {2: "silent"}, 3, 3))]
+    jobs += [Job(1, neighboring_engine, each) for each in (("silent", ""), ("neighbor", ""), ("changed", "other"))]
+    trainer, *_ = run(jobs)
     texts, reports = zip(*trainer[0], strict=True)
     assert not any(texts)
     assert "2 of 2 receiving nodes" in reports[1].why_full
@@ -299,21 +261,15 @@ def replica(rank: int, version: int) -> Tensor:
     return values + (version / 2 if rank == 0 else 100_000)
 
 
-def replicated_trainer(rank: int, meeting: Meeting) -> list[tuple[str, Any]]:
-    with many_waves():
-        model, outcomes = nn.Module(), []
-        mesh = init_device_mesh("cpu", (2,))
-        values = distribute_tensor(torch.zeros(SHAPES[REPLICAS]), mesh, [Replicate()], src_data_rank=None)
-        model.register_buffer(REPLICAS, values)
-        with sending(meeting, model, timeout=30, delta="always", verify=True) as sender:
-            for version in range(1, 8):
-                if version == 3:
-                    meeting.hear("joined-0")
-                    meeting.hear("joined-1")
-                values.to_local().copy_(replica(rank, version))
-                outcomes.append(attempt(partial(sender.send_weights, version)))
-                meeting.say(f"tried-{version}")
-    return outcomes
+def make_replicas() -> nn.Module:
+    model, mesh = nn.Module(), init_device_mesh("cpu", (2,))
+    values = distribute_tensor(torch.zeros(SHAPES[REPLICAS]), mesh, [Replicate()], src_data_rank=None)
+    model.register_buffer(REPLICAS, values)
+    return model
+
+
+def write_replica(model: nn.Module, version: int) -> None:
+    model.get_buffer(REPLICAS).to_local().copy_(replica(dist.get_rank(), version))
 
 
 def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
@@ -347,10 +303,9 @@ def replicated_engine(rank: int, meeting: Meeting, whole: bool) -> None:
 
 def test_a_base_of_another_replica_and_one_that_is_damaged_are_replaced() -> None:
     """An engine joins before version 3, after which other ranks of the sender send parts of the tensor."""
-    trainer, *_ = run(
-        [Job(2, replicated_trainer), Job(1, replicated_engine, (True,)), Job(2, replicated_engine, (False,))]
-    )
-    for of_rank in trainer:
+    sends = partial(changing_trainer, write=write_replica, lease_seconds=2, hands_on=True, verify=True)
+    jobs = [Job(2, sends, (make_replicas, {3: "joined-0 joined-1"}, 1))]
+    for of_rank in run([*jobs, *(Job(count, replicated_engine, (count == 1,)) for count in (1, 2))])[0]:
         texts, reports = zip(*of_rank, strict=True)
         assert [bool(text) for text in texts] == [False] * 5 + [True, False], texts
         changed = [report and report.changed is not None for report in reports]

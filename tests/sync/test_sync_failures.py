@@ -1,9 +1,10 @@
-"""What happens to both jobs when a rank of either fails: the culprit is named, and whoever lives holds a whole version."""
+"""A rank of either job fails or is interrupted: the culprit is named, and whoever lives holds a whole version."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import tempfile
 import threading
@@ -21,23 +22,14 @@ import epload
 from epload.planning.waves import Wave
 from epload.ranks import single_flight
 from epload.ranks.single_flight import Call
-from epload.sync import participants, store
+from epload.sync import changes_route, participants, store
 from epload.sync.committed import CommittedTensors
+from epload.sync.generation import Generation
 from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import (
-    attempt,
-    kill_self,
-    many_waves,
-    names_culprit,
-    outcome,
-    receiving,
-    sending,
-    take,
-    trainer,
-)
+from support.small_syncs import attempt, many_waves, names_culprit, outcome, receiving, sending, take, trainer
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
@@ -56,77 +48,53 @@ def at_second_wave(act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def receives(
-    rank: int, meeting: Meeting, name: str, plan: list[str], stage: str = "host", where: str = "cpu"
-) -> list[tuple[str, int | None, bool]]:
-    return engine(rank, meeting, name, 1, plan, stage, where, at_second_wave)
+def jobs_of(semantics: str, stage: str, train: tuple[Any, ...], *plans: list[str], dies: bool = False) -> list[Job]:
+    """A trainer, with arguments of ``trainer``, and engines with these plans. ``dies``: the trainer's last rank does."""
+    where = DEVICE if semantics else "cpu"
+    setup = partial(fakedev.setup, semantics, shares=False) if semantics else None
+    receives = partial(engine, world=1, stage=stage, where=where, acting=at_second_wave)
+    jobs = [Job(train[0], partial(trainer, where=where, dies=dies), train, (1,) if dies else (), setup)]
+    for name, plan in zip("ab", plans, strict=False):
+        dying = (0,) if plan[-1].startswith("die") else ()
+        jobs.append(Job(1, partial(receives, plan=plan), (name,), dying, setup))
+    return jobs
 
 
-PLACES = pytest.mark.parametrize(
-    ("semantics", "stage"), [(None, "host"), (None, "none"), ("nccl", "none"), ("hccl", "host")]
+@pytest.mark.parametrize(
+    ("semantics", "stage", "dies"),
+    [("", "host", True), ("", "none", False), ("nccl", "none", True), ("hccl", "host", True), ("nccl", "none", False)],
 )
-
-
-def place(semantics: str | None) -> tuple[str, Callable[[], str] | None]:
-    """Where models are, and the setup of jobs that have them there."""
-    return (DEVICE, partial(fakedev.setup, semantics, shares=False)) if semantics is not None else ("cpu", None)
-
-
-@PLACES
 @pytest.mark.usefixtures("fake_device")
-def test_a_receiver_that_is_killed_is_named_and_the_others_go_on(stage: str, semantics: str | None) -> None:
-    where, setup = place(semantics)
-    sent, left, _ = run(
-        [
-            Job(2, trainer, (2, 2, 3, {}, where), setup=setup),
-            Job(1, receives, ("a", ["", "", ""], stage, where), setup=setup),
-            Job(1, receives, ("b", ["", "die"], stage, where), dying=(0,), setup=setup),
-        ]
-    )
-    assert [bool(text) for text, _ in sent[0]] == [False, True, False]
-    assert names_culprit(sent[0][1][0], "[23]")  # engines join in any order
-    assert "engine" in sent[0][1][0]
-    assert sent[0][1][0] == sent[1][1][0] == left[0][1][0]
-    assert [version for _, version, _ in left[0]] == [1, 1 if stage == "host" else None, 3]
-    assert sent[0][1][1] < 10
+def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, stage: str, dies: bool) -> None:
+    plan = ["", "die"] if dies else ["", "fail", ""]
+    sent, left, other = run(jobs_of(semantics, stage, (2, 2, 3, {}), ["", "", ""], plan))
+    (_, (text, seconds), _) = sent[0]
+    assert [bool(error) for error, _ in sent[0]] == [False, True, False]
+    if dies:
+        assert names_culprit(text, "[23]")  # engines join in any order
+        assert "engine" in text
+    else:
+        assert "a broken receiver" in text
+        assert other[0][1:] == left[0][1:]
+    assert text == sent[1][1][0] == left[0][1][0]
+    after = (1, False) if stage == "host" else (None, True)
+    assert [state for _, *state in left[0]] == [[1, False], [*after], [3, False]], "the next version repairs a torn one"
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(("semantics", "stage"), [("", "host"), ("", "none"), ("nccl", "none"), ("hccl", "host")])
+@pytest.mark.usefixtures("fake_device")
+def test_a_trainer_that_is_killed_leaves_the_version_before(semantics: str, stage: str) -> None:
+    sent, left = run(jobs_of(semantics, stage, (2, 1, 2, {}), ["", "tell"], dies=True))
+    text = sent[0][1][0]
+    assert names_culprit(text, "1")
+    assert left[0][1] == (text, *((1, False) if stage == "host" else (None, True)))
 
 
 def test_a_receiver_that_dies_between_versions_is_left_out() -> None:
-    sent, left, _ = run(
-        [
-            Job(1, trainer, (1, 2, 2, {2: "b-0-dies"})),
-            Job(1, receives, ("a", ["", ""])),
-            Job(1, receives, ("b", ["", "die waiting"]), dying=(0,)),
-        ]
-    )
+    sent, left, _ = run(jobs_of("", "host", (1, 2, 2, {2: "b-0-dies"}), ["", ""], ["", "die waiting"]))
     assert [text for text, _ in sent[0]] == ["", ""]
     assert [(text, version) for text, version, _ in left[0]] == [("", 1), ("", 2)]
-
-
-def late(rank: int, meeting: Meeting) -> int | None:
-    meeting.hear("tried-1")
-    model = build("tp0", 2)
-    with many_waves(), receiving(meeting, model, timeout=20) as receiver:
-        meeting.say(f"late-{rank}-joined")
-        receiver.receive_weights()
-        meeting.say(f"late-{rank}-received")
-        receiver.commit()
-        check(model, receiver.version)
-        return receiver.version
-
-
-def test_a_receiver_that_joins_late_gets_the_version_of_the_others_or_the_next_one() -> None:
-    sent, first, second = run(
-        [
-            Job(1, trainer, (1, 1, 5, {2: "late-1-joined", 3: "late-0-joined", 5: "late-0-received"})),
-            Job(1, receives, ("a", [""] * 5)),
-            Job(2, late),
-        ]
-    )
-    assert [text for text, _ in sent[0]] == [""] * 5
-    assert [version for _, version, _ in first[0]] == [1, 2, 3, 4, 5]
-    assert second[0] == second[1]
-    assert second[0] in (1, 2, 3, 4, 5)
 
 
 def leaving(rank: int, meeting: Meeting) -> None:
@@ -167,152 +135,78 @@ def test_an_engine_that_is_busy_learns_that_the_sender_was_closed(stage: str) ->
     assert seconds < 1.0
 
 
-def dying_trainer(rank: int, meeting: Meeting, where: str) -> Any:
-    with many_waves():
-        model = build("fsdp", 2, where=where)
-        with sending(meeting, model, timeout=20) as sender:
-            write(model, 1)
-            sender.send_weights(1)
-            write(model, 2)
-            with at_second_wave(kill_self) if rank == 1 else nullcontext():
-                text = outcome(lambda: sender.send_weights(2))
-            meeting.say(f"over-{rank}")
-        return text
+MISFITS = {
+    "version": "expected version 7, but the sender announced 1",
+    "shape": r"head has shape \[16, 41\]",
+    "names": "only the receiver has 1 tensor: extra",
+    "verify": "expected the same verify=",
+}
 
 
-@PLACES
-@pytest.mark.usefixtures("fake_device")
-def test_a_trainer_that_is_killed_leaves_the_version_before(stage: str, semantics: str | None) -> None:
-    where, setup = place(semantics)
-    sent, left = run(
-        [
-            Job(2, dying_trainer, (where,), dying=(1,), setup=setup),
-            Job(1, receives, ("a", ["", ""], stage, where), setup=setup),
-        ]
-    )
-    (_, version, partially_updated) = left[0][1]
-    assert names_culprit(sent[0], "1")
-    assert left[0][1][0] == sent[0]
-    assert (version, partially_updated) == ((1, False) if stage == "host" else (None, True))
+def ask(rank: int, meeting: Meeting) -> list[str]:
+    texts = []
+    for kind in MISFITS:
+        model = build("plain", 1)
+        if kind in ("shape", "names"):
+            setattr(model, "head" if kind == "shape" else "extra", torch.nn.Parameter(torch.zeros(4, 4)))
+        with receiving(meeting, model, timeout=20, verify=kind == "verify") as receiver:
+            texts.append(outcome(lambda: receiver.receive_weights(7 if kind == "version" else None)))  # noqa: B023
+        assert not any(parameter.any() for parameter in model.parameters())
+    return texts
 
 
-@pytest.mark.parametrize("semantics", [None, "nccl"])
-@pytest.mark.usefixtures("fake_device")
-def test_a_partially_updated_receiver_is_repaired_by_the_next_version(semantics: str | None) -> None:
-    where, setup = place(semantics)
-    sent, left = run(
-        [
-            Job(1, trainer, (1, 1, 3, {}, where), setup=setup),
-            Job(1, receives, ("a", ["", "fail", ""], "none", where), setup=setup),
-        ]
-    )
-    assert "a broken receiver" in sent[0][1][0]
-    assert [(version, partial) for _, version, partial in left[0]] == [(1, False), (None, True), (3, False)]
+def test_what_does_not_fit_is_refused_in_both_jobs() -> None:
+    sends = partial(send_model, versions=len(MISFITS))
+    for (texts,) in run([Job(1, sends, (partial(build, "plain", 1), write)), Job(1, ask)]):
+        for expected, text in zip(MISFITS.values(), texts, strict=True):
+            assert re.search(expected, text), text
 
 
-def asks(rank: int, meeting: Meeting, kind: str) -> str:
-    model = build("plain", 1)
-    if kind == "shape":
-        model.head = torch.nn.Parameter(torch.zeros(4, 4))
-    if kind == "names":
-        model.extra = torch.nn.Parameter(torch.zeros(4))
-    with receiving(meeting, model, timeout=20, verify=kind == "verify") as receiver:
-        text = outcome(lambda: receiver.receive_weights(7 if kind == "version" else None))
-        assert all(not parameter.any() for parameter in model.parameters())
-        return text
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("version", "expected version 7, but the sender announced 1"),
-        ("shape", r"head has shape \[16, 41\]"),
-        ("names", r"only the receiver has 1 tensor: extra"),
-        ("verify", "expected the same verify="),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_both_jobs(kind: str, expected: str) -> None:
-    sends = Job(1, send_model, (partial(build, "plain", 1), write))
-    ((sent,),), (received,) = run([sends, Job(1, asks, (kind,))])
-    for text in (sent, received):
-        assert re.search(expected, text), text
+def sender(address: Any = ("127.0.0.1", 0), receivers: int = 1, timeout: float = 2) -> epload.WeightSender:
+    return epload.WeightSender(build("plain", 1), address, receivers=receivers, timeout=timeout)
 
 
 def test_receivers_that_do_not_come_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    def alone() -> str:
-        model = build("plain", 1)
-        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=3, timeout=1) as sender:
-            return outcome(lambda: sender.send_weights(1))
-
-    with mock.patch.object(participants, "_WARN_SECONDS", 0.2), caplog.at_level("WARNING"):
-        assert "0 receiving ranks ready after 1 s, expected 3" in alone()
-    assert [record.getMessage() for record in caplog.records] == [
-        "version 1: 0 receiving ranks ready after 0 s, expected 3"
-    ]
+    soon = mock.patch.object(participants, "_WARN_SECONDS", 0.2)
+    with soon, caplog.at_level("WARNING"), sender(receivers=3, timeout=1) as alone:
+        assert "0 receiving ranks ready after 1 s, expected 3" in outcome(lambda: alone.send_weights(1))
+    assert caplog.messages == ["version 1: 0 receiving ranks ready after 0 s, expected 3"]
 
 
-def test_a_port_in_use_is_an_error() -> None:
+def test_addresses_that_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(epload.LoadError, match=f"cannot serve 127.0.0.1:{port}"):
-            epload.WeightSender(build("plain", 1), ("127.0.0.1", port), receivers=1, timeout=2)
-
-
-def test_an_address_of_another_machine_is_an_error_in_time(caplog: pytest.LogCaptureFixture) -> None:
+            sender(("127.0.0.1", port))
+    with pytest.raises(epload.LoadError, match="no sender answers"):
+        epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
     began = time.monotonic()
     with pytest.raises(epload.LoadError, match=r"cannot serve 192\.0\.2\.1:29600"), caplog.at_level("WARNING"):
-        epload.WeightSender(build("plain", 1), "192.0.2.1:29600", receivers=1, timeout=2)
+        sender("192.0.2.1:29600")
     assert "192.0.2.1 is no address of this machine" in caplog.text
     assert time.monotonic() - began < 30  # torch's own would be 60
 
 
-def test_another_version_of_epload_is_refused() -> None:
-    with (
-        epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=30) as sender,
-        mock.patch.object(store, "PROTOCOL", store.PROTOCOL + 1),
-        pytest.raises(epload.LoadError, match="install the same version in both jobs"),
-    ):
-        epload.WeightReceiver(build("plain", 1), sender.address, timeout=30)
-
-
-def test_a_version_that_is_not_greater_is_refused() -> None:
-    with epload.WeightSender(build("plain", 1), ("127.0.0.1", 0), receivers=1, timeout=30) as sender:
-        sender._version = 3
+def test_another_version_of_epload_or_of_the_weights_is_refused() -> None:
+    with sender(timeout=30) as trainer:
+        with (
+            mock.patch.object(store, "PROTOCOL", store.PROTOCOL + 1),
+            pytest.raises(epload.LoadError, match="install the same version in both jobs"),
+        ):
+            epload.WeightReceiver(build("plain", 1), trainer.address, timeout=30)
+        trainer._version = 3
         for version in (2, 3):
-            message = f"expected version to be greater than 3, the last one sent, got {version}"
-            with pytest.raises(ValueError, match=message):
-                sender.send_weights(version)
+            with pytest.raises(ValueError, match=f"to be greater than 3, the last one sent, got {version}"):
+                trainer.send_weights(version)
 
 
-def test_no_sender_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(epload.LoadError, match="no sender answers"):
-        epload.WeightReceiver(build("plain", 1), ("127.0.0.1", port), timeout=0.5)
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("trainer0:29600", ("trainer0", 29600)),
-        ("[::1]:29600", ("::1", 29600)),
-        ("10.0.0.1:1", ("10.0.0.1", 1)),
-        (("::1", 29600), ("::1", 29600)),
-    ],
-)
-def test_addresses(address: Any, expected: tuple[str, int]) -> None:
-    assert store.parse_address(address) == expected
-
-
-@pytest.mark.parametrize(
-    "address", ["::1:29500", "trainer0", "trainer0:", ":29600", "a:b", "a:-1", "a:65536", ("a", 70000)]
-)
-def test_addresses_that_say_nothing_are_refused(address: Any) -> None:
-    with pytest.raises(ValueError, match="expected an address such as"):
-        store.parse_address(address)
-
-
-# ---- one rank of the sender ----
+def test_addresses() -> None:
+    for address in ("trainer0:29600", "[::1]:29600", "10.0.0.1:1", ("::1", 29600)):
+        host, port = address.rsplit(":", 1) if isinstance(address, str) else address
+        assert store.parse_address(address) == (host.strip("[]"), int(port))
+    for address in ("::1:29500", "trainer0", "trainer0:", ":29600", "a:b", "a:-1", "a:65536", ("a", 70000)):
+        with pytest.raises(ValueError, match="expected an address such as"):
+            store.parse_address(address)
 
 
 def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, float, list[str]]]:
@@ -320,16 +214,15 @@ def troubled_trainer(rank: int, meeting: Meeting, kind: str) -> list[tuple[str, 
     with many_waves():
         model, outcomes = build("fsdp", 2), []
         with sending(meeting, model, timeout=20, delta="always" if kind == "copy" else "off") as sender:
+            other = Call("load()", sender.topology, object(), threading.Thread())
+            troubles: Any = {
+                ("load", 0): mock.patch.object(single_flight, "_current", other),
+                ("copy", 1): mock.patch.object(CommittedTensors, "commit", side_effect=MemoryError("no room")),
+            }
             for version in range(1, 5):
                 write(model, version)
-                trouble: Any = nullcontext()
-                if version == 2 and kind == "load" and rank == 0:
-                    other = Call("load()", sender.topology, object(), threading.Thread())
-                    trouble = mock.patch.object(single_flight, "_current", other)
-                elif version == 2 and kind == "copy" and rank == 1:
-                    trouble = mock.patch.object(CommittedTensors, "commit", side_effect=MemoryError("no room"))
                 began = time.monotonic()
-                with trouble:
+                with troubles.get((kind, rank), nullcontext()) if version == 2 else nullcontext():
                     text, report = attempt(partial(sender.send_weights, version))
                 outcomes.append((text, time.monotonic() - began, report.warnings if report else []))
         return outcomes
@@ -386,3 +279,97 @@ def test_a_receiver_without_storage_is_no_mistake_of_the_sender() -> None:
     assert len(errors) == 1
     assert errors[0].startswith("2: ")
     assert "is on meta" in errors[0]
+
+
+TIMEOUT = 60.0
+"""More than the test takes, so that who waits for the other side fails it."""
+
+
+class InterruptedOnce:
+    """:meth:`Generation.sync`, but interrupted in place of its second call."""
+
+    calls = 0
+    sync = Generation.sync
+
+    def __get__(self, generation: Generation, owner: type) -> Callable[..., None]:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return partial(InterruptedOnce.sync, generation)
+
+
+def outcome_or_interrupt(step: Callable[[], Any]) -> str:
+    try:
+        return outcome(step)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def interrupted_sender(rank: int, meeting: Meeting, sync: Any) -> list[str]:
+    model, outcomes = build("plain", 1), []
+    with sending(meeting, model, timeout=TIMEOUT) as sender, mock.patch.object(Generation, "sync", sync):
+        for version in (1, 2, 3):
+            write(model, version)
+            outcomes.append(outcome_or_interrupt(partial(sender.send_weights, version)))
+    return outcomes
+
+
+def interrupted_receiver(rank: int, meeting: Meeting, sync: Any) -> list[str]:
+    model = build("plain", 1)
+    with receiving(meeting, model, timeout=TIMEOUT) as receiver, mock.patch.object(Generation, "sync", sync):
+        outcomes = [outcome_or_interrupt(partial(take, receiver)) for _ in range(3)]
+        check(model, 3)
+    return outcomes
+
+
+@pytest.mark.parametrize("of_sender", [True, False])
+def test_nobody_waits_for_a_rank_that_is_interrupted_before_a_version(of_sender: bool) -> None:
+    syncs = [InterruptedOnce(), Generation.sync]
+    jobs = [Job(1, interrupted_sender, (syncs[not of_sender],)), Job(1, interrupted_receiver, (syncs[of_sender],))]
+    (sent,), (received,) = run(jobs)
+    own, others = (sent, received) if of_sender else (received, sent)
+    assert own == ["", "interrupted", ""]
+    assert others[::2] == ["", ""]
+    assert "was interrupted before the version (KeyboardInterrupt)" in others[1]
+
+
+def hasty(rank: int, meeting: Meeting) -> str:
+    """Is interrupted while a version is compared, and changes the model at once."""
+    model, changed, compare = build("plain", 1), threading.Event(), changes_route.compare
+
+    def interrupts(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert changed.wait(30)
+        return compare(*arguments)
+
+    with sending(meeting, model, timeout=TIMEOUT, snapshot="host", delta="always") as sender:
+        write(model, 1)
+        sender.send_weights(1)
+        write(model, 2)
+        with mock.patch.object(changes_route, "compare", interrupts), pytest.raises(KeyboardInterrupt):
+            sender.send_weights(2, wait=False)
+        write(model, 3)
+        changed.set()
+        failed = outcome(sender.wait)
+        sender.send_weights(4, wait=False)
+        write(model, 5)
+        sender.wait()
+        return failed
+
+
+def patient(rank: int, meeting: Meeting) -> tuple[str, int | None]:
+    model = build("plain", 1)
+    with receiving(meeting, model, timeout=TIMEOUT) as receiver:
+        take(receiver)
+        text, _ = attempt(receiver.receive_weights)
+        check(model, 1)
+        take(receiver)
+        check(model, 3)  # which version 4 has
+        return text, receiver.version
+
+
+def test_a_model_that_changes_after_an_interrupt_is_no_version() -> None:
+    (failed,), ((text, version),) = run([Job(1, hasty), Job(1, patient)])
+    for error in (failed, text):
+        assert "interrupted before the weights were copied" in error
+    assert version == 4

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,31 +21,20 @@ from support.small_syncs import attempt, kill_self, many_waves, outcome, receivi
 from support.synced_models import build, check, write
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Outcome(NamedTuple):
-    """Describes how an engine's rank came by a version."""
-
-    version: int
-    from_engines: bool
-    receivers: int
+Outcome = tuple[int, bool, int]
+"""A version, whether it came from engines, and the receivers that got it at once."""
 
 
 def send(
     rank: int, meeting: Meeting, world: int, receivers: int, events: dict[int, tuple[str, ...]],
-    options: dict[str, Any] | None = None, waits: dict[str, float] | None = None,
+    waits: dict[str, float] | None = None, **options: Any,
 ) -> list[int | str]:  # fmt: skip
-    """Sends two versions; returns the numbers of receivers, or the error.
-
-    Args:
-        events: what is waited for after a version.
-        waits: names and values of waits of the thread that brings engines together.
-    """
-    patched = mock.patch.multiple(handing_on, **waits) if waits else nullcontext()
-    with many_waves(), patched:
+    """Sends two versions, and waits for ``events`` after each; returns the numbers of receivers, or the error. ``waits``: names
+    and values of waits of the thread that brings engines together."""
+    with many_waves(), mock.patch.multiple(handing_on, **waits) if waits else nullcontext():
         model = build("fsdp" if world > 1 else "plain", world)
         outcomes: list[int | str] = []
-        with sending(meeting, model, receivers, timeout=30, **(options or {})) as sender:
+        with sending(meeting, model, receivers, timeout=30, **options) as sender:
             for version in (1, 2):
                 write(model, version)
                 text, report = attempt(partial(sender.send_weights, version))
@@ -78,21 +67,15 @@ def calling(before_packing: Callable[[], None]) -> Iterator[None]:
 def receive(
     rank: int, meeting: Meeting, layout: str, number: int | None = None, after: str = "sent-1", stage: str = "host",
     dtype: torch.dtype = FP32, verify: bool = False, versions: tuple[int, ...] = (1, 2),
-    packing: Callable[[Meeting], None] | None = None, until: str = "", together: int = 0, pause: float = 0.0,
+    packing: Callable[[Meeting], None] | None = None, until: str = "", together: int = 0, pause: float = 0.0, senders: int = 0,
 ) -> list[Outcome]:  # fmt: skip
-    """Receives versions.
-
-    Args:
-        number: that of the first rank of an engine that joins late, ``after`` an event. Ranks say that they have a first version.
-        packing: called before a rank packs a bucket of a version that it hands on.
-        until: an event before which the engine does not leave.
-        together: engines of one rank that ask for the first version at the same time.
-        pause: seconds until this rank asks for the next version.
-    """
+    """Receives versions; an engine with a ``number``, that of its first rank, joins ``after`` events, and says who has a version.
+    ``packing`` is called before a rank packs a bucket that it hands on. It asks ``together`` with so many others, and leaves
+    after the event ``until``. ``senders``: ranks from which it gets its first version, if known."""
     with many_waves(), calling(partial(packing, meeting)) if packing is not None else nullcontext():
         model, outcomes = build(layout, 1 if layout == "plain" else 2, dtype), []
-        if number is not None:
-            meeting.hear(after)
+        for event in after.split() if number is not None else ():
+            meeting.hear(event)
         with receiving(meeting, model, timeout=30, stage=stage, verify=verify) as receiver:
             meeting.say(f"there-{number}")
             for other in range(together):
@@ -101,8 +84,9 @@ def receive(
                 report = take(receiver)
                 assert (receiver.version, receiver.partially_updated) == (version, False)
                 check(model, version)
-                outcomes.append(Outcome(version, report.from_engines, report.receivers))
+                outcomes.append((version, report.from_engines, report.receivers))
                 if version == versions[0] and number is not None:
+                    assert senders in (0, report.senders)
                     meeting.say(f"joined-{number + rank}")
                 time.sleep(pause)
             if until:
@@ -113,26 +97,22 @@ def receive(
 @pytest.mark.parametrize(
     ("stage", "options", "dtype"),
     [
-        ("host", {}, FP32),
-        ("none", {"delta": "always"}, FP32),
-        ("device", {"verify": True}, FP32),
+        ("host", {}, FP32), ("none", {"delta": "always"}, FP32), ("device", {"verify": True}, FP32),
         ("host", {"delta": "always", "verify": True}, BF16),
     ],
-)
-def test_an_engine_that_joins_gets_the_version_of_the_others(
-    stage: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+)  # fmt: skip
+def test_an_engine_that_joins_gets_the_version(stage: str, options: dict[str, Any], dtype: Any) -> None:
     receives = partial(receive, dtype=dtype, verify=bool(options.get("verify")))
     sent, first, second = jobs.run(
         [
-            Job(2, send, (2, 2, joined(0, 1), options)),
+            Job(2, partial(send, **options), (2, 2, joined(0, 1))),
             Job(2, receives, ("tp0",)),
             Job(2, partial(receives, stage=stage), ("tp1", 0)),
         ]
     )
     assert sent == [[2, 4]] * 2
-    assert first == [[Outcome(1, False, 2), Outcome(2, False, 4)]] * 2
-    assert second == [[Outcome(1, True, 2), Outcome(2, False, 4)]] * 2
+    assert first == [[(1, False, 2), (2, False, 4)]] * 2
+    assert second == [[(1, True, 2), (2, False, 4)]] * 2
 
 
 def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
@@ -145,7 +125,7 @@ def test_the_next_version_waits_for_an_engine_that_has_just_joined() -> None:
         ]
     )
     assert sent == [[1, 2]]
-    assert late == [[Outcome(1, True, 1), Outcome(2, False, 2)]]
+    assert late == [[(1, True, 1), (2, False, 2)]]
 
 
 def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
@@ -155,26 +135,12 @@ def test_engines_that_join_together_get_it_in_one_go_and_hand_it_on() -> None:
             Job(1, partial(send, waits={"_GATHER_SECONDS": 2.0}), (1, 1, joined(0, 1, 2, 3))),
             Job(1, receive, ("plain",)),
             *(Job(1, partial(receive, together=3), ("plain", number)) for number in range(3)),
-            Job(1, joins_after_others, ()),
+            Job(1, partial(receive, after="joined-0 joined-1 joined-2", senders=4), ("plain", 3)),
         ]
     )
     assert sent == [[1, 5]]
-    assert first == [[Outcome(1, False, 1), Outcome(2, False, 5)]]
-    assert late[:3] == [[[Outcome(1, True, 3), Outcome(2, False, 5)]]] * 3
-    assert late[3] == [4]
-
-
-def joins_after_others(rank: int, meeting: Meeting) -> int:
-    for number in range(3):
-        meeting.hear(f"joined-{number}")
-    model = build("plain", 1)
-    with many_waves(), receiving(meeting, model, timeout=30) as receiver:
-        senders = take(receiver).senders
-        check(model, 1)
-        meeting.say("joined-3")
-        take(receiver, 2)
-        check(model, 2)
-        return senders
+    assert first == [[(1, False, 1), (2, False, 5)]]
+    assert late == [[[(1, True, 3), (2, False, 5)]]] * 3 + [[[(1, True, 1), (2, False, 5)]]]
 
 
 def keep_sending(rank: int, meeting: Meeting) -> int:
@@ -208,9 +174,8 @@ def keep_receiving(rank: int, meeting: Meeting, dtype: torch.dtype, late: bool, 
 def test_an_engine_takes_part_soon_if_no_engine_can_hand_a_version_on(dtype: torch.dtype, stage: str) -> None:
     """Versions are open for a moment only, which the engine that joins must not miss. Others have none in host memory, or have in
     bfloat16 not what the sender has in float32."""
-    versions, _, late = jobs.run(
-        [Job(1, keep_sending), Job(1, keep_receiving, (dtype, False, stage)), Job(1, keep_receiving, (FP32, True))]
-    )
+    started = [Job(1, keep_sending), Job(1, keep_receiving, (dtype, False, stage))]
+    versions, _, late = jobs.run([*started, Job(1, keep_receiving, (FP32, True))])
     assert late == [[False]]
     assert versions[0] < 20
 
@@ -224,12 +189,11 @@ def fails_first(rank: int, meeting: Meeting) -> None:
 
 def test_an_engine_that_has_failed_once_hands_on_the_next_version() -> None:
     late = partial(receive, after="sent-2", versions=(2,))
-    (sent,), _, received = jobs.run(
-        [Job(1, send, (1, 1, {2: ("joined-0",)})), Job(1, fails_first), Job(1, late, ("plain", 0))]
-    )
+    sends = Job(1, send, (1, 1, {2: ("joined-0",)}))
+    (sent,), _, received = jobs.run([sends, Job(1, fails_first), Job(1, late, ("plain", 0))])
     assert "expected version 99" in sent[0]
     assert sent[1] == 1
-    assert received == [[Outcome(2, True, 1)]]
+    assert received == [[(2, True, 1)]]
 
 
 def die(meeting: Meeting) -> None:
@@ -247,8 +211,8 @@ def test_a_rank_that_dies_while_it_hands_a_version_on_is_replaced() -> None:
         ]
     )
     assert sent == [[2, 2]]
-    assert left == [[Outcome(1, False, 2), Outcome(2, False, 2)]]
-    assert late == [[Outcome(1, True, 1), Outcome(2, False, 2)]]
+    assert left == [[(1, False, 2), (2, False, 2)]]
+    assert late == [[(1, True, 1), (2, False, 2)]]
 
 
 def wait_for_next(meeting: Meeting) -> None:
@@ -266,4 +230,4 @@ def test_the_next_version_does_not_wait_for_one_that_is_handed_on() -> None:
         ]
     )
     assert sent == [[1, 1]]
-    assert late == [[Outcome(2, True, 1)]]
+    assert late == [[(2, True, 1)]]

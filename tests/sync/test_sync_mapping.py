@@ -15,7 +15,8 @@ import epload
 from epload.mapping import Concatenate, Convert, Mapping, Rename
 from epload.model.targets import collect
 from epload.saving.catalog import catalog
-from support.checks import all_fine, full_tensor
+from support.checkpoints import assert_same
+from support.checks import full_tensor
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome, receiving, take
 from support.sync_jobs import send_model
@@ -30,7 +31,7 @@ class Trainer(nn.Module):
 
 
 class Engine(nn.Module):
-    """Of another dtype, with fused projections and another name for the norm."""
+    """Has another dtype, fused projections and another name for the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,19 +39,9 @@ class Engine(nn.Module):
         self.ln = nn.LayerNorm(6)
 
 
-MAPPING = Mapping(
-    renames=(Rename(r"^norm\.", "ln."),),
-    converts=(Convert((r"^q\.weight$", r"^k\.weight$"), ("qk",), (Concatenate(0),)),),
-)
-
-
-class Embedding(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.head = nn.Linear(3, 7, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+def mapping(prefix: str = "") -> Mapping:
+    fused = Convert((r"^q\.weight$", r"^k\.weight$"), (f"{prefix}qk",), (Concatenate(0),))
+    return Mapping(renames=(Rename(r"^norm\.", f"{prefix}ln."),), converts=(fused,))
 
 
 def weights() -> dict[str, Tensor]:
@@ -63,21 +54,16 @@ def make_trainer() -> nn.Module:
     return fully_shard(model)
 
 
-def serve(rank: int, meeting: Meeting) -> list[str]:
-    model = Engine()
-    with receiving(meeting, model, mapping=MAPPING) as receiver:
+def serve(rank: int, meeting: Meeting) -> None:
+    model, full = Engine(), weights()
+    with receiving(meeting, model, mapping=mapping()) as receiver:
         take(receiver)
-    full, found = weights(), model.state_dict()
-    expected = {
-        "qk": torch.cat([full["q.weight"], full["k.weight"]]).to(torch.bfloat16),
-        "ln.weight": full["norm.weight"],
-        "ln.bias": full["norm.bias"],
-    }
-    return [f"{name} is {found[name]}" for name in expected if not torch.equal(found[name], expected[name])]
+    fused = torch.cat([full["q.weight"], full["k.weight"]]).to(torch.bfloat16)
+    assert_same(model.state_dict(), {"qk": fused, "ln.weight": full["norm.weight"], "ln.bias": full["norm.bias"]})
 
 
 def test_a_mapping_fuses_and_renames() -> None:
-    all_fine(run([Job(2, partial(send_model, receivers=2), (make_trainer,)), Job(2, serve)])[1])
+    run([Job(2, partial(send_model, receivers=2), (make_trainer,)), Job(2, serve)])
 
 
 class Hidden(nn.Module):
@@ -106,24 +92,27 @@ def make_hidden(number: int = 0) -> nn.Module:
     return fully_shard(model)
 
 
-INNER = Mapping(
-    renames=(Rename(r"^norm\.", "inner.ln."),),
-    converts=(Convert((r"^q\.weight$", r"^k\.weight$"), ("inner.qk",), (Concatenate(0),)),),
-)
-
-
-def receive_hidden(rank: int, meeting: Meeting) -> list[str]:
+def receive_hidden(rank: int, meeting: Meeting) -> None:
     model, expected = make_hidden(7), make_hidden()
-    with receiving(meeting, model, mapping=INNER) as receiver:
+    with receiving(meeting, model, mapping=mapping("inner.")) as receiver:
         take(receiver)
-    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
-    return [f"{name} is {full_tensor(a)}" for (name, a), b in pairs if not torch.equal(full_tensor(a), full_tensor(b))]
+    found, wanted = ({n: full_tensor(p.detach()) for n, p in m.named_parameters()} for m in (model, expected))
+    assert_same(found, wanted)
 
 
 def test_a_mapping_names_what_hooks_hide_in_both_jobs() -> None:
     names = {name: torch.zeros(t.shape) for name, t in Trainer().state_dict().items()}
-    send = partial(send_model, receivers=2, mapping=INNER, names_from=names)
-    all_fine(run([Job(2, send, (make_hidden,)), Job(2, receive_hidden)])[1])
+    send = partial(send_model, receivers=2, mapping=mapping("inner."), names_from=names)
+    run([Job(2, send, (make_hidden,)), Job(2, receive_hidden)])
+
+
+class Embedding(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
 
 
 def receive_tied(rank: int, meeting: Meeting) -> list[str]:
@@ -141,13 +130,6 @@ def test_two_tensors_for_tied_weights_are_refused() -> None:
         assert "the sender has embed.weight and head.weight, whose values may differ" in text
 
 
-def test_tied_weights_are_offered_under_the_name_that_others_are_tied_to() -> None:
-    model = nn.ModuleDict({"head": nn.Linear(3, 7, bias=False), "embed": nn.Embedding(7, 3)})
-    model["embed"].weight = model["head"].weight
-    offered, *_ = catalog(model, collect(model), Mapping(ties=(("head.weight", "embed.weight"),)), None)
-    assert list(offered.names) == ["embed.weight"]
-
-
 def test_names_from_a_checkpoint_may_lack_tensors_that_are_ignored_or_tied(tmp_path: Path) -> None:
     save_file({"embed.weight": torch.zeros(7, 3)}, tmp_path / "m.safetensors")
     ignoring = Mapping(ignore_missing=(r"^head\.",))
@@ -157,15 +139,10 @@ def test_names_from_a_checkpoint_may_lack_tensors_that_are_ignored_or_tied(tmp_p
         assert [[name for name, _ in places] for places in placed] == [["embed.weight"]]
 
 
-def test_a_model_that_has_less_than_the_names_say_is_refused(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.qk = nn.Parameter(torch.zeros(12, 6))
-    mapping = Mapping(converts=(Convert((r"^w$",), ("qk", "v"), (epload.mapping.Split(0),)),))
-    save_file({"w": torch.zeros(24, 6)}, tmp_path / "m.safetensors")
+def test_names_that_do_not_suffice_are_refused_before_anything_is_sent() -> None:
+    model = nn.ParameterDict({"qk": nn.Parameter(torch.zeros(12, 6))})
+    splits = Mapping(converts=(Convert((r"^w$",), ("qk", "v"), (epload.mapping.Split(0),)),))
     with pytest.raises(epload.ModelMismatch, match=r"w has 144 elements, and the model has 72 for it, in qk"):
-        catalog(model, collect(model), mapping, tmp_path)
-
-
-def test_a_mapping_without_names_is_refused_before_anything_is_sent() -> None:
+        catalog(model, collect(model), splits, {"w": torch.zeros(24, 6)})
     with pytest.raises(ValueError, match="cannot be derived from a mapping of your own: pass names_from="):
-        epload.WeightSender(Trainer(), ("127.0.0.1", 0), receivers=1, mapping=MAPPING)
+        epload.WeightSender(Trainer(), ("127.0.0.1", 0), receivers=1, mapping=mapping())

@@ -26,7 +26,6 @@ from support.small_syncs import receiving, sending, take
 
 MB = 1 << 20
 PYTHON = 24 * MB
-"""Planning, threads, and what allocators keep."""
 LAYERS, FEATURES = 16, 2048
 WEIGHTS = LAYERS * FEATURES * FEATURES * 4
 VERSIONS = 2
@@ -36,25 +35,16 @@ def layers(where: str) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(FEATURES, FEATURES, bias=False, device=where) for _ in range(LAYERS)))
 
 
-def value(layer: int, version: int) -> float:
-    return 100.0 * version + layer
-
-
 def send(rank: int, meeting: Meeting, where: str) -> int:
     """Bytes above the start, where the shards are half of the weights."""
-    model = layers("meta")
-    mesh = init_device_mesh(torch.device(where).type, (2,))
-    fully_shard(model, mesh=mesh)
+    model = fully_shard(layers("meta"), mesh=init_device_mesh(torch.device(where).type, (2,)))
     model.to_empty(device=where)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().zero_()
+    shards = [parameter.detach().to_local().zero_() for parameter in model.parameters()]
     dist.barrier()
     with PeakMemory() as memory, sending(meeting, model, 2) as sender:
         for version in range(1, VERSIONS + 1):
-            with torch.no_grad():
-                for layer, parameter in enumerate(model.parameters()):
-                    parameter.to_local().fill_(value(layer, version))
+            for layer, shard in enumerate(shards):
+                shard.fill_(100.0 * version + layer)
             sender.send_weights(version)
     return memory.above
 
@@ -71,14 +61,13 @@ def receive(rank: int, meeting: Meeting, where: str, stage: str) -> int:
             take(receiver)
     for number, parameter in enumerate(model.parameters()):
         local = parameter.detach().to_local().cpu()
-        assert torch.equal(local, torch.full_like(local, value(number, VERSIONS)))
+        assert torch.equal(local, torch.full_like(local, 100.0 * VERSIONS + number))
     return memory.above
 
 
 @pytest.mark.parametrize(("where", "stage"), [("cpu", "host"), (DEVICE, "none")])
 @pytest.mark.usefixtures("fake_device")
 def test_memory_is_bounded(where: str, stage: str) -> None:
-    """Memory of the fake accelerator is the host's, and counts."""
     setup: Any = partial(fakedev.setup, "nccl") if where == DEVICE else None
     sent, received = run([Job(2, send, (where,), setup=setup), Job(2, receive, (where, stage), setup=setup)])
     waves = 2 * wave_limit(WEIGHTS, SYNC_WAVE_BYTES) + PYTHON

@@ -13,19 +13,13 @@ import pytest
 import torch
 
 from epload.native import ops
-from epload.sync import pulling
 from epload.sync.pulling import Puller, SenderMemory
+from epload.transfer.context import TransferContext
 from support import fakedev
 from support.accelerator import DEVICE
-from support.device_syncs import (
-    CCL,
-    move_to_cpu,
-    receive_late,
-    send_late,
-    send_versions,
-)
+from support.device_syncs import CCL, move_to_cpu, receive_late, send_late, send_versions
 from support.jobs import Job, Meeting, run
-from support.small_syncs import names_culprit, outcome, receiving, trainer
+from support.small_syncs import many_waves, names_culprit, outcome, receiving, trainer
 from support.sync_jobs import VERSIONS, engine, receive, send
 from support.synced_models import SHAPES, build
 
@@ -33,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 setup = partial(fakedev.setup, "nccl")
 TOTAL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
-"""Bytes of a model in float32."""
 on_device, into_device = partial(send, where=DEVICE), partial(receive, where=DEVICE)
 
 
@@ -47,9 +40,7 @@ on_device, into_device = partial(send, where=DEVICE), partial(receive, where=DEV
     ],
     ids=["narrower", "two engines", "one to three", "replicas"],
 )
-def test_every_version_is_copied_out_of_the_sender(
-    trainer: Any, engines: list[Any], dtype: torch.dtype, verify: bool, stage: str
-) -> None:
+def test_versions_are_copied_from_the_sender(trainer: Any, engines: Any, dtype: Any, verify: bool, stage: str) -> None:
     layout, world = trainer
     receivers = sum(count for _, count in engines)
     jobs = [Job(world, partial(on_device, verify=verify), (layout, world, receivers), setup=setup)]
@@ -100,48 +91,29 @@ def other_memory(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("stage", ["host", "none"])
 def test_a_trainer_whose_memory_is_elsewhere_each_time(stage: str) -> None:
     """Receivers keep none of what it has freed, and open the new one."""
-    sent, received = run(
-        [
-            Job(1, partial(on_device, between=other_memory), ("plain", 1, 2), setup=setup),
-            Job(2, partial(into_device, stage=stage), ("tp0", 2), setup=setup),
-        ]
-    )
-    assert [report.transport for of_rank in (*sent, *received) for report in of_rank] == ["ipc"] * 9
+    jobs = [Job(1, partial(on_device, between=other_memory), ("plain", 1, 2), setup=setup)]
+    jobs.append(Job(2, partial(into_device, stage=stage), ("tp0", 2), setup=setup))
+    assert [report.transport for job in run(jobs) for of_rank in job for report in of_rank] == ["ipc"] * 9
 
 
-@contextmanager
-def nothing_opens() -> Iterator[None]:
-    with mock.patch.object(ops, "open_memory", side_effect=RuntimeError("another IPC namespace")):
-        yield
+def nothing_opens() -> Any:
+    return mock.patch.object(ops, "open_memory", side_effect=RuntimeError("another IPC namespace"))
 
 
 @pytest.mark.parametrize(
     ("options", "shares", "broken", "transport", "why"),
     [
-        (
-            {},
-            False,
-            nullcontext,
-            CCL,
-            "memory of rank 0 cannot be shared: invalid argument: CUDA shares what cudaMalloc",
-        ),
+        ({}, False, nullcontext, CCL, "memory of rank 0 cannot be shared: invalid argument: CUDA shares what cudaMalloc"),
         ({}, True, nothing_opens, CCL, "cannot open rank 0's: another IPC namespace"),
-        ({"transport": "host"}, True, nullcontext, "host", ""),
-        ({"snapshot": "host"}, True, nullcontext, "host", ""),
+        ({"transport": "host"}, True, nullcontext, "host", ""), ({"snapshot": "host"}, True, nullcontext, "host", ""),
     ],
     ids=["expandable segments", "containers", "host transport", "snapshot"],
-)
-def test_what_cannot_be_opened_goes_another_way(
-    options: Any, shares: bool, broken: Any, transport: str, why: str
-) -> None:
+)  # fmt: skip
+def test_what_cannot_be_opened_moves(options: Any, shares: bool, broken: Any, transport: str, why: str) -> None:
     trainers = partial(fakedev.setup, "nccl", shares=shares)
-    sent, received = run(
-        [
-            Job(2, partial(on_device, **options), ("fsdp", 2, 1), setup=trainers),
-            Job(1, partial(into_device, stage="none", within=broken), ("plain", 1), setup=setup),
-        ]
-    )
-    for of_rank in (*sent, *received):
+    jobs = [Job(2, partial(on_device, **options), ("fsdp", 2, 1), setup=trainers)]
+    jobs.append(Job(1, partial(into_device, stage="none", within=broken), ("plain", 1), setup=setup))
+    for of_rank in (of_rank for job in run(jobs) for of_rank in job):
         assert [(report.transport, report.pulled) for report in of_rank] == [(transport, 0)] * 3
         assert all(why in report.not_pulled if why else not report.not_pulled for report in of_rank), of_rank
 
@@ -152,18 +124,10 @@ def no_longer_shared(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize(("between", "transport"), [(no_longer_shared, CCL), (move_to_cpu, "host")])
 def test_memory_that_cannot_be_opened_any_more(between: Any, transport: str) -> None:
-    """The next version goes another way, and none is lost."""
-    sent, received = run(
-        [
-            Job(1, partial(on_device, between=between), ("plain", 1, 1), setup=setup),
-            Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup),
-        ]
-    )
-    for reports in (sent[0], received[0]):
+    jobs = [Job(1, partial(on_device, between=between), ("plain", 1, 1), setup=setup)]
+    jobs.append(Job(1, partial(into_device, stage="device"), ("plain", 1), setup=setup))
+    for (reports,) in run(jobs):
         assert [report.transport for report in reports] == ["ipc", transport, transport]
-
-
-# ---- failures ----
 
 
 @contextmanager
@@ -181,8 +145,8 @@ def acting_at(step: str, act: Callable[[], None]) -> Iterator[None]:
         act()
         return opens(self, *args)
 
-    name, acts = ("copying", copied) if step == "copied" else ("allocation", opened)
-    with mock.patch.object(Puller if step == "copied" else SenderMemory, name, acts):
+    copies = mock.patch.object(Puller, "copying", copied)
+    with copies if step == "copied" else mock.patch.object(SenderMemory, "allocation", opened):
         yield
 
 
@@ -218,45 +182,41 @@ def test_a_receiver_that_fails_at_any_step(dies: bool, step: str, stage: str) ->
 
 @pytest.mark.parametrize(("step", "stage"), [("opened", "host"), ("copied", "none")])
 def test_a_trainer_that_is_killed_at_any_step(step: str, stage: str) -> None:
-    """While its memory is opened, and while it is copied."""
-    sent, left, _ = run(
-        [
-            Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup),
-            Job(1, pulls, (stage, step, ["", "tell"]), setup=setup),
-            Job(1, pulls, (stage, step, ["", "tell"]), setup=setup),
-        ]
-    )
+    jobs = [Job(2, trainer, (2, 2, 2, {}, DEVICE, True), dying=(1,), setup=setup)]
+    sent, left, _ = run(jobs + 2 * [Job(1, pulls, (stage, step, ["", "tell"]), setup=setup)])
     text = sent[0][1][0]
     assert names_culprit(text, "1") or "memory of rank 1 cannot be opened, as if it had ended" in text
     assert left[0][1] == (text, *((1, False) if stage != "none" else (None, True)))
 
 
-def receive_flipped(rank: int, meeting: Meeting, verify: bool) -> str:
-    unpack = ops.unpack
+def receive_flipped(rank: int, meeting: Meeting, pulls: bool) -> str:
+    unpack, check = ops.unpack, TransferContext.verify
 
-    def flips(bucket: torch.Tensor, targets: Any, copies: torch.Tensor) -> None:
+    def flips_target(bucket: torch.Tensor, targets: Any, copies: torch.Tensor) -> None:
         unpack(bucket, targets, copies)
-        largest = max(targets, key=torch.Tensor.numel)
-        largest.view(-1)[7] += 1
+        max(targets, key=torch.Tensor.numel).view(-1)[7] += 1
 
-    model = build("plain", 1, where=DEVICE)
-    with (
-        mock.patch.object(pulling.ops, "unpack", flips),
-        receiving(meeting, model, verify=verify, stage="device") as receiver,
-    ):
+    def flips_bucket(self: TransferContext, number: int, bucket: torch.Tensor) -> None:
+        bucket[200] ^= 0x40
+        check(self, number, bucket)
+
+    patches = mock.patch.object(TransferContext, "verify", flips_bucket), mock.patch.object(ops, "unpack", flips_target)
+    model, stage = build("plain", 1, where=DEVICE), "device" if pulls else "host"
+    with many_waves(), patches[pulls], receiving(meeting, model, verify=True, stage=stage) as receiver:
         text = outcome(receiver.receive_weights)
         assert receiver.version is None
         return text
 
 
-def test_a_bit_that_changes_on_its_way_is_found() -> None:
-    jobs = [
-        Job(1, partial(send_versions, versions=1, verify=True), setup=setup),
-        Job(1, receive_flipped, (True,), setup=setup),
-    ]
-    sent, received = run(jobs)
-    assert "a copy out of the memory of rank 0 differs from it" in received[0]
-    assert sent[0][0].error == received[0]
+@pytest.mark.parametrize(
+    ("shares", "expected"), [(True, "memory of rank 0 differs from it"), (False, "its checksum is not")]
+)
+def test_a_bit_that_changes_on_its_way_is_found(shares: bool, expected: str) -> None:
+    setup = partial(fakedev.setup, "nccl", shares=shares)
+    sends = partial(send_versions, versions=1, verify=True, waves=many_waves)
+    ((sent,),), (received,) = run([Job(1, sends, setup=setup), Job(1, receive_flipped, (shares,), setup=setup)])
+    assert expected in received
+    assert sent.error == received
 
 
 @pytest.mark.parametrize(
@@ -264,7 +224,6 @@ def test_a_bit_that_changes_on_its_way_is_found() -> None:
     [(False, "cpu", "host"), (False, DEVICE, "none"), (True, DEVICE, "host"), (True, DEVICE, "device"), (True, DEVICE, "none")],
 )  # fmt: skip
 def test_what_the_caller_has_queued_comes_before(shares: bool, where: str, stage: str) -> None:
-    """Also where weights move from device to device, and through the host."""
     setup = partial(fakedev.setup, "nccl", shares=shares)
     _, received = run([Job(1, send_late, setup=setup), Job(1, receive_late, (where, stage), setup=setup)])
     assert received == [True]

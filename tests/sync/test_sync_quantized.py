@@ -13,25 +13,13 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 import epload
 from epload.mapping import Quantize
-from support import fakedev
+from support import fakedev, quantized
 from support.accelerator import DEVICE
-from support.checks import all_fine, fill
-from support.fakedev import build
+from support.checks import fill
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
 from support.pretrained import config
-from support.quantized import (
-    FORMATS,
-    FP8,
-    Trainer,
-    assert_same,
-    expected,
-    fine_grained,
-    reference,
-    same,
-    sharded,
-    with_skipped,
-)
+from support.quantized import FP8, Trainer, assert_same, expected, reference, same, sharded
 from support.small_syncs import many_waves, receiving, sending, take
 from support.sync_jobs import send_model
 
@@ -53,11 +41,16 @@ def trainer(version: int) -> Trainer:
     return model
 
 
-def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
+def wanted(version: int) -> dict[str, torch.Tensor]:
+    return expected(trainer(version), quantized.FORMATS[FORMAT])
+
+
+def send(rank: int, meeting: Meeting, receivers: int, waits: bool, where: str = "cpu") -> None:
     with many_waves(lease_seconds=10):
-        model = sharded(Trainer(), "fsdp")
-        rule, snapshot = Quantize(with_skipped(FORMATS[FORMAT])), "none" if waits else "host"
-        options = {"mapping": rule, "snapshot": snapshot, "verify": not waits, "delta": "always"}
+        model = sharded(Trainer(), "fsdp") if where == "cpu" else Trainer().to(where)
+        rule, snapshot = Quantize(quantized.with_skipped(quantized.FORMATS[FORMAT])), "none" if waits else "host"
+        delta = "always" if where == "cpu" else "off"
+        options = {"mapping": rule, "snapshot": snapshot, "verify": not waits, "delta": delta}
         with sending(meeting, model, receivers, **options) as sender:
             for version in VERSIONS:
                 fill(model, trainer(version).state_dict())
@@ -65,37 +58,34 @@ def send(rank: int, meeting: Meeting, receivers: int, waits: bool) -> None:
                 if not waits:
                     fill(model, trainer(0).state_dict())  # what is sent is what it was
                     report = sender.wait()
-                assert (report.changed is not None) == (version > VERSIONS[0])
+                assert (report.changed is not None) == (version > VERSIONS[0] and where == "cpu")
 
 
 def engine(layout: str = "plain") -> nn.Module:
     """A model with fp8 weights and scales, sharded or not."""
-    return sharded(Tree(expected(trainer(0), FORMATS[FORMAT])).to_empty(device="cpu"), layout)
+    return sharded(Tree(wanted(0)).to_empty(device="cpu"), layout)
 
 
-def receive(rank: int, meeting: Meeting, layout: str, stage: str) -> list[str]:
+def receive(rank: int, meeting: Meeting, layout: str, stage: str, where: str = "cpu", pulls: bool = False) -> None:
     with many_waves(lease_seconds=10):
-        model, problems = engine(layout), []
+        model = engine(layout).to(where)
         with receiving(meeting, model, stage=stage, verify=False) as receiver:
             for version in VERSIONS:
-                take(receiver, version)
-                values = expected(trainer(version), FORMATS[FORMAT])
-                state = model.state_dict()
-                problems += [f"version {version}: {name}" for name in state if not same(state[name], values[name])]
-        return problems
+                assert bool(take(receiver, version).pulled) == pulls
+                values = wanted(version)
+                assert [name for name, found in model.state_dict().items() if not same(found, values[name])] == []
 
 
 def take_tensors(rank: int, meeting: Meeting) -> None:
     with many_waves(lease_seconds=10), receiving(meeting, None, verify=True) as receiver:
         for version in VERSIONS:
-            report = receiver.receive_weights(version)
-            wanted = expected(trainer(version), FORMATS[FORMAT])
-            assert_same(dict(receiver.tensors()), wanted, f"version {version}")
-            assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
+            report, values = receiver.receive_weights(version), wanted(version)
+            assert_same(dict(receiver.tensors()), values, f"version {version}")
+            assert report.nbytes == sum(tensor.nbytes for tensor in values.values())
 
 
 SIZES = {"moe_intermediate_size": 32, "num_hidden_layers": 1, "mlp_only_layers": []}
-BLOCKS = fine_grained((16, 16), modules_to_not_convert=["lm_head"])
+BLOCKS = quantized.fine_grained((16, 16), modules_to_not_convert=["lm_head"])
 
 
 def make_pretrained() -> nn.Module:
@@ -110,7 +100,8 @@ def make_sharded() -> nn.Module:
 def make_engine() -> nn.Module:
     """An engine of the library, whose experts and their scales are fused. They arrive one by one."""
     settings = transformers.FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=["lm_head"])
-    model = replace_with_fp8_linear(make_pretrained(), modules_to_not_convert=["lm_head"], quantization_config=settings)
+    skipped = {"modules_to_not_convert": ["lm_head"]}
+    model = replace_with_fp8_linear(make_pretrained(), quantization_config=settings, **skipped)
     return model.to_empty(device="cpu")
 
 
@@ -120,11 +111,11 @@ def receive_fused(rank: int, meeting: Meeting) -> None:
         epload.WeightReceiver(model, meeting.hear("address"), mapping=Quantize())
     with receiving(meeting, model) as receiver:
         take(receiver)
-    wanted = dict(make_pretrained().state_dict())
+    values = dict(make_pretrained().state_dict())
     for name, tensor in model.state_dict().items():
         if tensor.dtype == FP8:
-            wanted |= reference(name, wanted[name], BLOCKS)
-    assert_same(dict(model.state_dict()), wanted)
+            values |= reference(name, values[name], BLOCKS)
+    assert_same(dict(model.state_dict()), values)
 
 
 def test_a_model_of_transformers_receives_fused_experts() -> None:
@@ -156,35 +147,15 @@ def test_a_part_of_the_weights_with_their_scales() -> None:
 
 
 def test_engines_receive_fp8_weights_and_scales() -> None:
-    jobs = [Job(3, send, (4, True)), Job(2, receive, ("tp0", "host")), Job(2, receive, ("tp1", "none"))]
-    all_fine([problems for job in run(jobs)[1:] for problems in job])
+    run([Job(3, send, (4, True)), Job(2, receive, ("tp0", "host")), Job(2, receive, ("tp1", "none"))])
 
 
 def test_full_tensors_of_a_snapshot() -> None:
     run([Job(3, send, (1, False)), Job(1, take_tensors)])
 
 
-def send_from_device(rank: int, meeting: Meeting) -> None:
-    model = Trainer().to(DEVICE)
-    with sending(meeting, model, 2, mapping=Quantize(with_skipped(FORMATS[FORMAT]))) as sender:
-        for version in VERSIONS:
-            change(model, version)
-            sender.send_weights(version)
-
-
-def receive_on(rank: int, meeting: Meeting, where: str, stage: str, pulls: bool) -> None:
-    model = engine().to(where)
-    with receiving(meeting, model, stage=stage) as receiver:
-        for version in VERSIONS:
-            report = take(receiver, version)
-            found = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-            assert_same(found, expected(trainer(version), FORMATS[FORMAT]), f"version {version}")
-            assert bool(report.pulled) == pulls, report
-
-
+@pytest.mark.usefixtures("fake_device")
 def test_engines_pull_what_a_device_has_quantized() -> None:
-    build.library()
     setup = partial(fakedev.setup, "nccl")
-    engines = [(DEVICE, "device", True), ("cpu", "host", False)]
-    jobs = [Job(1, receive_on, arguments, setup=setup) for arguments in engines]
-    run([Job(1, send_from_device, setup=setup), *jobs])
+    engines = ("plain", "device", DEVICE, True), ("plain", "host")
+    run([Job(1, send, (2, True, DEVICE), setup=setup), *(Job(1, receive, engine, setup=setup) for engine in engines)])

@@ -1,24 +1,29 @@
-"""A token without which nobody uses the store of a sync: rogue clients get nothing, and change nothing."""
+"""The store of a sync: who knows its token, and participants of a version, where ranks leave and join again."""
 
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
 
 import epload
-from epload.errors import LoadError
+from epload.errors import LoadError, WaitTimeout
+from epload.sync.liveness import Participant
+from epload.sync.participants import EngineRank, ReceiverRendezvous, SenderRendezvous, Start
 from epload.sync.store import connect, serve
 from support import jobs
 from support.jobs import Job, Meeting
 from support.small_syncs import many_waves, outcome, receiving, sending, take
 from support.synced_models import build, check, write
 
-LIMIT, SOON = timedelta(seconds=20), timedelta(seconds=2)
+LIMIT, SOON = timedelta(seconds=20), timedelta(seconds=1)
 TOKEN = "a secret of both jobs"
 
 
@@ -41,16 +46,13 @@ def receive(rank: int, meeting: Meeting) -> None:
 
 def attack(rank: int, meeting: Meeting) -> tuple[list[str], bytes]:
     """Returns what those get that do not know the token: other engines, and a raw socket that repeats what it has seen."""
-    model, address = build("plain", 1), meeting.hear("address")
+    address = meeting.hear("address")
     host, port = address.split(":")
-    errors = [
-        outcome(partial(epload.WeightReceiver, model, address, timeout=10, token=token))
-        for token in ("", "another", TOKEN + " ")
-    ]
+    joins = partial(epload.WeightReceiver, build("plain", 1), address, timeout=10)
+    errors = [outcome(partial(joins, token=token)) for token in ("", "another", TOKEN + " ")]
     with closing(socket.create_connection((host, int(port)), 10)) as connection:
         greeting = connection.recv(1000)
         connection.sendall(b"\0" * 64)
-        connection.settimeout(10)
         rest = connection.recv(1000)
     errors.append(outcome(lambda: TCPStore(host, int(port), None, False, SOON).set("receivers", "99")))
     with closing(socket.create_connection((host, int(port)), 10)) as connection:
@@ -60,11 +62,10 @@ def attack(rank: int, meeting: Meeting) -> tuple[list[str], bytes]:
 
 
 def test_jobs_with_the_same_token_sync_and_others_get_nothing() -> None:
-    *_, ((errors, rest),) = jobs.run([Job(2, send, (2,)), Job(2, receive), Job(1, attack)])
-    assert "asks for a token: pass the argument token, or set EPLOAD_SYNC_TOKEN" in errors[0]
-    assert "has another token" in errors[1]
-    assert "has another token" in errors[2]
-    assert errors[3]
+    *_, (((none, *others, raw), rest),) = jobs.run([Job(2, send, (2,)), Job(2, receive), Job(1, attack)])
+    assert "asks for a token: pass the argument token, or set EPLOAD_SYNC_TOKEN" in none
+    assert ["has another token" in text for text in others] == [True] * 2
+    assert raw
     assert rest == bytes(32), "a proof, or more"
 
 
@@ -108,10 +109,82 @@ def test_an_address_that_others_reach_warns_without_a_token(caplog: pytest.LogCa
     assert "whoever can connect to 0.0.0.0 can receive the weights" in caplog.text
     caplog.clear()
     serve(("127.0.0.1", 0), LIMIT, "")
-
     assert caplog.text == ""
 
 
 def test_a_token_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="expected token to be a str, got 5"):
         epload.WeightReceiver(build("plain", 1), "127.0.0.1:1", token=5)  # type: ignore[arg-type]
+
+
+def all_ready(sender: SenderRendezvous, number: int, *ranks: ReceiverRendezvous) -> bool:
+    sender.announce(number)
+    for rank in ranks:
+        rank.get_ready(LIMIT)
+    return gather(sender) == tuple(rank.participant for rank in ranks)
+
+
+def joined(port: int, rank: int, engine: str = "engine", size: int = 2) -> ReceiverRendezvous:
+    stores = (connect(("127.0.0.1", port), LIMIT) for _ in range(2))
+    return ReceiverRendezvous(*stores, EngineRank(engine, rank, size), LIMIT)
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[tuple[SenderRendezvous, int]]:
+    with many_waves():
+        server = serve(("127.0.0.1", 0), LIMIT)
+        yield SenderRendezvous(server.store, expected=2), server.port
+
+
+def gather(sender: SenderRendezvous, timeout: timedelta = LIMIT) -> tuple[Participant, ...]:
+    return sender.gather(1, timeout, lambda: None)
+
+
+def fail(sender: SenderRendezvous, number: int, *ranks: ReceiverRendezvous) -> None:
+    """A version fails, and those that were ready for it join again."""
+    sender.start(Start(failed="a version that failed"))
+    for rank in ranks:
+        with pytest.raises(LoadError, match="a version that failed"):
+            rank.versions.wait_for_start(number, LIMIT)
+        rank.join_again()
+
+
+def test_a_rank_that_was_replaced_takes_part_no_more(rendezvous: tuple[SenderRendezvous, int]) -> None:
+    sender, port = rendezvous
+    first, second = joined(port, 0), joined(port, 1)
+    assert all_ready(sender, 1, first, second)
+    fail(sender, 1, first, second)
+
+    second.close()
+    sender.announce(2)
+    first.get_ready(LIMIT)
+    with pytest.raises(WaitTimeout, match="0 receiving ranks ready"):
+        gather(sender, SOON)
+    fail(sender, 2, first)
+
+    restarted = joined(port, 1)
+    assert all_ready(sender, 3, first, restarted)
+    for rank in (first, restarted):
+        rank.close()
+
+
+def test_an_engine_that_was_silent_is_waited_for_once_it_is_heard(rendezvous: tuple[SenderRendezvous, int]) -> None:
+    sender, port = rendezvous
+    first, second = (joined(port, 0, engine, 1) for engine in "ab")
+    assert all_ready(sender, 1, first, second)
+    fail(sender, 1, first, second)
+
+    beats, second._beats = second._beats, Mock()
+    assert all_ready(sender, 2, first)
+    fail(sender, 2, first)
+
+    second._beats = beats
+    time.sleep(1)
+    sender.announce(3)
+    first.get_ready(LIMIT)
+    with pytest.raises(WaitTimeout, match="engine b: 0 of 1 ranks called receive_weights"):
+        gather(sender, SOON)
+    second.get_ready(LIMIT)
+    assert gather(sender) == (first.participant, second.participant)
+    for rank in (first, second):
+        rank.close()

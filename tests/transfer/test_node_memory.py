@@ -1,4 +1,4 @@
-"""The progress counters and the memory that a node's ranks share: between threads, between processes, between nodes."""
+"""Memory that ranks of a node share, headers of buckets in it, and the CPUs on which they read for an accelerator."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from epload import HierarchicalLoader, LoadError, Topology
-from epload.errors import RemoteFailure
+from epload import HierarchicalLoader, Topology
+from epload.errors import LoadError
 from epload.native import ops
-from epload.transfer.shared_memory import STEPS, NodeMemory
-from support import ranks
+from epload.planning.buckets import HEADER_BYTES
+from epload.transfer import affinity
+from epload.transfer.framing import BucketHeader
+from support.accelerator import run_on
 from support.checks import all_fine
 from support.memory import mapped_memfds, memfds
-from support.small_model import BUCKET, meta_net, state_for, wrong
+from support.small_model import BUCKET, NODES, meta_net, state_for, wrong
 
 LONG = 60.0
 """Seconds nobody is to wait."""
@@ -32,39 +36,8 @@ def words(slots: int) -> Tensor:
     return torch.zeros(ops.BOARD_FIXED_WORDS + slots, dtype=torch.int32)
 
 
-def test_reached_behind_and_failed() -> None:
-    board = words(4)
-    for slot, value in ((0, 3), (1, 5), (2, 2)):
-        ops.board_post(board, slot, value)
-    for slots, value, outcome in (
-        ([0, 1], 3, ops.BOARD_REACHED), ([], 99, ops.BOARD_REACHED), ([1, 0, 2], 4, 0), ([2, 1, 0], 4, 2), ([3], 1, 3)
-    ):  # fmt: skip
-        assert ops.board_wait(board, slots, value, 0.01) == outcome, "the first that is behind, in the order asked"
-    ops.board_post(board, 3, 2**31 - 1)
-    assert ops.board_wait(board, [3], 2**31 - 1, 0.0) == ops.BOARD_REACHED
-    ops.board_post(board, -1, 1)
-    assert ops.board_wait(board, [2], 4, LONG) == ops.BOARD_FAILED
-    assert ops.board_wait(board, [0], 3, LONG) == ops.BOARD_REACHED, "what has been reached stays so"
-
-
-def test_wrong_arguments() -> None:
-    board = words(2)
-    calls = [("slot", ops.board_post, (board, slot, 1)) for slot in (2, -2, 2**40)]
-    calls += [("int32", ops.board_post, (board, 0, value)) for value in (2**31, -(2**31) - 1)]
-    calls += [("slot", ops.board_wait, (board, slots, 0, 0.0)) for slots in ([2], [0, -1], [0, 2**40])]
-    calls += [("seconds", ops.board_wait, (board, [0], 1, s)) for s in (-1.0, float("nan"), float("inf"), 1e9)]
-    for bad in (words(-1), torch.zeros(4), torch.zeros(2, 2, dtype=torch.int32), words(9)[::2]):
-        text = "words" if bad.dtype is torch.int32 else "int32"
-        calls += [(text, ops.board_post, (bad, 0, 1)), (text, ops.board_wait, (bad, [0], 1, 0.0))]
-    for text, op, arguments in calls:
-        with pytest.raises(ValueError, match=text):
-            op(*arguments)
-    assert not board.any()
-
-
 @pytest.mark.parametrize("slot", [0, 31, 99])
 def test_a_post_wakes_those_who_wait_for_it(slot: int) -> None:
-    """Whichever slots others wait for, and though they all sleep on one word."""
     board, outcomes = words(100), {}
 
     def wait(own: int) -> None:
@@ -84,76 +57,101 @@ def test_a_post_wakes_those_who_wait_for_it(slot: int) -> None:
     assert outcomes == {slot: ops.BOARD_REACHED, **dict.fromkeys(others, ops.BOARD_FAILED)}
 
 
-def test_progress_counters_say_who_is_behind() -> None:
-    shared = torch.zeros(4 * len(words(3 * len(STEPS))) + 16, dtype=torch.uint8)
-    counters = {rank: NodeMemory(shared, 0, (4, 2, 9), rank, True) for rank in (4, 2, 9)}
-    limit = timedelta(seconds=0.01)
-    counters[4].post("read", 2)
-    counters[2].post("read", 2)
-    counters[9].wait("read", 2, (4, 2), limit)
-    with pytest.raises(LoadError, match=r"rank 2 waited .* for rank 9 of its node, which has not read wave 1"):
-        counters[2].wait("read", 2, (4, 9), limit)
-    for step, participle in list(STEPS.items())[1:]:
-        with pytest.raises(LoadError, match=f"rank 9 waited .* for rank 4 .* has not {participle} wave 1"):
-            counters[9].wait(step, 2, (4, 2), limit)
-    counters[4].restart()
-    counters[9].wait("read", 2, (2,), limit)
-    with pytest.raises(LoadError, match="rank 4"):
-        counters[9].wait("read", 1, (2, 4), limit)
-    counters[9].fail()
-    for rank in (4, 2, 9):
-        with pytest.raises(RemoteFailure, match="another rank failed"):
-            counters[rank].wait("unpack", 1, (2,), timedelta(seconds=LONG))
-
-
-# ---- NodeMemory ----
-
-
 @contextmanager
-def rejected(name: str) -> Iterator[list[str]]:
-    """This rank cannot open the memory of other processes, or cannot make memory; notes each try."""
-    real, tries = getattr(os, name), list[str]()
+def rejected(name: str) -> Iterator[None]:
+    """This rank cannot open the memory of other processes, or cannot make memory."""
+    real = getattr(os, name)
 
     def reject(what: Any, *args: Any, **options: Any) -> Any:
         if name == "open" and not str(what).startswith("/proc/"):
             return real(what, *args, **options)
-        tries.append(str(what))
         raise PermissionError(13, "not in this container")
 
     with mock.patch.object(os, name, reject):
-        yield tries
+        yield
 
 
-def cannot_share(rank: int, odd: int, what: str) -> list[str]:
-    problems = []
-    nodes = [[0, 1], [2, 3]]
-    state = state_for(1)
+def cannot_share(rank: int, device: str, odd: int, what: str) -> list[str]:
+    problems, state = [], state_for(1)
     for readers in ("one", "per_node", "partitioned"):
         for algorithm in ("two_level", "striped"):
-            loader = HierarchicalLoader(
-                Topology.from_nodes(nodes), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, timeout=30
-            )
-            model = meta_net()
-            if rank == odd:
-                with rejected(what) as tries:
-                    report = loader.load(model, state)
-                if len(tries) != 1:
-                    problems.append(f"{readers} {algorithm}: tried {tries}")
-            else:
+            options: dict[str, Any] = {"algorithm": algorithm, "bucket_bytes": BUCKET, "timeout": 30}
+            loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, **options)
+            model = meta_net(where=device)
+            with rejected(what) if rank == odd else nullcontext():
                 report = loader.load(model, state)
-            assert loader._resources.memory is not None
-            if loader._resources.memory.shared or loader._resources.memory.ranks != (rank,):
-                problems.append(f"{readers} {algorithm}: {loader._resources.memory.ranks} share")
-            if report.algorithm != "two_level":
+            if report.algorithm != "two_level" and device == "cpu":
                 problems.append(f"{readers} {algorithm}: reports {report.algorithm}")
-            problems += [f"{readers} {algorithm}: {text}" for text in wrong(model, state)]
+            problems += [f"{readers} {algorithm}: {text}" for text in wrong(model, state, where=device)]
             loader.load(model, state_for(2))
-            problems += [f"{readers} {algorithm}, again: {text}" for text in wrong(model, state_for(2))]
+            problems += [f"{readers} {algorithm}, again: {text}" for text in wrong(model, state_for(2), where=device)]
             if left := mapped_memfds() + memfds():
                 problems.append(f"{readers} {algorithm}: left {left}")
     return problems
 
 
-@pytest.mark.parametrize(("odd", "what"), [(3, "open"), (2, "memfd_create")])
-def test_where_one_rank_cannot_share_all_have_their_own(odd: int, what: str) -> None:
-    all_fine(ranks.run(4, cannot_share, odd, what))
+@pytest.mark.parametrize(
+    ("place", "odd", "what"), [("cpu", 3, "open"), ("cpu", 2, "memfd_create"), ("nccl", 2, "open")]
+)
+def test_where_one_rank_cannot_share_all_have_their_own(place: str, odd: int, what: str) -> None:
+    all_fine(run_on(place, 4, cannot_share, odd, what))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_other_bytes_are_no_header(raw: bytes) -> None:
+    with pytest.raises(LoadError, match="out of step"):
+        BucketHeader.unpack(torch.tensor(list(raw), dtype=torch.uint8))
+
+
+ADDRESS = "0000:3b:00.0"
+HERE = frozenset(os.sched_getaffinity(0))
+PART = set(sorted(HERE)[len(HERE) // 2 :])
+"""Half of the CPUs that this process may use."""
+several = pytest.mark.skipif(len(HERE) < 2, reason="there is one CPU, on which every thread runs")
+
+
+def sysfs(folder: Path, node: str | None, cpus: str | None) -> Path:
+    if node is not None:
+        (folder / "bus/pci/devices" / ADDRESS).mkdir(parents=True)
+        (folder / "bus/pci/devices" / ADDRESS / "numa_node").write_text(node)
+    if cpus is not None:
+        (folder / "devices/system/node/node1").mkdir(parents=True)
+        (folder / "devices/system/node/node1/cpulist").write_text(cpus)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("node", "cpus", "expected"),
+    [
+        ("1\n", "0-3,8\n", {0, 1, 2, 3, 8}),
+        ("1", "5", {5}),
+        ("-1\n", "0-3\n", set()),  # a virtual machine
+        ("1\n", "\n", set()),  # memory alone
+        ("1\n", None, set()),
+        (None, "0-3\n", set()),  # fewer devices than expected
+        ("one\n", "0-3\n", set()),
+        ("1\n", "0-three\n", set()),
+    ],
+)
+def test_the_cpus_near_a_device(node: str | None, cpus: str | None, expected: set[int], tmp_path: Path) -> None:
+    assert affinity.cpus_near(ADDRESS, sysfs(tmp_path, node, cpus)) == expected
+    assert affinity.cpus_near("", tmp_path) == frozenset(), "a device of no known address"
+
+
+def near_cpus(cpus: set[int], folder: Path) -> Any:
+    """Makes the fake accelerator seem to be on a NUMA node with these CPUs."""
+    tree = sysfs(folder, "1", ",".join(map(str, cpus)))
+    return mock.patch.multiple(affinity, _pci_address=lambda device: ADDRESS, _SYSFS=tree)
+
+
+@several
+def test_a_thread_goes_back(tmp_path: Path) -> None:
+
+    def fail() -> None:
+        with near_cpus(PART, tmp_path), affinity.near(torch.device("cpu")):
+            assert os.sched_getaffinity(0) == PART
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.sched_getaffinity(0) == HERE
