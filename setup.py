@@ -132,9 +132,7 @@ class CMakeBuild(build_ext):
             (output / CUDA_LIBRARY).unlink(missing_ok=True)  # of an earlier build
         if npu is None:
             (output / NPU_LIBRARY).unlink(missing_ok=True)
-        configuration = (
-            f"{sysconfig.get_config_var('SOABI')}-torch{minor_of(torch_version(torch_dir))}{'-npu' if npu else ''}"
-        )
+        configuration = f"{sysconfig.get_config_var('SOABI')}-torch{minor_of(torch_version(torch_dir))}{'-npu' if npu else ''}"
         build = ROOT / "build" / f"cmake-{configuration}"
         # A torch, a Python or an isolated build environment that has gone would leave a stale cache.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
@@ -231,9 +229,7 @@ def requirements() -> list[str]:
 def version() -> str:
     """With EPLOAD_LOCAL_VERSION=1 (`make wheels`) it names the torch minor: wheels for several can lie in one folder."""
     return (
-        f"{VERSION}+torch{minor_of(torch_version(require_torch()))}"
-        if os.environ.get("EPLOAD_LOCAL_VERSION") == "1"
-        else VERSION
+        f"{VERSION}+torch{minor_of(torch_version(require_torch()))}" if os.environ.get("EPLOAD_LOCAL_VERSION") == "1" else VERSION
     )
 
 

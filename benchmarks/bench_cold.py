@@ -61,14 +61,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2, help="emulated nodes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument(
-        "--modes", default=",".join(MODES), help="comma-separated; buffered is auto with direct_io=False"
-    )
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated; buffered is auto with direct_io=False")
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--data", type=Path, help="directory for the checkpoint; temporary by default")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results")
     parser.add_argument("--docs", action="store_true", help="write the table to benchmarks/results.md")
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -153,9 +149,7 @@ class Worker:
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 if name == BARE:
                     if not self.options.warm:
-                        samples[name].append(
-                            self._measure(lambda: read_bare(self.files, *best) if self.rank == 0 else None)
-                        )
+                        samples[name].append(self._measure(lambda: read_bare(self.files, *best) if self.rank == 0 else None))
                     continue
                 samples[name].append(self._measure(lambda name=name: self._load(name)))
                 notes[name] = self.report.reason

@@ -70,9 +70,7 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=3.0, help="seconds that one rank comes late")
     parser.add_argument("--processes", type=int, default=32, help="that the ranks are threads of")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument(
-        "--docs", action="store_true", help="measure 4 to 512 ranks; write benchmarks/results.md and data/"
-    )
+    parser.add_argument("--docs", action="store_true", help="measure 4 to 512 ranks; write benchmarks/results.md and data/")
     options = parser.parse_args()
     preload()
     if not options.docs:

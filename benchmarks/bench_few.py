@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7, help="runs per mode")
     parser.add_argument("--peers", default="epload_modes", help="comma-separated file names in peers/")
     parser.add_argument("--data", type=Path, help="directory for the checkpoints; temporary by default")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON results")
     parser.add_argument("--docs", action="store_true", help="write the tables to benchmarks/results.md")
     options = parser.parse_args()
     options.cases, options.slow_repeat = "floor,reload", options.repeat

@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--peers", default="", help="comma-separated file names in peers/; all by default")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--data", type=Path, help="directory for the checkpoints; temporary by default")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots")
     parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     if options.quick:
@@ -72,9 +70,7 @@ def main() -> None:
 class Measurement:
     """The selected cases, with one model and its checkpoints."""
 
-    def __init__(
-        self, options: argparse.Namespace, size: Size, data: Path, work: Path, few: Size | None = None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, size: Size, data: Path, work: Path, few: Size | None = None) -> None:
         """
         Args:
             work: directory to create for this measurement alone.

@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="timed loads per mode")
     parser.add_argument("--quick", action="store_true", help="2x2 and 4x2 nodes, 80 MB, three runs")
     parser.add_argument("--peers", default="", help="comma-separated file names in peers/; all by default")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots")
     parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     if why := available():
@@ -109,9 +107,7 @@ def tables(run: Row) -> list[Table]:
     made = [Table(f"Reload, {where}", columns, [_line(run, row) for row in by_case(run["rows"], "reload")])]
     collective = by_case(run["rows"], "collective")
     if collective:
-        made.append(
-            Table(f"Broadcast of one list of tensors, {where}", columns, [_line(run, row) for row in collective])
-        )
+        made.append(Table(f"Broadcast of one list of tensors, {where}", columns, [_line(run, row) for row in collective]))
         made.append(_gains(run, where))
     return made
 

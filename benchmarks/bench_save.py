@@ -154,8 +154,7 @@ def main() -> None:
         found = json.loads((Path(temporary) / "result.json").read_text())
     median = {name: statistics.median(each) for name, each in found["seconds"].items()}
     rows = [
-        [name, seconds(median[name]), times(median[name] / median[FLOOR]), times(median[name] / median[OURS])]
-        for name in ENTRIES
+        [name, seconds(median[name]), times(median[name] / median[FLOOR]), times(median[name] / median[OURS])] for name in ENTRIES
     ]
     title = f"Saving {found['tensors']:,} tensors, {found['nbytes'] / 1e6:.0f} MB, {RANKS} ranks, FSDP2 (medians)"
     table = Table(title, ("", "s", "over the floor", "over epload.save"), rows)

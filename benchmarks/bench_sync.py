@@ -71,9 +71,7 @@ def main() -> None:
     )
     parser.add_argument("--mbit", type=int, default=1000, help="rate of each node's link, each way")
     parser.add_argument("--repeat", type=int, default=7, help="timed versions of each peer")
-    parser.add_argument(
-        "--slow", type=float, default=4.0, help="peers that take longer than so many seconds run three times"
-    )
+    parser.add_argument("--slow", type=float, default=4.0, help="peers that take longer than so many seconds run three times")
     parser.add_argument("--peers", default="", help="comma-separated file names in sync_peers/; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for the JSON")
     parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
@@ -114,9 +112,7 @@ def measure(options: argparse.Namespace, case: str) -> Row:
     experts = (parameter for name, parameter in meta_model(size).named_parameters() if QUANTIZED.search(name))
     quantized = sum(parameter.nbytes for parameter in experts)
     trainers, rollouts = (TRAINERS, 2 if large else int(case)) if linked else (1, 1)
-    print(
-        f"{case}: {nbytes / 1e6:.0f} MB in {tensors} tensors, {trainers} + {rollouts} nodes x {RANKS} ranks", flush=True
-    )
+    print(f"{case}: {nbytes / 1e6:.0f} MB in {tensors} tensors, {trainers} + {rollouts} nodes x {RANKS} ranks", flush=True)
     outcome = Outcome()
     entries: dict[str, dict[str, list[float]]] = {"sync": {}}
     titles = {}
@@ -208,9 +204,7 @@ def _line(run: Row, row: Row) -> list[str]:
 
 def targets(runs: dict[str, Row]) -> Table:
     """What is asked for, and what was measured, with each stage."""
-    found = {
-        (case, row["entry"]): row for case, run in runs.items() for row in run["rows"] if row.get("median") is not None
-    }
+    found = {(case, row["entry"]): row for case, run in runs.items() for row in run["rows"] if row.get("median") is not None}
 
     def line(what: str, limit: str, met: Callable[[float], bool], value: Callable[[str], float | None]) -> list[str]:
         values = [value(entry) for entry in OURS]
@@ -251,9 +245,7 @@ def targets(runs: dict[str, Row]) -> Table:
         line("loopback: over the raw floor", "<= 1.5", lambda x: x <= 1.5, over_floor),
         line("planning a sync over planning a load", "<= 0.5", lambda x: x <= 0.5, lambda entry: planning),
     ]
-    full, few, all_changed = (
-        f"epload_sync:{mode}" for mode in ("stage=host", "delta, 2 % changed", "delta, all changed")
-    )
+    full, few, all_changed = (f"epload_sync:{mode}" for mode in ("stage=host", "delta, 2 % changed", "delta, all changed"))
 
     def of_quantized(row: Row) -> float:
         """Bytes into a node for the weights in fp8, and for all scales and headers, over those of the weights in bf16."""

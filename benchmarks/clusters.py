@@ -107,12 +107,8 @@ class Node:
     header_wait: float
 
 
-NVLINK = Node(
-    "NVLink", nic=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=0.0
-)
-HCCS = Node(
-    "HCCS", nic=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=100e-6
-)
+NVLINK = Node("NVLink", nic=400 * GBIT, intra=450e9, unpack=64e9, message=8.4e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=0.0)
+HCCS = Node("HCCS", nic=200 * GBIT, intra=196e9, unpack=32e9, message=145e-6, hop=9.6e-6, hop_inside=3.4e-6, header_wait=100e-6)
 NODES = (NVLINK, HCCS)
 INFINITE = float("inf")
 STORAGES = {"local": (35e9, 45e9, INFINITE), "shared": (35e9, 40e9, 80e9), "one rank's memory": (INFINITE,) * 3}
@@ -120,7 +116,9 @@ STORAGES = {"local": (35e9, 45e9, INFINITE), "shared": (35e9, 40e9, 80e9), "one 
 
 NCCL = "https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc"
 DGX = "https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest/core-components.html"
-SUPERPOD = "https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/dgx-superpod-components.html"
+SUPERPOD = (
+    "https://docs.nvidia.com/dgx-superpod/reference-architecture-scalable-infrastructure-h100/latest/dgx-superpod-components.html"
+)
 ATLAS = "https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/"
 TENSOR = "https://github.com/scitix/InstantTensor/blob/main/docs/benchmark.md"
 HYPER = "hyper-parallel, issue 624: 64 KiB and 1 MiB take the same time"

@@ -80,9 +80,7 @@ def partitioned_wave_overhead(total: int, nodes: int, wave: int, per_wave: int, 
     return total / wave * (rates.hop + (nodes - 2) * max(0.0, forwarded - own))
 
 
-def one(
-    total: int, owned: Sequence[int], nodes: int, rates: Rates, reader: float, wave: int = 0, chunk: int = 0
-) -> float:
+def one(total: int, owned: Sequence[int], nodes: int, rates: Rates, reader: float, wave: int = 0, chunk: int = 0) -> float:
     """One rank reads everything, and a chain of nodes forwards it."""
     crossing = total / rates.link if nodes > 1 else 0.0
     spreading = total / rates.intra

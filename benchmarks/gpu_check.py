@@ -195,9 +195,7 @@ def measured(part: str) -> Callable[[argparse.Namespace], list[Row]]:
         found.unlink(missing_ok=True)
         failed: list[Row] = []
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        with tempfile.TemporaryDirectory(
-            dir=memory, prefix="epload-gpu-"
-        ) as options.memory:  # freed however the part ends
+        with tempfile.TemporaryDirectory(dir=memory, prefix="epload-gpu-") as options.memory:  # freed however the part ends
             try:
                 limit = LIMITS[part] * (REHEARSAL if options.device == "cpu" else 1)
                 command(_words(part, options), limit, gpus=options.device != "cpu")
@@ -255,22 +253,16 @@ def not_run(rows: list[Row]) -> bool:
 
 def lines(rows: list[Row]) -> Iterator[str]:
     for row in rows:
-        cells = [
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-        ]
+        cells = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()]
         yield f"| {row['what']} | {', '.join(cells[1:])} |".replace("\n", " ")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; all by default")
-    parser.add_argument(
-        "--out", default=str(ROOT / "benchmarks/results/gpu"), help="directory for tables, JSON and traces"
-    )
+    parser.add_argument("--out", default=str(ROOT / "benchmarks/results/gpu"), help="directory for tables, JSON and traces")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument(
-        "--layers", type=int, default=48, help="layers of the model whose shards are packed and unpacked"
-    )
+    parser.add_argument("--layers", type=int, default=48, help="layers of the model whose shards are packed and unpacked")
     parser.add_argument("--experts", type=int, default=128, help="of each layer of that model")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of that model")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
@@ -297,10 +289,7 @@ def main() -> int:
             results[name] = rows
             print(f"\n{name}", *lines(rows), sep="\n", flush=True)
             (out / "gpu.json").write_text(json.dumps(results, indent=1))
-            table = [
-                f"\n## {part}\n\n| what | found |\n|---|---|\n" + "\n".join(lines(found))
-                for part, found in results.items()
-            ]
+            table = [f"\n## {part}\n\n| what | found |\n|---|---|\n" + "\n".join(lines(found)) for part, found in results.items()]
             (out / "gpu.md").write_text("\n".join(table).strip() + "\n")
     failed = [name for name in ("machine", *names) if name not in results or not_run(results[name])]
     print("\nNOT RUN, all or in part: " + ", ".join(failed) if failed else f"\nall parts ran; results in {out}")

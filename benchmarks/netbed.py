@@ -112,9 +112,7 @@ class NetBed:
         """The node's network namespace, for :func:`enter`."""
         return f"/run/netns/{self._name}n{node}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _remove(self._name)
         self._signals.__exit__(None, None, None)
 

@@ -97,9 +97,7 @@ def net(results: Row, target: Path) -> None:
     for axis in (left, right):
         axis.set_xticks([run["nodes"] for run in runs], [run["shape"] for run in runs])
     figure.legend(loc="outside right center", fontsize=8)
-    figure.suptitle(
-        f"links of {results['mbit']} Mbit/s, one namespace per node, one machine, {results['date']}", fontsize=9
-    )
+    figure.suptitle(f"links of {results['mbit']} Mbit/s, one namespace per node, one machine, {results['date']}", fontsize=9)
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
@@ -142,9 +140,7 @@ def scale(results: list[Row], node: str, target: Path) -> None:
                     continue
                 style = "--" if mode.startswith("flat ring") else "-"
                 values = [row["seconds"][mode] for row in rows]
-                axis.plot(
-                    [r["accelerators"] for r in rows], values, style, color=f"C{number}", label=mode, linewidth=1.3
-                )
+                axis.plot([r["accelerators"] for r in rows], values, style, color=f"C{number}", label=mode, linewidth=1.3)
             axis.set(xscale="log", yscale="log")
             axis.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4k", "16k"])
             axis.grid(alpha=0.3)

@@ -59,9 +59,7 @@ class Work:
 LAYOUTS = ("Shard(0)", "Shard(1)", "EP x FSDP")
 
 
-def ranges_of(
-    layout: str, world: int, model: Model, expert: int, shape: tuple[int, ...]
-) -> list[tuple[int, int]] | None:
+def ranges_of(layout: str, world: int, model: Model, expert: int, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
     """Rank 0's range in each dim; None if it owns nothing of the weight. EP uses half the ranks; the rest shard dim 0."""
 
     def first(extent: int, parts: int) -> tuple[int, int]:

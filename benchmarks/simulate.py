@@ -50,9 +50,7 @@ def main() -> None:
     parser.add_argument("--load", type=Path, default=DATA / "load.json", help="results of bench_load.py")
     parser.add_argument("--control", type=Path, default=DATA / "control.json", help="results of bench_control.py")
     parser.add_argument("--sync", type=Path, default=DATA / "sync.json", help="results of bench_sync.py")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for JSON results and plots")
     parser.add_argument("--docs", action="store_true", help="write benchmarks/results.md and data/")
     options = parser.parse_args()
     for path in (options.net, options.load, options.control, options.sync):
@@ -120,9 +118,7 @@ def testbed(smaller: Row, run: Row) -> Cluster:
     own = next(row for row in smaller["rows"] if _mode(row) == "every/two_level")
     phases = own["phases"]
     rest = own["median"] - phases["plan"] - phases["materialize"] - phases["read"]
-    planning = statistics.median(
-        row["phases"]["plan"] + row["phases"]["materialize"] for row in run["rows"] if _mode(row)
-    )
+    planning = statistics.median(row["phases"]["plan"] + row["phases"]["materialize"] for row in run["rows"] if _mode(row))
     return Cluster(
         nodes=run["nodes"], ranks=run["ranks"], link=PIECE / _least(run, "link"), storage=rate * run["ranks"],
         storage_all=rate * world, reader=rate * run["ranks"], unpack=smaller["nbytes"] / world / phases["read"],
@@ -188,9 +184,7 @@ def _bytes_table(checked: list[Row]) -> Table:
 def planning_seconds(load: Row) -> float:
     """Measured, of one tensor."""
     plan = next(
-        row["phases"]["plan"]
-        for row in load["rows"]
-        if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
+        row["phases"]["plan"] for row in load["rows"] if (row["case"], row["entry"]) == ("meta", "epload_modes:every/auto")
     )
     return float(plan / load["tensors"])
 
@@ -237,9 +231,7 @@ def _device_steps() -> Table:
         "nodes, model, mode", "64 MiB buckets, the host looks at each header s", "256 MiB s", "the device looks s",
         "second stream inside nodes s", "flat ring s",
     )  # fmt: skip
-    return Table(
-        "SIMULATED, 8 nodes of 8 accelerators, 8 NICs each, weights on one accelerator: moving alone", columns, rows
-    )
+    return Table("SIMULATED, 8 nodes of 8 accelerators, 8 NICs each, weights on one accelerator: moving alone", columns, rows)
 
 
 def _winners(results: list[Row]) -> list[Table]:
@@ -252,9 +244,7 @@ def _winners(results: list[Row]) -> list[Table]:
         for row in results:
             if row["node"] != node.name or row["accelerators"] not in counts:
                 continue
-            key = (
-                f"{row['model']}, {row['nics']} NIC{'s' * (row['nics'] > 1)}, {row['storage']}, {row['accelerators']:,}"
-            )
+            key = f"{row['model']}, {row['nics']} NIC{'s' * (row['nics'] > 1)}, {row['storage']}, {row['accelerators']:,}"
             best = min(row["seconds"], key=lambda mode: row["seconds"][mode])
             cells = [f"**{best}**: {seconds(row['seconds'][best])} s"]
             cells += [seconds(row["seconds"][mode]) for mode in one]

@@ -87,8 +87,7 @@ def scale(planned: list[Row], store: StoreRates) -> list[Row]:
 def check_table(checked: list[Row]) -> Table:
     worst = max(abs(row["error"]) for row in checked)
     lines = [
-        [row["case"], f"{row['measured']:.2f}", f"{row['predicted']:.2f}", f"{100 * row['error']:+.1f} %"]
-        for row in checked
+        [row["case"], f"{row['measured']:.2f}", f"{row['predicted']:.2f}", f"{100 * row['error']:+.1f} %"] for row in checked
     ]
     title = f"Simulated and measured seconds of a sync; largest error: {100 * worst:.1f} %"
     return Table(title, ("case", "measured s", "simulated s", "error"), lines)

@@ -94,6 +94,4 @@ def by_case(found: list[Row], case: str) -> list[Row]:
 
 
 def median(found: list[Row], case: str, entry: str) -> float | None:
-    return next(
-        (row["median"] for row in found if (row["case"], row["entry"]) == (case, entry) and "median" in row), None
-    )
+    return next((row["median"] for row in found if (row["case"], row["entry"]) == (case, entry) and "median" in row), None)

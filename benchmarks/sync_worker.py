@@ -66,9 +66,7 @@ class SyncWorker(Worker):
         store = dist.TCPStore(*address, self.world, self.rank == 0, limit)
         self.senders = plan["trainers"] * self.each
         self.sends = self.rank < self.senders
-        job, first, world = (
-            ("trainer", 0, self.senders) if self.sends else ("rollout", self.senders, self.world - self.senders)
-        )
+        job, first, world = ("trainer", 0, self.senders) if self.sends else ("rollout", self.senders, self.world - self.senders)
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(job, store), rank=self.rank - first, world_size=world, timeout=limit
         )
@@ -141,9 +139,7 @@ class Values:
         """``changes``: "all", "2 %" or "adamw"; what differs from the version before."""
         if changes == "2 %":
             self._phases = self._phases or self._random(PERIOD, 1 << 20)
-            return [
-                base + (version + phase) // PERIOD * STEP for base, phase in zip(self._base, self._phases, strict=True)
-            ]
+            return [base + (version + phase) // PERIOD * STEP for base, phase in zip(self._base, self._phases, strict=True)]
         if changes == "adamw":
             self._trained = self._trained or list(zip(*map(self._train, range(len(self._parameters))), strict=True))
             return self._trained[abs((version + STEPS) % (2 * STEPS) - STEPS)]  # forth and back, a step a version
@@ -170,9 +166,7 @@ class Values:
     def wrong(self, version: int, changes: str) -> list[str]:
         expected = self.of_version(version, changes)
         return [
-            name
-            for name, found, want in zip(self.names, self.tensors, expected, strict=True)
-            if not torch.equal(found, want)
+            name for name, found, want in zip(self.names, self.tensors, expected, strict=True) if not torch.equal(found, want)
         ]
 
 
@@ -272,9 +266,7 @@ class Planning:
             self._holdings = ModelTarget(model, "auto", True).holdings(self._manifest)
         encoded = span.exchange(self._holdings.encode())
         made = {each: Holdings.decode(*each) for each in set(encoded)}
-        shared = {
-            columns: holdings.class_of for (columns, _), holdings in made.items()
-        }  # as epload has it, one for equal ranks
+        shared = {columns: holdings.class_of for (columns, _), holdings in made.items()}  # as epload has it, one for equal ranks
         made = {each: replace(holdings, class_of=shared[each[0]]) for each, holdings in made.items()}
         self._of_ranks = {rank: made[each] for rank, each in enumerate(encoded)}
         trainers = worker.nodes_of(0, worker.senders)

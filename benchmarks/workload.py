@@ -266,9 +266,7 @@ def _fused(full: dict[str, Tensor], name: str) -> Tensor:
     layer, _, leaf = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
     count = sum(1 for other in full if other.startswith(f"{layer}.") and other.endswith(f"{parts[0]}.weight"))
-    return torch.stack(
-        [torch.cat([full[f"{layer}.{expert}.{part}.weight"] for part in parts]) for expert in range(count)]
-    )
+    return torch.stack([torch.cat([full[f"{layer}.{expert}.{part}.weight"] for part in parts]) for expert in range(count)])
 
 
 class Reference:
@@ -305,8 +303,6 @@ def wrong_shards(model: nn.Module, reference: Reference) -> list[str]:
                 want, local = reference.shard(name, placement.dim), parameter.to_local()
             else:
                 want, local = reference.whole(name), parameter
-            if local.shape != want.shape or not torch.equal(
-                local.cpu().view(torch.int16), want.contiguous().view(torch.int16)
-            ):
+            if local.shape != want.shape or not torch.equal(local.cpu().view(torch.int16), want.contiguous().view(torch.int16)):
                 wrong.append(name)
     return wrong

@@ -65,9 +65,7 @@ def _problems_of_pages(pages: dict[str, str]) -> list[str]:
         entries.update(page.entries)
         for line in (line for code in page.code for line in code.splitlines()):
             if len(line) > WIDTH:
-                problems.append(
-                    f"{name} has {len(line)} characters of code in a line, expected {WIDTH} at most: {line}"
-                )
+                problems.append(f"{name} has {len(line)} characters of code in a line, expected {WIDTH} at most: {line}")
         problems += [f"{name} shows {internal}, which is internal" for internal in INTERNAL if internal in text]
     for name in _public_names():
         count = sum(entries[f"epload.{module}{name}"] for module in ("", "load.", "save.", "mapping."))

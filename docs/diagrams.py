@@ -17,9 +17,7 @@ def text(x: float, y: float, content: str, color: str = TEXT, size: int = 13, an
 
 def box(x: float, y: float, width: float, height: float, fill: str = "none", dashed: bool = False) -> str:
     dash = ' stroke-dasharray="4 3"' if dashed else ""
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{LINE}"{dash}/>'
-    )
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{LINE}"{dash}/>'
 
 
 def arrow(x0: float, y0: float, x1: float, y1: float, color: str = LINE, width: float = 2) -> str:
@@ -59,9 +57,7 @@ def nodes(buffers: bool) -> list[str]:
         parts.append(box(rank_x(rank), RANK, 88, 40, color))
         parts.append(text(rank_x(rank) + 44, RANK + 25, f"rank {rank}", "#ffffff", 14))
         if buffers:
-            parts.append(
-                arrow(buffer_x(rank // 2) + (rank + 0.5) * SEGMENT, BUFFER + 21, rank_x(rank) + 44, RANK - 3, color)
-            )
+            parts.append(arrow(buffer_x(rank // 2) + (rank + 0.5) * SEGMENT, BUFFER + 21, rank_x(rank) + 44, RANK - 3, color))
     return parts
 
 

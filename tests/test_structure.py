@@ -38,9 +38,7 @@ def native_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
     comments. Classes and namespaces at the outermost level are left out."""
     for end, line in enumerate(lines):
         if line in ("}", "  }"):
-            indented = [
-                i for i in range(end) if lines[i].strip() and len(lines[i]) - len(lines[i].lstrip()) == len(line) - 1
-            ]
+            indented = [i for i in range(end) if lines[i].strip() and len(lines[i]) - len(lines[i].lstrip()) == len(line) - 1]
             start = indented[-1]
             yield lines[start].strip(), sum(not text.lstrip().startswith("//") for text in lines[start : end + 1])
 
@@ -59,9 +57,7 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    too_long = [
-        path for path in (TESTS / "support").glob("*.py") if len(path.read_text().splitlines()) > LINES_PER_FILE
-    ]
+    too_long = [path for path in (TESTS / "support").glob("*.py") if len(path.read_text().splitlines()) > LINES_PER_FILE]
     native = [path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
     counted = 0
     for path in (*house.PACKAGE.rglob("*.py"), *native):

@@ -50,9 +50,7 @@ def kernel_seconds(run: Callable[[], object]) -> float | None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         run()
         torch.cuda.synchronize()
-    found = [
-        e for e in profiled.events() if "region_copy" in e.name and e.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    found = [e for e in profiled.events() if "region_copy" in e.name and e.device_type == torch.autograd.DeviceType.CUDA]
     return sum(e.device_time for e in found) / 1e6 if found else None
 
 
@@ -118,13 +116,9 @@ def op(options: argparse.Namespace) -> list[Row]:
     """The op's host time and the streams of its device work, in an NCCL group of one rank."""
     device = device_of(options)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1, device_id=device
-        )
+        dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1, device_id=device)
         group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        tensors = [
-            torch.zeros(64, 2 * (96 + i % 64), dtype=torch.bfloat16, device=device)[:, ::2] for i in range(18_867)
-        ]
+        tensors = [torch.zeros(64, 2 * (96 + i % 64), dtype=torch.bfloat16, device=device)[:, ::2] for i in range(18_867)]
         stream = torch.cuda.Stream()
         nbytes = sum(t.numel() * t.element_size() for t in tensors)
         buckets = -(-nbytes // options.bucket_bytes)
@@ -160,7 +154,5 @@ def streams(options: argparse.Namespace) -> list[Row]:
         row[name] = sorted({event["args"]["stream"] for event in events})
         row[f"{name}_us"] = sum(event["dur"] for event in events)
     if len(row["copies"]) < 2 or not row["kernels"] or {*row["kernels"]} - {*row["copies"]}:
-        raise RuntimeError(
-            f"expected copies to the device on several streams, and kernels on some of these, found {row}"
-        )
+        raise RuntimeError(f"expected copies to the device on several streams, and kernels on some of these, found {row}")
     return [row]

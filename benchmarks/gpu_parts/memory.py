@@ -29,9 +29,7 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
         yield {"what": f"make {what}", "ms": seconds * 1e3, "reserve_ms": reserved * 1e3}
         del tensors
         torch.cuda.empty_cache()
-        (shared,), (opened,) = run(
-            [Job(1, share, (options.device, count, nbytes, block)), Job(1, open_all, (options.device,))]
-        )
+        (shared,), (opened,) = run([Job(1, share, (options.device, count, nbytes, block)), Job(1, open_all, (options.device,))])
         yield {"what": f"share {what}", **shared, **opened}
 
 

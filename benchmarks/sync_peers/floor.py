@@ -38,9 +38,7 @@ def receive(job: SyncJob) -> list[str]:
         node = next(node for node in job.nodes if job.rank in node)
         mine = [sender for sender in range(job.senders) if node[sender % len(node)] == job.rank]
         job.keep["from"] = {sender: _lengths(job, sender) for sender in mine}
-        job.keep["buffers"] = {
-            sender: [torch.empty(MESSAGE, dtype=torch.uint8) for _ in range(IN_FLIGHT)] for sender in mine
-        }
+        job.keep["buffers"] = {sender: [torch.empty(MESSAGE, dtype=torch.uint8) for _ in range(IN_FLIGHT)] for sender in mine}
     lengths, buffers = job.keep["from"], job.keep["buffers"]
     works = deque()
     for i in range(max(map(len, lengths.values()), default=0)):

@@ -69,9 +69,7 @@ def _gather(job: SyncJob, bucket, buffer) -> None:
     dist.gather(mine, everyones, 0)
     for flat, count, some in zip(everyones, counts, boxes, strict=True):
         parts = flat[:count].split([torch.Size(size).numel() for _, size in some])
-        into = [
-            cut(_view(buffer, parameter, offset), *box) for (parameter, offset), box in zip(bucket, some, strict=True)
-        ]
+        into = [cut(_view(buffer, parameter, offset), *box) for (parameter, offset), box in zip(bucket, some, strict=True)]
         torch._foreach_copy_(into, [part.view(size) for part, (_, size) in zip(parts, some, strict=True)])
 
 

@@ -103,9 +103,7 @@ def _broadcast(
     if algorithm == "striped" and not topology.even:
         algorithm = "two_level"
     route = topology.route(src, algorithm)
-    ops.coalesced_bcast(
-        tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=route.leader
-    )
+    ops.coalesced_bcast(tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=route.leader)
 
 
 def _check_arguments(
@@ -128,9 +126,7 @@ def _check_arguments(
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"tensor {i} is a lazy conjugate or negation; pass tensor.resolve_conj().resolve_neg()")
         if tensor.numel() and tensor.untyped_storage().nbytes() < _reach(tensor):
-            raise ValueError(
-                f"the storage of tensor {i} of shape {list(tensor.shape)} is too small (was it freed by FSDP?)"
-            )
+            raise ValueError(f"the storage of tensor {i} of shape {list(tensor.shape)} is too small (was it freed by FSDP?)")
     check_stream(stream)
     if stream is not None and tensors and stream.device != tensors[0].device:
         raise ValueError(f"expected a stream of the tensors' device {tensors[0].device}, got one of {stream.device}")

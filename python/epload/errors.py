@@ -65,9 +65,7 @@ class RankExited(LoadError):
     """The process of a rank exited during a load. Other ranks raise it as LoadError."""
 
     def __init__(self, rank: int, process: int) -> None:
-        super().__init__(
-            f"rank {rank} has exited (process {process}): it was killed, ran out of memory, or left the load early"
-        )
+        super().__init__(f"rank {rank} has exited (process {process}): it was killed, ran out of memory, or left the load early")
 
 
 def call_order_error() -> LoadError:

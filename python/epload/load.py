@@ -120,9 +120,7 @@ def load(
             raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
         if (address := address_of(checkpoint)) is not None:
             if readers not in ("auto", "every"):
-                raise ValueError(
-                    f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}"
-                )
+                raise ValueError(f"expected readers='every' for {checkpoint}, each of whose ranks receives, got {readers!r}")
             checkpoint, readers = RunningJob(model, address, timeout), "every"
         loader = SingleLoad(
             topology, src=options.src, readers=readers, algorithm=options.algorithm, bucket_bytes=options.bucket_bytes,

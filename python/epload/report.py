@@ -119,9 +119,7 @@ class Report:
         width = max([width, *map(len, shown)])
         for name, phase in shown.items():
             nbytes = show_bytes(phase.nbytes) if phase.nbytes else ""
-            rate = (
-                show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != _UNRATED else ""
-            )
+            rate = show_rate(phase.nbytes / phase.seconds) if phase.nbytes and phase.seconds and name != _UNRATED else ""
             lines.append(f"  {name:<{width}}  {f'{phase.seconds:.3f} s':>9}  {nbytes:>12}  {rate:>10}".rstrip())
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
@@ -268,9 +266,7 @@ class LoadReport(TransferReport):
             "partitioned": ": ranks take turns, and each byte is read once",
             "every": ": each rank reads its own shards",
         }.get(self.readers, "")
-        keys = {
-            name: getattr(self, f"{name}_keys") for name in ("missing", "unexpected", "mismatched", "tied", "ignored")
-        }
+        keys = {name: getattr(self, f"{name}_keys") for name in ("missing", "unexpected", "mismatched", "tied", "ignored")}
         keys |= {"initialized": self.initialized, "kept in fp32": self.kept_in_fp32}
         facts = [
             ("checkpoint", self.source),

@@ -34,9 +34,7 @@ def test_the_flat_tree_of_gloo() -> None:
 # ---- seconds ----
 
 GB = 10**9
-CLUSTER = Cluster(
-    nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, unpack=50 * GB
-)
+CLUSTER = Cluster(nodes=4, ranks=8, link=10 * GB, links=4, intra=100 * GB, storage=20 * GB, reader=5 * GB, unpack=50 * GB)
 
 
 def test_one_is_bound_by_reader_link_or_spreading() -> None:
@@ -91,9 +89,7 @@ def test_simulated_bytes_match_the_link_counters(tmp_path: Path) -> None:
     assert len(entries) > 1
     work = tmp_path / "run"
     work.mkdir()
-    plan = launch.Plan(
-        *shape, asdict(size), folders, {"reload": {entry: [] for entry in entries}}, repeat=1, interface=INTERFACE
-    )
+    plan = launch.Plan(*shape, asdict(size), folders, {"reload": {entry: [] for entry in entries}}, repeat=1, interface=INTERFACE)
     with NetBed(shape[0], mbit=1000) as bed:
         launch.run(plan, work, outcome, bed)
     assert outcome.failures == []
@@ -108,9 +104,7 @@ def test_simulated_bytes_match_the_link_counters(tmp_path: Path) -> None:
             for direction, got, want in zip(("received", "sent"), counted, (received[node], sent[node]), strict=True):
                 # A node that only sends also receives acknowledgements.
                 allowed = 0.06 * (want or max(*received, *sent, sum(buckets)))
-                assert abs(got - want) <= allowed, (
-                    f"{sample['entry']}, node {node} {direction}: {got} counted, {want} simulated"
-                )
+                assert abs(got - want) <= allowed, f"{sample['entry']}, node {node} {direction}: {got} counted, {want} simulated"
 
 
 def test_simulated_syncs_agree_with_measured_ones() -> None:

@@ -64,9 +64,7 @@ def leaks(folder: str, memories: int = 1, watches: int = 1) -> list[str]:
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
             if "[pidfd]" in target:
-                watched.update(
-                    re.findall(r"^Pid:\s+(\d+)", Path(f"/proc/self/fdinfo/{entry}").read_text(), re.MULTILINE)
-                )
+                watched.update(re.findall(r"^Pid:\s+(\d+)", Path(f"/proc/self/fdinfo/{entry}").read_text(), re.MULTILINE))
         except OSError:
             continue
         if target.startswith((folder, "/dev/shm/")):

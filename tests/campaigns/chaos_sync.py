@@ -181,10 +181,7 @@ def engine(rank: int, meeting: Meeting, fault: Fault, name: str) -> dict[str, An
         address, options = meeting.hear("address-0"), {"stage": fault.stage, "verify": fault.verify}
         if name == "joiner":
             meeting.hear("join")
-            if (
-                fault.rogue
-                and not call(lambda: epload.WeightReceiver(model, address, timeout=TIMEOUT, token="other"))[0]
-            ):
+            if fault.rogue and not call(lambda: epload.WeightReceiver(model, address, timeout=TIMEOUT, token="other"))[0]:
                 wrong.append("a rogue engine was let in")
         try:
             receiver = epload.WeightReceiver(model, address, timeout=TIMEOUT, token=fault.token, **options)

@@ -127,9 +127,7 @@ class Setting:
         self.on_device = [tensor.to(DEVICE) for tensor in self.tensors]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe = subprocess.PIPE
-        self.lender = subprocess.Popen(
-            [sys.executable, "-c", LENDER], env=environment, stdin=pipe, stdout=pipe, text=True
-        )
+        self.lender = subprocess.Popen([sys.executable, "-c", LENDER], env=environment, stdin=pipe, stdout=pipe, text=True)
         assert self.lender.stdout is not None
         handle, nbytes = self.lender.stdout.readline().split()
         self.lent: list[Any] = [torch.tensor(list(bytes.fromhex(handle)), dtype=torch.uint8), int(nbytes)]

@@ -172,9 +172,7 @@ def _meanwhile(run: Run, action: Callable[[], None]) -> Iterator[None]:
         timer.join()
         return
     reads = [(kind, name) for kind in (FileCheckpoint, StateDictCheckpoint) for name in ("fill", "read_regions")]
-    opening: list[tuple[Any, str]] = [
-        (inputs, "join_source") if run.moment == "before joining" else (Checkpoint, "open")
-    ]
+    opening: list[tuple[Any, str]] = [(inputs, "join_source") if run.moment == "before joining" else (Checkpoint, "open")]
     places = [] if run.moment == "at the end" else reads if run.moment == "read" else opening
     at, after = run.nth if run.moment == "read" else 0, run.moment == "after opening"
     with seeds.Moments(places, at, lambda *_: action(), after):

@@ -37,9 +37,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(*case)
-    for case in product(
-        ("host", "device", "none"), ("off", "auto", "always"), (False, True), ("", "128 x 128", "channel")
-    )
+    for case in product(("host", "device", "none"), ("off", "auto", "always"), (False, True), ("", "128 x 128", "channel"))
 ]
 
 

@@ -117,9 +117,7 @@ def _numbers(opened: OpenFiles) -> FileCheckpoint:
     """A format whose files are one vector each."""
     names = [file.name.partition(".")[0] for file in opened.store.files]
     shapes = [(file.nbytes // 4,) for file in opened.store.files]
-    return FileCheckpoint.of(
-        opened, (StoredTensor(names[i], torch.float32, shapes[i], 0, None, i) for i in range(len(names)))
-    )
+    return FileCheckpoint.of(opened, (StoredTensor(names[i], torch.float32, shapes[i], 0, None, i) for i in range(len(names))))
 
 
 def test_a_scheme_and_a_format_are_a_row_in_a_table_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,7 @@ def test_joining_names_what_is_wrong_with_the_path(tmp_path: Path) -> None:
     must_raise(CheckpointError, text, join_source, folder / "model-00001-of-00002.safetensors", manifest)
 
 
-def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_element_of_any_stride_and_a_folder_with_a_number_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.arange(4.0)[2::2][:1], "imaginary": torch.tensor([1 + 2j]).imag}
     assert_same(read_all(Checkpoint.open(state)), {name: torch.tensor(value.tolist()) for name, value in state.items()})
     for name in ("run", "run#2"):
@@ -334,9 +332,7 @@ def test_a_checkpoint_that_is_kept_and_whose_file_changes(tmp_path: Path) -> Non
     loader.load(model, checkpoint)
     before = model.weight.detach().clone()
     _small(tmp_path, 2.0)
-    must_raise(
-        CheckpointError, r"since this epload\.Checkpoint opened it: open it again", loader.load, model, checkpoint
-    )
+    must_raise(CheckpointError, r"since this epload\.Checkpoint opened it: open it again", loader.load, model, checkpoint)
     assert torch.equal(model.weight, before)
     checkpoint = Checkpoint.open(path)
     loader.load(model, checkpoint)

@@ -195,9 +195,7 @@ def test_the_hub_has_published_digests(tmp_path: Path) -> None:
         must_raise(CheckpointError, text, load, "hf://org/name", True)
 
 
-def load_each(
-    rank: int, address: str, cases: dict[str, tuple[Any, Any, str, list[list[int]]]]
-) -> dict[str, tuple[str, int]]:
+def load_each(rank: int, address: str, cases: dict[str, tuple[Any, Any, str, list[list[int]]]]) -> dict[str, tuple[str, int]]:
     """Returns the error of each load, empty if it succeeded, and the bytes that this rank hashed. Lists are of values by rank."""
     os.environ.update(s3_server.environment(address))
     found = {}

@@ -283,9 +283,7 @@ def test_a_base_on_the_hub_is_named_by_its_commit(
             assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)
         with pointing(server.address, tmp_path / "cache", offline=True):
             assert_same(read_all(Checkpoint.open(tmp_path / "local")), state)
-        match = (
-            f"since hf://org/step-3@{COMMIT}, which has to be there, too: .*hf download org/step-3 --revision {COMMIT}"
-        )
+        match = f"since hf://org/step-3@{COMMIT}, which has to be there, too: .*hf download org/step-3 --revision {COMMIT}"
         _refused(server, tmp_path / "empty", str(tmp_path / "local"), match, offline=True)
 
 
@@ -293,9 +291,7 @@ def test_a_base_on_the_hub_is_named_by_its_commit(
     ("readers", "name", "times"),
     [("auto", "whole", 2), ("one", "whole", 1), ("every", "step-3", 2), ("partitioned", "step-3", 2), ("one", "step-3", 1)],
 )  # fmt: skip
-def test_one_rank_of_each_cache_downloads(
-    readers: str, name: str, times: int, steps: dict[str, Path], tmp_path: Path
-) -> None:
+def test_one_rank_of_each_cache_downloads(readers: str, name: str, times: int, steps: dict[str, Path], tmp_path: Path) -> None:
     """2 nodes x 2 ranks, with a cache for each node. Where one rank reads, no other node downloads."""
     caches = [tmp_path / "cache-0", tmp_path / "cache-1"]
     with serving(_steps_server(steps, delay=0.1)) as server:

@@ -187,9 +187,7 @@ def test_faults_that_stay(library: str, s3: Servers, tmp_path: Path) -> None:
         checkpoint = Checkpoint.open(url)
         for fault in ("503", "reset"):
             s3[1].fault = lambda method, path, number, fault=fault: fault
-            clean(
-                must_raise(CheckpointError, "cannot read s3://.*: 2 attempts failed, the last: ", read_all, checkpoint)
-            )
+            clean(must_raise(CheckpointError, "cannot read s3://.*: 2 attempts failed, the last: ", read_all, checkpoint))
 
 
 def clean(error: BaseException) -> None:

@@ -30,8 +30,7 @@ def missing_citations(text: str, commands: set[str], folder: Path = ROOT) -> lis
         path, _, anchor = target.partition("#")
         file = ROOT / path
         if not file.is_file() or (
-            anchor
-            and anchor not in {slug(line.lstrip("# ")) for line in file.read_text().splitlines() if line[:1] == "#"}
+            anchor and anchor not in {slug(line.lstrip("# ")) for line in file.read_text().splitlines() if line[:1] == "#"}
         ):
             missing.append(target)
     for cited in CITED_FILE.findall(text):

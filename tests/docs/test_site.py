@@ -70,9 +70,7 @@ def test_the_mappings_do_what_the_page_says(example: str) -> None:
     }
     made = assemble(names["mapping"], sources, names["model"])
     assert made.keys() == names["model"].keys()
-    expected = sorted(
-        x for name, value in sources.items() if not name.startswith("mtp") for x in value.flatten().tolist()
-    )
+    expected = sorted(x for name, value in sources.items() if not name.startswith("mtp") for x in value.flatten().tolist())
     assert sorted(x for value in made.values() for x in value.flatten().tolist()) == expected
 
 

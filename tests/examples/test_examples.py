@@ -73,9 +73,7 @@ def command(recipe: Path) -> tuple[int, list[str]]:
     match = re.search(
         rf"^ *torchrun --standalone --nproc-per-node (\d+) examples/{recipe.name} (.*)$", docstring_of(recipe), re.M
     )
-    assert match is not None, (
-        f"expected a line 'torchrun ... examples/{recipe.name} ...' in the docstring of {recipe.name}"
-    )
+    assert match is not None, f"expected a line 'torchrun ... examples/{recipe.name} ...' in the docstring of {recipe.name}"
     return int(match[1]), match[2].split()
 
 
@@ -186,9 +184,7 @@ def test_recipes_run_as_they_say(recipe: Path, checkpoints: Path, losses: dict[s
     kind = next(kind for kind in losses if f"tiny/{kind}" in arguments)
     assert numbers["first"] == pytest.approx(losses[kind], abs=2e-4)
     assert numbers.get("later", 0) < numbers["first"], "training does not lower the loss"
-    assert len(re.findall(r"^(?:loaded|saved) \d+ tensors", output, re.MULTILINE)) <= 1, (
-        "more ranks than one print a report"
-    )
+    assert len(re.findall(r"^(?:loaded|saved) \d+ tensors", output, re.MULTILINE)) <= 1, "more ranks than one print a report"
     assert [path for path in arguments if not (checkpoints / path).exists()] == []
     for pattern in ALSO.get(recipe.stem, ()):
         assert len(re.findall(pattern, output, re.MULTILINE)) == 1, f"expected one line with {pattern!r}:\n{output}"
@@ -212,9 +208,7 @@ def test_recipes_for_accelerators_say_so_and_stop(name: str, checkpoints: Path) 
         [f"torchrun --standalone --nproc-per-node {world} examples/{recipe.name} {' '.join(arguments)}"], checkpoints
     )
     assert (done.returncode, done.stdout) == (1, "")
-    sentences = re.findall(
-        rf"^{recipe.name} needs an accelerator, and torch finds none: .*\.$", done.stderr, re.MULTILINE
-    )
+    sentences = re.findall(rf"^{recipe.name} needs an accelerator, and torch finds none: .*\.$", done.stderr, re.MULTILINE)
     assert 1 <= len(sentences) <= world, done.stderr  # torchrun ends the others once one has failed
     assert set(re.findall(r"^ *exitcode *: (\S+)", done.stderr, re.MULTILINE)) <= {"1", "-15"}
     assert recipe.name not in done.stderr.partition("Traceback")[2].partition("ChildFailedError")[0]

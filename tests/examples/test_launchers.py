@@ -115,7 +115,6 @@ def test_the_manifests_fit_together_and_their_command_starts_ranks(environment: 
 
     here = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "PET_NPROC_PER_NODE": "1"}
     pods = [
-        environment | variables | here | {"PET_NODE_RANK": str(index), "NODE": str(index)}
-        for index in range(spec["completions"])
+        environment | variables | here | {"PET_NODE_RANK": str(index), "NODE": str(index)} for index in range(spec["completions"])
     ]
     assert run([[*container["command"], "rank.py"]] * len(pods), pods, tmp_path) == EXPECTED

@@ -83,9 +83,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "unbind": lambda p, w: [p.data[i].copy_(row) for i, row in enumerate(w.view(6, 8).unbind(0))],
     "foreach": lambda p, w: torch._foreach_copy_([p.data[:3], p.data[3:]], list(w.view(6, 8).split(3))),
     "copies of copies": lambda p, w: p.data.copy_(w.t().clone().t().contiguous().clone().view(6, 8)),
-    "views of a transposed copy": lambda p, w: p.data.t().copy_(
-        w.view(6, 8).t().contiguous().reshape(2, 4, 6).view(8, 6)
-    ),
+    "views of a transposed copy": lambda p, w: p.data.t().copy_(w.view(6, 8).t().contiguous().reshape(2, 4, 6).view(8, 6)),
     "through float64": lambda p, w: p.data.copy_(w.double().view(6, 8).float()),
     "parts of dtype and device": lambda p, w: p.data.copy_(w.to(device=p.device, dtype=p.dtype).view(6, 8)),
     "narrow, squeeze and expand as itself": lambda p, w: p.data.copy_(w.view(6, 1, 8).squeeze(1).expand(6, 8)),

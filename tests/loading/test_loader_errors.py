@@ -390,9 +390,7 @@ def test_a_failure_in_the_middle(place: str, readers: str, algorithm: str, nodes
     for case, failure in outcomes[0][0].items():
         if case.startswith("read"):
             expected[case] = ("LoadError", ["OSError", "the disk is on fire"])
-            culprits = [
-                rank for rank in re.findall(r"\d", case) if f"rank {rank} could not read bucket" in str(failure)
-            ]
+            culprits = [rank for rank in re.findall(r"\d", case) if f"rank {rank} could not read bucket" in str(failure)]
             assert len(culprits) == 1, (case, failure)
         elif case.startswith("unpack"):
             expected[case] = ("LoadError", [f"rank {case[10]} could not ", "RuntimeError: no room to unpack"])

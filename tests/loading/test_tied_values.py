@@ -147,9 +147,7 @@ def test_a_tie_that_the_reading_rank_lacks(rank: int) -> None:
     load(stage, whole if rank == 0 else None, options=options)
     assert all(bool((p == 1).all()) for p in stage.parameters())
     whole["head.weight"].zero_()
-    must_be_refused_by_all(
-        partial(load, Stage(rank), whole if rank == 0 else None, options=options), "different values"
-    )
+    must_be_refused_by_all(partial(load, Stage(rank), whole if rank == 0 else None, options=options), "different values")
 
 
 def test_a_reload_compares_what_may_have_changed(tmp_path: Path) -> None:

@@ -124,9 +124,7 @@ def test_what_nobody_fills_is_an_error_on_all_ranks(rank: int) -> None:
         state = {name: tensor for name, tensor in full.items() if name not in drop} if rank == 0 else None
         load = partial(loader().load, model, state, strict=False)
         must_be_refused(load, "ModelMismatch", text, "init_missing")
-        assert [
-            f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta
-        ] == []
+        assert [f"{name} left meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if not t.is_meta] == []
         load = partial(loader().load, model, state, strict=False, init_missing=lambda *_: None)
         must_be_refused(load, "init_missing left table")
 

@@ -257,9 +257,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_load_holds_few_weights_at_once(tmp_path: Path) -> None:
     names, shape = [f"w{i}.weight" for i in range(8)], (512, 2048)
-    save_file(
-        {name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, tmp_path / "w.safetensors"
-    )
+    save_file({name: torch.full(shape, 1.0 + i, dtype=BF16) for i, name in enumerate(names)}, tmp_path / "w.safetensors")
     like = {name: torch.empty(shape, dtype=FP8) for name in names}
     like |= {f"{name}_scale_inv": torch.empty(4, 16) for name in names}
     model, held, sizes = Tree(like), [0], list[int]()
@@ -315,9 +313,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     mapping = Mapping(
         converts=(Convert(("^query.weight$", "^key.weight$"), ("joint.weight",), (Concatenate(0),)),), quantize=rule
     )
-    with pytest.raises(
-        ModelMismatch, match=r"key\.weight is not quantized but query\.weight is, and both are part of joint"
-    ):
+    with pytest.raises(ModelMismatch, match=r"key\.weight is not quantized but query\.weight is, and both are part of joint"):
         epload.save(fused, tmp_path / "x", mapping=mapping, names_from=tmp_path / "names.safetensors")
     wide, narrow = Tree({"w.weight": torch.empty(4, 4)}), Tree({"w.weight": torch.empty(4, 4, dtype=FP8)})
     source = {"w.weight": torch.ones(4, 4)}

@@ -111,9 +111,7 @@ def test_every_exponent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("kind", [FP8, torch.float8_e5m2])
-def test_float_scales_are_factors_in_an_mx_checkpoint_too(
-    dtype: torch.dtype, kind: torch.dtype, tmp_path: Path
-) -> None:
+def test_float_scales_are_factors_in_an_mx_checkpoint_too(dtype: torch.dtype, kind: torch.dtype, tmp_path: Path) -> None:
     check(tmp_path, fp8(6, 128, dtype=kind), (torch.rand(6, 4) + 0.1).to(dtype), (1, 32), MX["ue8m0"])
 
 
@@ -147,9 +145,7 @@ BLOCKS += [
 
 
 @pytest.mark.parametrize(("shape", "grid", "block", "config"), BLOCKS)
-def test_blocks(
-    shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int], config: Any, tmp_path: Path
-) -> None:
+def test_blocks(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int], config: Any, tmp_path: Path) -> None:
     for suffix in ("_scale_inv", "_scale"):
         check(tmp_path / suffix, fp8(*shape), torch.rand(grid) + 0.1, block, config, suffix=suffix)
 

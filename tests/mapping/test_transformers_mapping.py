@@ -126,9 +126,7 @@ def values(convert: WeightConverter, config: Any) -> tuple[dict[str, Tensor], di
     for number, pattern in enumerate(convert.source_patterns[:1] if alone else convert.source_patterns):
         tensors = []
         for expert in range(4 if many else 1):
-            tensors.append(
-                torch.arange(12 * 12 * 4)[: torch.Size(shape).numel()].reshape(shape) + 1000 * (expert + 8 * number)
-            )
+            tensors.append(torch.arange(12 * 12 * 4)[: torch.Size(shape).numel()].reshape(shape) + 1000 * (expert + 8 * number))
             sources[spelled(pattern, expert=expert)[0]] = tensors[-1]
         collected[pattern] = tensors
     for operation in convert.operations:
@@ -229,9 +227,7 @@ def test_two_layers_of_a_checkpoint_for_one_of_the_model() -> None:
         Rename(r"(\d+)", r"\1", divide=0)
 
 
-@pytest.mark.skipif(
-    not hasattr(core_model_loading, "Inkling2LoopDequantizeExperts"), reason="newer than this transformers"
-)
+@pytest.mark.skipif(not hasattr(core_model_loading, "Inkling2LoopDequantizeExperts"), reason="newer than this transformers")
 def test_scales_of_an_optional_input_are_refused_and_plain_weights_are_not() -> None:
     dequantize = core_model_loading.Inkling2LoopDequantizeExperts()
     mapping = mapping_of(["w", "w_scale"], "new", dequantize, LibraryTranspose())

@@ -53,9 +53,7 @@ def hf_config(family: str) -> Any:
         case "qwen3":
             return transformers.Qwen3Config(**SIZES, head_dim=16)
         case "qwen3_moe":
-            return transformers.Qwen3MoeConfig(
-                **SIZES, head_dim=16, **EXPERTS, mlp_only_layers=[], decoder_sparse_step=1
-            )
+            return transformers.Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS, mlp_only_layers=[], decoder_sparse_step=1)
         case "mixtral":
             return transformers.MixtralConfig(**SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=2)
         case "deepseek_v3":
@@ -80,9 +78,7 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> dict[str, Tens
     state = safetensors.torch.load_file(path)
     if family == "deepseek_v3":
         last, following = "model.layers.3.", "model.layers.4."
-        extra = {
-            name.replace(last, following): torch.randn_like(state[name]) for name in state if name.startswith(last)
-        }
+        extra = {name.replace(last, following): torch.randn_like(state[name]) for name in state if name.startswith(last)}
         for name in ("enorm", "hnorm", "shared_head.norm"):
             extra[f"{following}{name}.weight"] = torch.randn(64)
         extra[f"{following}eh_proj.weight"] = torch.randn(64, 128)
@@ -166,11 +162,7 @@ def build(family: str, layout: Layout, **options: Any) -> list[nn.Module]:
         where = {"vp_stage": stage} if layout.vp else {}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
-        mtp = (
-            get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where)
-            if config.mtp_num_layers
-            else None
-        )
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where) if config.mtp_num_layers else None
         model = GPTModel(
             config, spec, PADDED, 64, pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
             post_process=last, share_embeddings_and_output_weights=family == "qwen2", position_embedding_type="rope",
@@ -212,9 +204,7 @@ def expected(chunk: Any, family: str, state: dict[str, Tensor]) -> dict[str, Ten
     for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
         parts = name.split(".")
         if parts[0] in ("embedding", "output_layer"):
-            full = state[
-                "model.embed_tokens.weight" if parts[0] == "embedding" or family == "qwen2" else "lm_head.weight"
-            ]
+            full = state["model.embed_tokens.weight" if parts[0] == "embedding" or family == "qwen2" else "lm_head.weight"]
             full = torch.cat([full, torch.full((PADDED - VOCABULARY, 64), -7.5)])
             held[name] = full.chunk(sizes)[rank]
             continue
@@ -307,18 +297,14 @@ def forward(model: Any, ids: Tensor) -> Tensor:
     """Returns the logits of this rank's part of the vocabulary."""
     from megatron.core.tensor_parallel import random
 
-    random.CudaRNGStatesTracker.fork = lambda self, name="": (
-        contextlib.nullcontext()
-    )  # for dropout, of which there is none
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()  # for dropout, of which there is none
     length = ids.shape[1]
     mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
     out: Tensor = model(ids, torch.arange(length)[None], mask)
     return out
 
 
-def send(
-    rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path, versions: Sequence[int], receivers: int
-) -> None:
+def send(rank: int, meeting: Meeting, family: str, layout: Layout, folder: Path, versions: Sequence[int], receivers: int) -> None:
     """Loads the checkpoints of versions, each in a folder of its number, and sends them."""
     chunks = build(family, layout)
     with sending(meeting, chunks, receivers, timeout=100, names_from=folder / "1") as sender:

@@ -234,9 +234,7 @@ def train(rank: int, folder: Path) -> list[str]:
     model.start_param_sync(force_sync=True)
     epload.save(model, folder / "saved", names_from=folder, timeout=60)
     saved = models.read_checkpoint(folder / "saved")
-    assert torch.equal(
-        chunk.output_layer.weight[: models.VOCABULARY], saved["lm_head.weight"]
-    )  # the padding is trained, too
+    assert torch.equal(chunk.output_layer.weight[: models.VOCABULARY], saved["lm_head.weight"])  # the padding is trained, too
     return outcomes + [name for name in models.differences([chunk], "llama", saved) if "output_layer" not in name]
 
 

@@ -187,9 +187,7 @@ def test_a_model_that_was_run_and_moved_to_meta(rank: int) -> None:
         model, outputs = by_layer(), []
         for number in (1, 1, 2):
             materialize(model, collect(model), CPU, private=private)
-            loader_of().load(
-                model, only_readers(full_state(model, number)), init_missing=lambda module, path, names: None
-            )
+            loader_of().load(model, only_readers(full_state(model, number)), init_missing=lambda module, path, names: None)
             outputs.append(model(torch.arange(13)))
             model.to("meta")
         assert torch.equal(outputs[0], outputs[1]), f"private={private}: {[output.sum() for output in outputs]}"

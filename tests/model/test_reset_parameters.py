@@ -41,9 +41,7 @@ class OddModule(nn.Module):
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, 5), nn.LayerNorm(5), nn.Embedding(7, 6, padding_idx=2), nn.Linear(7, 9), nn.Linear(301, 4)
-    )
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Embedding(7, 6, padding_idx=2), nn.Linear(7, 9), nn.Linear(301, 4))
 
 
 def state() -> dict[str, Tensor]:

@@ -145,9 +145,7 @@ def add_torch(folder: Path, cuda: str) -> None:
     ("cuda", "option", "built"),
     [("'13.0'", "auto", True), ("None", "auto", False), ("None", "1", True), ("'13.0'", "0", False)],
 )
-def test_kernels_are_built_for_a_torch_with_cuda_or_if_asked(
-    cuda: str, option: str, built: bool, tmp_path: Path
-) -> None:
+def test_kernels_are_built_for_a_torch_with_cuda_or_if_asked(cuda: str, option: str, built: bool, tmp_path: Path) -> None:
     add_torch(tmp_path, cuda)
     programs, cmake = tmp_path / "bin", f'#!/bin/sh\necho "$@" > {tmp_path / "configured"}; exit 1\n'
     add_files(programs, {"nvcc": "#!/bin/sh\n", "ninja": "#!/bin/sh\n", "cmake": cmake})

@@ -223,9 +223,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "no encoded changes": lambda: ops.apply_changes(random_bytes(64, 8), base),
         "too early": lambda: ops.check_changes(torch.cat([encoded, encoded[:1]]), 64),
         "0 bytes, got those of 64": lambda: ops.check_changes(torch.cat([encoded, encoded]), 64),
-        "format 1, got 9": lambda: ops.check_changes(
-            torch.cat([encoded[:4], torch.tensor([9], dtype=torch.uint8)]), 64
-        ),
+        "format 1, got 9": lambda: ops.check_changes(torch.cat([encoded[:4], torch.tensor([9], dtype=torch.uint8)]), 64),
         "unit of 1, 2, 4 or 8": lambda: encode(base, changed, 3),
         "multiple of 8": lambda: encode(base[:60], changed[:60], 8),
         "64 changed bytes": lambda: encode(base, changed[:60], 2),
@@ -293,8 +291,7 @@ def test_digests_are_those_of_the_regions(problem: Problem) -> None:
     table = table_of(problem.rows, problem.dims)
     ops.unpack(bucket, tensors, table)
     boxes = [
-        tensors[row.tensor][tuple(slice(a, a + n) for a, n in zip(row.start, row.size, strict=True))]
-        for row in problem.rows
+        tensors[row.tensor][tuple(slice(a, a + n) for a, n in zip(row.start, row.size, strict=True))] for row in problem.rows
     ]
     digests = ops.digest_tensors(tensors, table).tolist()
     assert [digest & (1 << 64) - 1 for digest in digests] == [ops.checksum(box.contiguous()) for box in boxes]

@@ -50,9 +50,7 @@ def main(rank: int, ranks: int, folder: str, what: str, algorithm: str) -> None:
     reads = step(2)
     torch.npu.synchronize()
     wrong = [name for name, value in state(2).items() if not torch.equal(model[name].detach().cpu(), value)]
-    print(
-        json.dumps({"wrong": wrong, "begin": begin, "reads": int(reads), "stream": hex(stream.npu_stream)}), flush=True
-    )
+    print(json.dumps({"wrong": wrong, "begin": begin, "reads": int(reads), "stream": hex(stream.npu_stream)}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 
 

@@ -44,9 +44,7 @@ def main(rank: int, ranks: int, folder: str) -> None:
     refused("op", lambda: epload.coalesced_bcast(tensors, topology=topology, stream=external))
     given = external if rank == 2 else stream
     refused("op, rank 2", lambda: epload.coalesced_bcast(tensors, topology=topology, stream=given))
-    refused(
-        "native op", lambda: torch.ops.epload.coalesced_bcast(tensors, 0, everyone, "", 1000, "two_level", external)
-    )
+    refused("native op", lambda: torch.ops.epload.coalesced_bcast(tensors, 0, everyone, "", 1000, "two_level", external))
     refused("loader", lambda: load(external))
     trace = Path(os.environ["FAKECANN_TRACE"])
     so_far = len(trace.read_text().splitlines()) if trace.exists() else 0

@@ -76,9 +76,7 @@ def main(rank: int, ranks: int, folder: str, stage: str, transport: str) -> None
         until = time.monotonic() + 60
         while not address.exists() and time.monotonic() < until:
             time.sleep(0.01)
-        receiver = epload.WeightReceiver(
-            model, address.read_text(), topology=topology, timeout=60, stage=stage, verify=True
-        )
+        receiver = epload.WeightReceiver(model, address.read_text(), topology=topology, timeout=60, stage=stage, verify=True)
         with receiver:
             for version in (1, 2):
                 transports.append(receiver.receive_weights(version).transport)

@@ -104,9 +104,7 @@ def test_on_one_stream_with_two_communicators(case: str, cann: Path, tmp_path: P
         firsts = [i for i, line in enumerate(lines) if line[0] == "broadcast" and line[2] != ours]
         assert len(firsts) == sum(line[0] == "communicator" for line in lines)
         for first in firsts:
-            after = [
-                line[0] for line in lines[first + 1 :] if line[0] in ("broadcast", "synchronize") and line[2] == ours
-            ]
+            after = [line[0] for line in lines[first + 1 :] if line[0] in ("broadcast", "synchronize") and line[2] == ours]
             assert after[0] == "synchronize", lines[first:]
 
 

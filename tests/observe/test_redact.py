@@ -159,9 +159,7 @@ def test_reports_and_what_a_client_says_on_another_rank() -> None:
     assert "GET https://host/a failed" in first
 
 
-def test_logs_traces_and_json(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_traces_and_json(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     caplog.set_level(logging.INFO, "epload")
     logger.info("loading %s, %d ranks", URL, 2)
     logger.info("%d ranks", 2)

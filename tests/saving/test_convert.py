@@ -42,9 +42,7 @@ def save_dcp(state: dict[str, torch.Tensor], path: Path) -> None:
     dcp.save({"model": dict(state)}, checkpoint_id=path, no_dist=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunk"), [("safetensors", 5), ("torch", 2 << 20), ("dcp", 5), ("dcp", 2 << 20), ("dict", 5)]
-)
+@pytest.mark.parametrize(("kind", "chunk"), [("safetensors", 5), ("torch", 2 << 20), ("dcp", 5), ("dcp", 2 << 20), ("dict", 5)])
 def test_every_format(kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converting, "_CHUNK_ELEMENTS", chunk)
     save = {"safetensors": save_file, "torch": torch.save, "dcp": save_dcp, "dict": None}[kind]

@@ -184,9 +184,7 @@ def test_a_folder_that_has_appeared_or_come_meanwhile_stays(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("case", ["not supported", "new folder", "parent"])
-def test_folders_that_cannot_be_synced(
-    case: str, overwrite: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folders_that_cannot_be_synced(case: str, overwrite: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once the new folder is in place the save has not failed: the one that it replaces would be deleted in vain."""
     path, sync = tmp_path / "c", os.fsync
     if overwrite:

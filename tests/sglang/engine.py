@@ -100,9 +100,7 @@ def set_arguments(folder: Path, tensor_parallel: int, **arguments: Any) -> Any:
 
     stages = dist.get_world_size() // tensor_parallel
     server = ServerArgs(**server_arguments(folder, tensor_parallel, pp_size=stages, load_format="dummy", **arguments))
-    publish(
-        server, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank(), gpu_id=dist.get_rank(), dp_rank=None)
-    )
+    publish(server, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank(), gpu_id=dist.get_rank(), dp_rank=None))
     return ModelConfig.from_server_args(server)
 
 

@@ -62,9 +62,7 @@ def test_experts_are_as_sglang_loads_them(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["qwen3_moe"], std=0.2)
     found = run("digests", tmp_path, 2, 2)
     assert found["synced"] == found["loaded"]
-    first, second, third = (
-        [rank["model.layers.0.mlp.experts.w13_weight"] for rank in ranks] for ranks in found["synced"]
-    )
+    first, second, third = ([rank["model.layers.0.mlp.experts.w13_weight"] for rank in ranks] for ranks in found["synced"])
     assert len({*first, *second, *third}) == 6
 
 

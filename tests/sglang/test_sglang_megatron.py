@@ -42,9 +42,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, expert_parallel: int) -> li
     ("family", "parallel", "expert_parallel"),
     [("qwen3_moe", (2, 2, 2), 2), ("qwen3_moe", (2, 1, 2, 2), 1), ("llama", (2, 2), 1)],
 )
-def test_megatron_fills_sglangs_models(
-    family: str, parallel: tuple[int, ...], expert_parallel: int, tmp_path: Path
-) -> None:
+def test_megatron_fills_sglangs_models(family: str, parallel: tuple[int, ...], expert_parallel: int, tmp_path: Path) -> None:
     for version in VERSIONS:
         models.write_checkpoint(family, tmp_path / str(version), seed=version)
         config = tmp_path / str(version) / "config.json"

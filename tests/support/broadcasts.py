@@ -149,9 +149,7 @@ def parameters(rank: int, device: str = "cpu") -> list[str]:
     for name, parameter in model.named_parameters():
         if parameter is not before[name] or not parameter.requires_grad or not parameter.is_leaf or parameter.grad_fn:
             wrong.append(f"{name} is no longer a plain leaf")
-    wrong += [
-        f"{name} differs" for name, value in model.state_dict().items() if not torch.equal(value.cpu(), want[name])
-    ]
+    wrong += [f"{name} differs" for name, value in model.state_dict().items() if not torch.equal(value.cpu(), want[name])]
     model(torch.ones(4, 20, device=device)).sum().backward()
     try:
         loss.backward()

@@ -17,9 +17,7 @@ from support.checkpoints import State, tensor
 def small_state() -> State:
     shapes = {"b": (3, 5), "a": (7,), "scalar": (), "empty": (0, 4), "odd": (13,), "c.weight": (2, 3, 4)}
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.float16]
-    return {
-        name: tensor(i, shape, kind) for i, ((name, shape), kind) in enumerate(zip(shapes.items(), kinds, strict=True))
-    }
+    return {name: tensor(i, shape, kind) for i, ((name, shape), kind) in enumerate(zip(shapes.items(), kinds, strict=True))}
 
 
 def split(state: State) -> tuple[State, State]:
@@ -32,9 +30,7 @@ def one_file(folder: Path, state: State) -> Any:
     return folder / "weights.safetensors"
 
 
-def with_index(
-    folder: Path, state: State, names: tuple[str, str], index: str, save: Callable[[State, Path], object]
-) -> Any:
+def with_index(folder: Path, state: State, names: tuple[str, str], index: str, save: Callable[[State, Path], object]) -> Any:
     weight_map = {}
     for name, part in zip(names, split(state), strict=True):
         save(part, folder / name)

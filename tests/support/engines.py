@@ -36,9 +36,7 @@ class Engine(nn.Module):
         super().__init__()
         h, self.rank = self.HIDDEN, rank
         self.embed = Fused((self.PADDED // 2, h), self._load_vocabulary, dtype)
-        self.qkv = Fused(
-            (2 * self.HEAD + 2 * self.HEAD, h), self._load_qkv, dtype
-        )  # 2 of 4 heads; 1 of 2 key-value heads
+        self.qkv = Fused((2 * self.HEAD + 2 * self.HEAD, h), self._load_qkv, dtype)  # 2 of 4 heads; 1 of 2 key-value heads
         self.gate_up = Fused((self.INNER, h), self._load_merged, dtype)
         self.down = Fused((h, self.INNER // 2), self._load_row, dtype)
         self.w13 = Fused((self.EXPERTS // 2, 2 * self.INNER, h), self._load_w13, dtype)

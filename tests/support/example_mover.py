@@ -35,8 +35,6 @@ def point_to_point(context: TransferContext, ring: HostRing, routes: Routes, chu
             for work in sends:
                 work.wait()
         except RuntimeError as error:
-            raise LoadError(
-                f"rank {context.flow.rank} could not pass on wave {wave.index}: {message_of(error)}"
-            ) from error
+            raise LoadError(f"rank {context.flow.rank} could not pass on wave {wave.index}: {message_of(error)}") from error
 
     return move

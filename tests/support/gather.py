@@ -18,9 +18,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     own = []
     for i, (name, tensor) in enumerate(zip(targets.names, targets.tensors, strict=True)):
         layout = targets.layout[i]
-        own.append(
-            (name, owned_regions(targets.layouts[layout], targets.coordinates[layout]), local_of(tensor).detach())
-        )
+        own.append((name, owned_regions(targets.layouts[layout], targets.coordinates[layout]), local_of(tensor).detach()))
     everyone: list[list[tuple[str, list, Tensor]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     made: dict[str, Tensor] = {}

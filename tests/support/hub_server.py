@@ -24,9 +24,7 @@ class HubServer:
     """Serves a folder as ``org/name``, and ``others`` as ``org/`` and their keys. ``private`` and ``gated`` models need the
     token."""
 
-    def __init__(
-        self, folder: Path, private: bool = False, gated: bool = False, delay: float = 0.0, **others: Path
-    ) -> None:
+    def __init__(self, folder: Path, private: bool = False, gated: bool = False, delay: float = 0.0, **others: Path) -> None:
         self.folders, self.private, self.gated, self.delay = {"name": folder, **others}, private, gated, delay
         self.broken = False
         """Whether it answers 500."""
@@ -76,11 +74,7 @@ class HubServer:
         if model is None or model[1] not in self.folders:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
         if authorization != f"Bearer {TOKEN}" and (self.private or (self.gated and "/resolve/" in path)):
-            return (
-                (401, {"X-Error-Code": "RepoNotFound"}, b"")
-                if self.private
-                else (403, {"X-Error-Code": "GatedRepo"}, b"")
-            )
+            return (401, {"X-Error-Code": "RepoNotFound"}, b"") if self.private else (403, {"X-Error-Code": "GatedRepo"}, b"")
         folder, path = self.folders[model[1]], path.replace(model[1], "name", 1)
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         if match := re.fullmatch(r"/api/models/org/name(?:/revision/([^/]+))?", path):
@@ -126,9 +120,7 @@ def pointing(address: str, cache: Path, token: str = "", offline: bool = False) 
     """Makes huggingface_hub, which reads its environment when it is imported, use a server and a cache."""
     with (
         mock.patch.object(constants, "ENDPOINT", address),
-        mock.patch.object(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
-        ),
+        mock.patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"),
         mock.patch.object(constants, "HF_HUB_CACHE", str(cache)),
         mock.patch.object(constants, "HF_HUB_OFFLINE", offline),
         mock.patch.dict("os.environ", {"HF_TOKEN": token} if token else {}),

@@ -50,9 +50,7 @@ def run(jobs: Sequence[Job], limit: float = ranks.LIMIT) -> list[list[Any]]:
     with tempfile.TemporaryDirectory(prefix="epload-jobs-") as folder, ThreadPoolExecutor(len(jobs)) as pool:
         meeting = Meeting(folder)
         running = [
-            pool.submit(
-                ranks.run, job.world, job.function, meeting, *job.args, limit=limit, dying=job.dying, setup=job.setup
-            )
+            pool.submit(ranks.run, job.world, job.function, meeting, *job.args, limit=limit, dying=job.dying, setup=job.setup)
             for job in jobs
         ]
         errors = [str(error) for each in running if (error := each.exception()) is not None]

@@ -159,14 +159,10 @@ def of_two_axes(left: int, right: int) -> Iterator[Case]:
         even = 4 % left == 0 == 6 % left and -(-experts // right) * (right - 1) < experts
         if dim == 0 or even:
             model = partial(Experts, experts, {"w": (5, 3), "b": (7,)})
-            yield Case(
-                f"ep x fsdp {shape}, {experts} experts, dim {dim}", model, partial(ep_then_fsdp, sizes=sizes, dim=dim)
-            )
+            yield Case(f"ep x fsdp {shape}, {experts} experts, dim {dim}", model, partial(ep_then_fsdp, sizes=sizes, dim=dim))
     for dim, size in product((0, 1), (8, 11) if square else (11,)):
         fused = partial(Block, {"w": (size, 5) if dim == 0 else (5, size), "v": (size, size)})
-        yield Case(
-            f"fsdp x fused tp {shape}, dim {dim} of {size}", fused, partial(fused_tp_then_fsdp, sizes=sizes, dim=dim)
-        )
+        yield Case(f"fsdp x fused tp {shape}, dim {dim} of {size}", fused, partial(fused_tp_then_fsdp, sizes=sizes, dim=dim))
     for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(-1), Replicate()]):
         parallelize = partial(placed, axes=[("left", left), ("right", right)], placements=placements)
         model = partial(Block, {"w": (7, 5), "v": (3, 2, 2)})

@@ -30,9 +30,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(raw)))
         end = min(len(raw), at + draw(st.integers(0, 3)))
-        raw[at:end] = draw(
-            st.binary(max_size=3) | st.sampled_from([b"0", b"-", b"9" * 30, b"[", b"{", b'"', b",", b"e9"])
-        )
+        raw[at:end] = draw(st.binary(max_size=3) | st.sampled_from([b"0", b"-", b"9" * 30, b"[", b"{", b'"', b",", b"e9"]))
     return bytes(raw)
 
 

@@ -67,9 +67,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Makes a model on the default device, in eval mode."""
     import transformers as hf
 
-    auto = {"qwen3_vl_moe": hf.AutoModelForImageTextToText, "bert": hf.AutoModelForMaskedLM}.get(
-        kind, hf.AutoModelForCausalLM
-    )
+    auto = {"qwen3_vl_moe": hf.AutoModelForImageTextToText, "bert": hf.AutoModelForMaskedLM}.get(kind, hf.AutoModelForCausalLM)
     return auto.from_config(config(kind), dtype=dtype).eval()
 
 
@@ -135,8 +133,7 @@ Ways = dict[int, dict[str, Way]]
 """The ways to parallelize by their names, for each number of ranks."""
 WORLDS = (4, 6)
 DENSE: Ways = {
-    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)}
-    for n in WORLDS
+    n: {"fsdp": Way(partial(fsdp, shard=n), 0), "hsdp": Way(partial(fsdp, replicate=2, shard=n // 2), 0)} for n in WORLDS
 }
 TP: Ways = {n: {"tp x fsdp": Way(partial(by_the_library, tp_size=2, fsdp_size=n // 2), 1e-5)} for n in WORLDS}
 TORCH_TP: Ways = {n: {"tp x fsdp": Way(partial(by_torch, tp=2, dp=n // 2), 1e-5)} for n in WORLDS}
@@ -178,9 +175,7 @@ def prepare(folder: Path, kinds: Iterable[str] = ()) -> None:
         state = model.state_dict()
         if any(f"experts.{EXPERTS - 1}." in name for name in saved):
             store(folder / f"{kind}, fused", state)
-        elif (
-            kind == "qwen3_vl_moe"
-        ):  # published as (experts, in, out); the library saves (experts, out, in) and takes both
+        elif kind == "qwen3_vl_moe":  # published as (experts, in, out); the library saves (experts, out, in) and takes both
             turned = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in saved.items()}
             store(folder / f"{kind}, transposed", turned)
 

@@ -127,9 +127,7 @@ def run_script(
     return output
 
 
-def _script(
-    script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None]
-) -> None:
+def _script(script: Path, arguments: list[str], folder: Path, environment: dict[str, str], prepare: Callable[[], None]) -> None:
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)

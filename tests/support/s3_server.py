@@ -117,9 +117,7 @@ class Proxy:
                 self.sent[urlsplit(request.path).path].append((int(begin), int(end) + 1))
 
     @staticmethod
-    def _send(
-        request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False
-    ) -> None:
+    def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False) -> None:
         request.send_response(status)
         for key, value in ({"Content-Length": str(len(content))} | headers).items():
             request.send_header(key, value)

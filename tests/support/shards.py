@@ -33,8 +33,7 @@ def torch_shards(tensor: Tensor, mesh_shape: Sequence[int], cuts: Sequence[Cut])
     at = {frozenset(where): shard for where, shard in shards.items()}
     cutting = [axis for axis, _, _ in cuts]
     return {
-        coordinate: at[frozenset((axis, coordinate[axis]) for axis in cutting)]
-        for coordinate in product(*map(range, mesh_shape))
+        coordinate: at[frozenset((axis, coordinate[axis]) for axis in cutting)] for coordinate in product(*map(range, mesh_shape))
     }
 
 

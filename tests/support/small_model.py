@@ -25,9 +25,7 @@ class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 6, dtype=dtype)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 11, dtype=dtype), nn.Linear(11, 6, dtype=dtype)) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 11, dtype=dtype), nn.Linear(11, 6, dtype=dtype)) for _ in range(2))
         self.norm = nn.LayerNorm(6, dtype=dtype)
         self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))

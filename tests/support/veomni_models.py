@@ -194,8 +194,4 @@ def sharded(model: Any) -> Any:
 
 def differ(state: dict[str, Tensor], values: dict[str, Tensor]) -> list[str]:
     """Names of the model's tensors that are not what they should be, bit for bit."""
-    return [
-        name
-        for name, tensor in state.items()
-        if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name])
-    ]
+    return [name for name, tensor in state.items() if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name])]

@@ -208,9 +208,7 @@ def receive_flipped(rank: int, meeting: Meeting, pulls: bool) -> str:
         return text
 
 
-@pytest.mark.parametrize(
-    ("shares", "expected"), [(True, "memory of rank 0 differs from it"), (False, "its checksum is not")]
-)
+@pytest.mark.parametrize(("shares", "expected"), [(True, "memory of rank 0 differs from it"), (False, "its checksum is not")])
 def test_a_bit_that_changes_on_its_way_is_found(shares: bool, expected: str) -> None:
     setup = partial(fakedev.setup, "nccl", shares=shares)
     sends = partial(send_versions, versions=1, verify=True, waves=many_waves)

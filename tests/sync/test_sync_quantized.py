@@ -136,9 +136,7 @@ def receive_part(rank: int, meeting: Meeting) -> None:
     for name, tensor in before.items():
         if tensor.dtype == FP8:
             wanted |= reference(name, wanted[name], BLOCKS)
-    assert_same(
-        dict(model.state_dict()), {name: (wanted if is_of_first_layer(name) else before)[name] for name in wanted}
-    )
+    assert_same(dict(model.state_dict()), {name: (wanted if is_of_first_layer(name) else before)[name] for name in wanted})
 
 
 def test_a_part_of_the_weights_with_their_scales() -> None:

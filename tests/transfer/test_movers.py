@@ -20,14 +20,10 @@ def load_over(rank: int, mover: Callable[..., Mover]) -> list[str]:
     problems = []
     for readers, algorithm in (("one", "two_level"), ("partitioned", "striped")):
         model = meta_net()
-        loader = HierarchicalLoader(
-            Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET
-        )
+        loader = HierarchicalLoader(Topology.from_nodes(NODES), readers=readers, algorithm=algorithm, bucket_bytes=BUCKET)
         with mock.patch.object(engine, "relay", mover):
             report = loader.load(model, state_for(1))
-        problems += wrong(model, state_for(1)) + ["moved nothing"] * (
-            algorithm == "striped" and report.transport_steps == 0
-        )
+        problems += wrong(model, state_for(1)) + ["moved nothing"] * (algorithm == "striped" and report.transport_steps == 0)
     return problems
 
 

@@ -90,9 +90,7 @@ def cannot_share(rank: int, device: str, odd: int, what: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(
-    ("place", "odd", "what"), [("cpu", 3, "open"), ("cpu", 2, "memfd_create"), ("nccl", 2, "open")]
-)
+@pytest.mark.parametrize(("place", "odd", "what"), [("cpu", 3, "open"), ("cpu", 2, "memfd_create"), ("nccl", 2, "open")])
 def test_where_one_rank_cannot_share_all_have_their_own(place: str, odd: int, what: str) -> None:
     all_fine(run_on(place, 4, cannot_share, odd, what))
 

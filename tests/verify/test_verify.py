@@ -38,9 +38,7 @@ WAYS = (("one", "two_level"), ("one", "striped"), ("partitioned", "striped"), ("
 
 def loader_for(way: tuple[str, str], verify: bool = True, bucket_bytes: int = BUCKET) -> HierarchicalLoader:
     nodes = Topology.from_nodes(NODES)
-    return HierarchicalLoader(
-        nodes, readers=way[0], algorithm=way[1], bucket_bytes=bucket_bytes, verify=verify, timeout=30
-    )
+    return HierarchicalLoader(nodes, readers=way[0], algorithm=way[1], bucket_bytes=bucket_bytes, verify=verify, timeout=30)
 
 
 Victim = Callable[..., Tensor | None]

@@ -70,9 +70,7 @@ class Group:
 
     def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
         return [
-            worker.execute_checkpoint_engine.remote(
-                method[i], **{name: values[i] for name, values in arguments.items()}
-            )
+            worker.execute_checkpoint_engine.remote(method[i], **{name: values[i] for name, values in arguments.items()})
             for i, worker in enumerate(self.workers)
         ]
 

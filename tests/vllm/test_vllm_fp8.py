@@ -116,9 +116,7 @@ def pack_on_any_cpu() -> None:
     from vllm import _custom_ops
 
     torch.library.define("_C::convert_weight_packed", "(Tensor weight) -> Tensor")
-    torch.library.impl(
-        "_C::convert_weight_packed", "CPU", lambda weight: weight.view(torch.uint8).flip(-1).view(weight.dtype)
-    )
+    torch.library.impl("_C::convert_weight_packed", "CPU", lambda weight: weight.view(torch.uint8).flip(-1).view(weight.dtype))
     torch.cpu._is_amx_tile_supported = lambda: True
     _custom_ops._supports_cpu_fp8_w8a16 = True
 

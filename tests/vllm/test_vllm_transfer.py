@@ -84,9 +84,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
             if method == "init_weight_transfer_engine":
                 engine.init_transfer_engine(engine.parse_init_info(*arguments))
             elif method == "start_draft_weight_update":  # as vLLM's worker does
-                with pytest.raises(
-                    ValueError, match="expected start_draft_weight_update: the trainer's versions are for"
-                ):
+                with pytest.raises(ValueError, match="expected start_draft_weight_update: the trainer's versions are for"):
                     engine.start_weight_update()
                 engine.set_weight_update_target(*drafts[0])
                 engine.start_weight_update()
@@ -97,9 +95,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
             # Elements of bfloat16 after as many additions as the trainer has made.
             for name in weights:
                 weights[name] = weights[name] + 1
-            found.append(
-                [name for part, part_config in parts for name in differences(part, config, weights, part_config)]
-            )
+            found.append([name for part, part_config in parts for name in differences(part, config, weights, part_config)])
     engine.shutdown()
     found.append([name for name, tensor in tensors.items() if tensor.data_ptr() != pointers[name]])
     return found
@@ -206,9 +202,7 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
         apply(version)
         differs += differences(model, config, {name: tensor + version for name, tensor in weights.items()})
     part = {name: tensor for name, tensor in weights.items() if "q_proj" in name}
-    with pytest.raises(
-        epload.ModelMismatch, match=r"leaves 4 tensors: .*qkv_proj\.weight unwritten.*send these layers as a"
-    ):
+    with pytest.raises(epload.ModelMismatch, match=r"leaves 4 tensors: .*qkv_proj\.weight unwritten.*send these layers as a"):
         target.sync_target(strict=False).record(manifest_of(part))
     return {
         "changed by recording": sorted(before.keys() - set(unchanged)),

@@ -149,9 +149,7 @@ class Checksums:
         except OSError as error:
             raise CheckpointError(f"cannot read the checksums in {path}: {error.strerror or error}") from error
         if digest and (actual := hashlib.sha256(raw).hexdigest()) != digest:
-            raise CheckpointError(
-                f"{path} is not the one that was asked for: expected {PREFIX}{digest}, got {PREFIX}{actual}"
-            )
+            raise CheckpointError(f"{path} is not the one that was asked for: expected {PREFIX}{digest}, got {PREFIX}{actual}")
         return cls.parse(raw, path)
 
     @classmethod
@@ -202,9 +200,7 @@ class Checksums:
         one of another size."""
         named = self._by_name.get(file.name, set())
         if len(named) > 1:
-            raise CheckpointError(
-                f"{self.source} names several files {file.name}, in other folders; pass a list of one folder"
-            )
+            raise CheckpointError(f"{self.source} names several files {file.name}, in other folders; pass a list of one folder")
         if not named:
             raise CheckpointError(
                 f"{self.source} has no digest of {file.name}, so that nothing proves what is in it; pass a list of all files"

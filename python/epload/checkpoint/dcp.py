@@ -75,8 +75,7 @@ class DcpIndex(Index):
             return _parse(read_pickle(self.raw, allowed=_NAMES)[0])
         except Exception as error:
             raise CheckpointError(
-                f"{self.file}: not the metadata of a DCP checkpoint ({type(error).__name__}: {str(error)[:200]}); "
-                "save it again"
+                f"{self.file}: not the metadata of a DCP checkpoint ({type(error).__name__}: {str(error)[:200]}); save it again"
             ) from error
 
     @property
@@ -88,9 +87,7 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     """Returns the checkpoint of the model in a folder with ``.metadata``. Raises CheckpointError, OSError."""
     index, source = opened.index, opened.source
     if not isinstance(index, DcpIndex):
-        raise CheckpointError(
-            f"{source} has files of a DCP checkpoint without their {DCP}: pass the folder that has it"
-        )
+        raise CheckpointError(f"{source} has files of a DCP checkpoint without their {DCP}: pass the folder that has it")
     metadata = index.metadata
     names, siblings = _select(list(metadata.tensors), metadata.paths, index.prefix, source)
     number_of = {file.name: i for i, file in enumerate(opened.store.files)}
@@ -109,9 +106,7 @@ def read(opened: OpenFiles) -> FileCheckpoint:
             if not len(start) == len(size) == len(shape):
                 raise CheckpointError(f"{source}: {saved_name} of shape {list(shape)} has a chunk of other dims")
             if (item := metadata.items.get((saved_name, start))) is None:
-                raise CheckpointError(
-                    f"{source}: no file has the chunk of {saved_name} at {list(start)}; save it again"
-                )
+                raise CheckpointError(f"{source}: no file has the chunk of {saved_name} at {list(start)}; save it again")
             number = number_of[item[0]]
             chunk = StoredTensor(name, dtype, size, item[1], start, number)
             items.append(_Item(opened.store.files[number], saved_name, chunk, item[2]))
@@ -147,9 +142,7 @@ def _parse(root: Any) -> DcpMetadata:
     for index, info in _pairs(metadata["storage_data"] or []):
         place, fields = _fields(index), _fields(info)
         if transforms := fields.get("transform_descriptors"):
-            raise ValueError(
-                f"{place['fqn']} was saved through an extension ({brief(transforms)}), such as compression"
-            )
+            raise ValueError(f"{place['fqn']} was saved through an extension ({brief(transforms)}), such as compression")
         file, offset = fields["relative_path"], place.get("offset")
         if not is_plain(file):
             raise ValueError(f"expected a plain file name in the checkpoint's own folder, got {brief(file)}")
@@ -201,9 +194,7 @@ def _select(
         start = "" if prefix == DCP_ROOT else prefix.rstrip(".") + "."
         inner = {name: name.removeprefix(start) for name in names if name.startswith(start)}
         if not inner and start:
-            raise CheckpointError(
-                f"{source}: no tensor is under prefix={prefix!r}; there are {list_first(names) or 'none'}"
-            )
+            raise CheckpointError(f"{source}: no tensor is under prefix={prefix!r}; there are {list_first(names) or 'none'}")
         return inner, []
     rest_of = {**paths, **{name: paths.get(name, (name,)) for name in names}}
     at: list[str] = []

@@ -110,9 +110,7 @@ class DeltaIndex(Index):
             }
             path = self.base.removeprefix(hub.SCHEME)
             if path.startswith("/") or "://" in path or "\0" in path or not path:
-                raise ValueError(
-                    f"expected the base as a relative path, or a model on the Hub, got {self.base[:200]!r}"
-                )
+                raise ValueError(f"expected the base as a relative path, or a model on the Hub, got {self.base[:200]!r}")
             if not self.files or not all(is_plain(name) for name, _ in self.files):
                 raise ValueError("expected plain names of files in the folder")
             if sum(prod(shape) * dtype.itemsize for dtype, shape, _ in self.tensors.values()) >= 1 << 62:
@@ -267,9 +265,7 @@ class DeltaCheckpoint(FileCheckpoint):
                     damage = str(error)
                 if damage:
                     file = self._store.files[chunk.file]
-                    raise CheckpointError(
-                        f"{file}: the changes of {name} are damaged ({damage}); copy the folder again"
-                    )
+                    raise CheckpointError(f"{file}: the changes of {name} are damaged ({damage}); copy the folder again")
 
     def _read_changes(self, chunks: Sequence[DeltaChunk]) -> Sequence[Tensor]:
         """Returns the encoded changes of each chunk."""

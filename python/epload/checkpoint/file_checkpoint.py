@@ -146,9 +146,7 @@ def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
             return f"has a chunk at {list(start)} of {list(size)}, which reaches outside"
     covered = sum(prod(size) for _, size in boxes)
     if covered < prod(shape):
-        return (
-            f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
-        )
+        return f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
     ordered = sorted(boxes)
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:

@@ -70,9 +70,7 @@ def standard_names(variant: str = "") -> list[str]:
     return names if variant else [*names, DCP, *_PEFT, DELTA]
 
 
-def choose(
-    names: Collection[str], where: str, variant: str = "", read: Callable[[str], bytes] = lambda name: b""
-) -> list[str]:
+def choose(names: Collection[str], where: str, variant: str = "", read: Callable[[str], bytes] = lambda name: b"") -> list[str]:
     """Chooses the files of a folder that are its checkpoint: an index, the metadata of a DCP folder, or weight files.
 
     Args:
@@ -88,9 +86,7 @@ def choose(
     if named_by_config := _weights_in_config(read(CONFIG)) if CONFIG in names else "":
         stated = f"{where}/{CONFIG} states transformers_weights={named_by_config!r}"
         if variant:
-            raise CheckpointError(
-                f"{stated}, which leaves no choice to variant={variant!r}: leave it out, or pass a file"
-            )
+            raise CheckpointError(f"{stated}, which leaves no choice to variant={variant!r}: leave it out, or pass a file")
         if named_by_config not in names:
             raise CheckpointError(f"{stated}, which is not in that folder; pass the file that is meant")
         standard = [named_by_config]
@@ -149,9 +145,7 @@ def _no_weights(sets: Sequence[FileSet], names: Collection[str], where: str, var
         return CheckpointError(f"{where} has weights of a variant only: {list_first(sets)}; pass {choices}")
     folders = sorted(name for name in names if name.endswith("/"))
     of_them = f"; if they are in one of its folders, pass that one: {list_first(folders)}" if folders else ""
-    return CheckpointError(
-        f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{of_them}"
-    )
+    return CheckpointError(f"no checkpoint in {where}: expected *.safetensors, *.bin, *.pt or *.pth files in it{of_them}")
 
 
 def _ambiguous(where: str, choices: Sequence[object]) -> CheckpointError:

@@ -64,9 +64,7 @@ def locate(source: Source, variant: str, progress: Progress, shared: Shared | No
     else:
         commit = _COMMIT.search(shared[0])
         if commit is None:
-            raise CheckpointError(
-                f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank"
-            )
+            raise CheckpointError(f"rank src reads {shared[0]}, which is not of the Hub: pass the same path on every rank")
         with _downloading(hub, name, commit[1], progress):
             snapshot = _fetch(hub, name, commit[1], commit[1], shared[1])
     return HubStore(snapshot, name), ""

@@ -60,9 +60,7 @@ def connect(url: str) -> Client:
         except ImportError as error:
             missing.append(str(error.name))
         except Exception as error:
-            raise CheckpointError(
-                f"cannot open {redact_url(url)}: {type(error).__name__} ({client.__name__})"
-            ) from None
+            raise CheckpointError(f"cannot open {redact_url(url)}: {type(error).__name__} ({client.__name__})") from None
     raise CheckpointError(
         f"cannot open {redact_url(url)}: no client for {scheme}:// is installed (missing: {', '.join(missing)}); "
         f"pip install epload[{_OBSTORE.get(scheme, 'fsspec')}]"
@@ -143,9 +141,7 @@ class FsspecClient:
         self._is_http = url.startswith("http")
         if self._is_http:
             url, _, query = url.partition("?")
-            limit = importlib.import_module("aiohttp").ClientTimeout(
-                sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
-            )
+            limit = importlib.import_module("aiohttp").ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
             options["client_kwargs"] = {"timeout": limit}
         self._fs, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
         self._root, self._query = root.rstrip("/"), f"?{query}" if query else ""
@@ -187,9 +183,7 @@ def _described(text: str) -> Exception:
         refused = status < 500 and status not in (408, 425, 429)
         return (PermissionError if refused else ConnectionError)(f"the server answered {status}")
     if "certificate" in text or "unknownissuer" in text:
-        return PermissionError(
-            "its certificate is not valid for it, or not signed by an authority that this machine trusts"
-        )
+        return PermissionError("its certificate is not valid for it, or not signed by an authority that this machine trusts")
     if "builder error" in text:
         return PermissionError(
             "the client does not take its address; an http:// endpoint has to be allowed, e.g. by AWS_ALLOW_HTTP=true"

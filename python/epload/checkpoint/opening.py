@@ -47,9 +47,7 @@ def open_source(
     if isinstance(source, Checkpoint):
         check_no_options("an open epload.Checkpoint", prefix, variant)
         if changed := source.changed():
-            raise CheckpointError(
-                f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead"
-            )
+            raise CheckpointError(f"{changed} since this epload.Checkpoint opened it: open it again, or pass the path instead")
         source.prepare()
         return source
     if isinstance(source, Mapping):
@@ -68,9 +66,7 @@ def open_source(
         chosen, has_config = choose(store, name, prefix, variant), not name
         if chosen == [file_sets.DELTA]:
             if not links:
-                raise CheckpointError(
-                    f"{store} ends a chain of more than {delta.MAX_LINKS} deltas; convert one of them"
-                )
+                raise CheckpointError(f"{store} ends a chain of more than {delta.MAX_LINKS} deltas; convert one of them")
             return delta.read(store, lambda base: open_source(base, None, "", "", progress, links - 1))
         if chosen[0].endswith(".json") or (has_config and chosen == [file_sets.DCP]):
             return _open_index(store, chosen[0], prefix, known)
@@ -185,9 +181,7 @@ def _read(
         if isinstance(index, dcp.DcpIndex):
             name_of = {".distcp": file_sets.DCP}
         if len(name_of) > 1:
-            raise CheckpointError(
-                f"{source} has files of several formats ({', '.join(name_of.values())}); expected one format"
-            )
+            raise CheckpointError(f"{source} has files of several formats ({', '.join(name_of.values())}); expected one format")
         _, read = FORMATS[next(iter(name_of), ".safetensors")]
         checkpoint = read(OpenFiles(store, facts, source, index))
     manifest = checkpoint.manifest

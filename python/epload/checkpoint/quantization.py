@@ -16,9 +16,7 @@ _MX_GROUP = (1, 32)
 _SQUARE = (128, 128)
 _ALGORITHMS = {"MXFP8": _MX_GROUP, "FP8_PB_WO": _SQUARE, "FP8_BLOCK_SCALES": _SQUARE}
 """ModelOpt's names of algorithms with blocks."""
-_COMPANION = re.compile(
-    r"scale|SCB|absmax|quant_map|quant_state|zero|codebook|centroid|lookup_table|tables|_?biases$|qbiases$"
-)
+_COMPANION = re.compile(r"scale|SCB|absmax|quant_map|quant_state|zero|codebook|centroid|lookup_table|tables|_?biases$|qbiases$")
 """Leaf of the name of a tensor that a quantized weight next to it is decoded with."""
 
 
@@ -73,9 +71,7 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def quantized_with(
-    names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]
-) -> dict[str, str]:
+def quantized_with(names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]) -> dict[str, str]:
     """Returns the tensors that quantized weights are decoded with, such as scales, each with one of these weights.
 
     A weight is quantized if it is stored as fp8, or as a matrix of integers, and has such tensors next to it.

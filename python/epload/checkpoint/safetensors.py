@@ -53,9 +53,7 @@ def read_layout(file: StoredFile, number: int = 0) -> list[StoredTensor]:
     its store."""
     prefix, size = file.read(0, 8), file.nbytes
     if len(prefix) < 8:
-        raise CheckpointError(
-            f"{file}: expected a safetensors file, got {size} bytes, which is less than its shortest header"
-        )
+        raise CheckpointError(f"{file}: expected a safetensors file, got {size} bytes, which is less than its shortest header")
     if reason := unsupported.lfs_pointer(file, prefix + file.read(8, 56)):
         raise CheckpointError(reason)
     length = int.from_bytes(prefix, "little")
@@ -110,9 +108,7 @@ def _parse(file: StoredFile, name: str, entry: Any, data: int, number: int) -> S
     if dtype is None:
         raise _invalid(file, name, f"has dtype {_show(entry['dtype'])}, expected one of {', '.join(SAFETENSORS)}")
     if type(shape) is not list or not all(type(n) is int and 0 <= n <= _MAX_INTEGER for n in numbers):
-        raise _invalid(
-            file, name, f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers"
-        )
+        raise _invalid(file, name, f"has shape {_show(shape)} and offsets {_show([begin, end])}, expected non-negative integers")
     # With a dim of 0 the tensor has no bytes, but the strides of the other dims must not overflow.
     if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
         raise _invalid(file, name, f"has shape {_show(shape)}, more than a tensor can have")
@@ -133,9 +129,7 @@ def _with_starts(file: StoredFile, tensors: list[StoredTensor], metadata: Any) -
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in chain.from_iterable(starts)):
             raise ValueError("an offset is no integer in range")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: DCP_SHARDING_INFO does not give an offset for each tensor ({_show(error)})"
-        ) from error
+        raise CheckpointError(f"{file}: DCP_SHARDING_INFO does not give an offset for each tensor ({_show(error)})") from error
     # A job of one rank saves whole tensors with this key too.
     if not _SHARD_FILE.match(file.name) and not any(map(any, starts)):
         return tensors

@@ -31,9 +31,7 @@ def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tens
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = [str(name) for name in state if name not in tensors]
     if others and not tensors:
-        raise CheckpointError(
-            f"{source}: no tensors found; top-level keys: {list_first([name[:100] for name in others])}"
-        )
+        raise CheckpointError(f"{source}: no tensors found; top-level keys: {list_first([name[:100] for name in others])}")
     for name in tensors:
         if not isinstance(name, str):
             raise CheckpointError(f"{source}: expected a state dict whose keys are strings, got the key {name!r}")

@@ -17,9 +17,7 @@ _GGUF = (
     "transformers: from_pretrained(FOLDER, gguf_file=FILE), then save_pretrained"
 )
 _LFS = "a Git LFS pointer in place of the file: run `git lfs pull` in the repository, then load again"
-_ZERO_FILE = re.compile(
-    r"^(mp_rank_\d+_|zero_pp_rank_\d+_|bf16_zero_pp_rank_\d+_|layer_\d+-model_|.*_optim_states\.pt$)"
-)
+_ZERO_FILE = re.compile(r"^(mp_rank_\d+_|zero_pp_rank_\d+_|bf16_zero_pp_rank_\d+_|layer_\d+-model_|.*_optim_states\.pt$)")
 
 
 def of_file(file: StoredFile) -> str:

@@ -39,9 +39,7 @@ def compare_files(checkpoint: Checkpoint, given: str) -> str:
     return f"{count(len(files), 'file')}, {nbytes}: all as {checksums.source} describes them"
 
 
-def verify_signature(
-    folder: str, bundle: str, public_key: str | None, identity: str | None, provider: str | None
-) -> str:
+def verify_signature(folder: str, bundle: str, public_key: str | None, identity: str | None, provider: str | None) -> str:
     """Verifies the signature of a folder, all of whose files are read. Returns what was verified.
 
     Raises:
@@ -53,9 +51,7 @@ def verify_signature(
     if not path.is_dir():
         raise click.BadParameter(f"expected a folder of this machine, got {folder}", param_hint="CHECKPOINT")
     if (public_key is None) == (identity is None) or (identity is None) != (provider is None):
-        raise click.BadParameter(
-            "expected --public-key, or --identity and --identity-provider with it", param_hint="--signature"
-        )
+        raise click.BadParameter("expected --public-key, or --identity and --identity-provider with it", param_hint="--signature")
     if (path / DELTA).exists():
         raise CheckpointError(
             f"{folder} has only what has changed since another checkpoint, which its signature does not cover; convert it to a "

@@ -47,9 +47,7 @@ def _check_filter(pattern: re.Pattern[str], *of: Manifest) -> None:
     names = [name for manifest in of for name in manifest.names]
     if pattern.pattern and not any(map(pattern.search, names)):
         sources = " and ".join(manifest.source for manifest in of)
-        raise ValueError(
-            f"--filter {pattern.pattern!r} matches no tensor of {sources}; there are {list_first(names) or 'none'}"
-        )
+        raise ValueError(f"--filter {pattern.pattern!r} matches no tensor of {sources}; there are {list_first(names) or 'none'}")
 
 
 # ---- inspect ----
@@ -77,9 +75,7 @@ def inspect(checkpoint: str, pattern: re.Pattern[str], variant: str, as_json: bo
         return
     files, matching, total = summary["files"].values(), summary["count"], len(manifest.names)
     of = f" of {total:,}" if matching < total else ""
-    dtypes = (
-        f"{name}: {count(n['tensors'], 'tensor')}, {show_bytes(n['nbytes'])}" for name, n in summary["dtypes"].items()
-    )
+    dtypes = (f"{name}: {count(n['tensors'], 'tensor')}, {show_bytes(n['nbytes'])}" for name, n in summary["dtypes"].items())
     show(
         facts(
             ("checkpoint", manifest.source),
@@ -137,12 +133,8 @@ def _summarize(manifest: Manifest, pattern: re.Pattern[str]) -> dict[str, Any]:
     "--identity-provider.",
 )  # fmt: skip
 @click.option("--public-key", type=_file, metavar="PEM", help="Take this public key of the signer.")
-@click.option(
-    "--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address."
-)
-@click.option(
-    "--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity."
-)
+@click.option("--identity", metavar="NAME", help="Expect this identity of the signer with Sigstore, such as an e-mail address.")
+@click.option("--identity-provider", metavar="URL", help="Expect this OpenID Connect provider to have confirmed the identity.")
 @variant_option
 @json_option
 def verify(
@@ -191,14 +183,10 @@ def verify(
 @click.command()
 @click.argument("first")
 @click.argument("second")
-@click.option(
-    "--rtol", type=_tolerance, help="Allow differences up to this factor of SECOND's value, and other dtypes."
-)
+@click.option("--rtol", type=_tolerance, help="Allow differences up to this factor of SECOND's value, and other dtypes.")
 @click.option("--atol", type=_tolerance, help="Allow differences up to this value, and other dtypes.")
 @click.option("--headers", "headers_only", is_flag=True, help="Compare names, shapes and dtypes only.")
-@click.option(
-    "--all", "show_all", is_flag=True, help=f"Show all differences, not only the first {_SHOWN} of each kind."
-)
+@click.option("--all", "show_all", is_flag=True, help=f"Show all differences, not only the first {_SHOWN} of each kind.")
 @filter_option
 @variant_option
 @json_option
@@ -240,9 +228,7 @@ def diff(
     return int(any(counted.values()) or bool(values))
 
 
-def _print_differences(
-    headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None, dtypes_may_differ: bool
-) -> None:
+def _print_differences(headers: dict[str, Any], values: list[dict[str, Any]], limit: int | None, dtypes_may_differ: bool) -> None:
     """``limit``: how many lines of each kind are shown; None for all."""
     lines = {
         kind: [f"{name}{pair}" + (f" ({n:,} tensors)" if n > 1 else "") for name, pair, n in fold(details)]

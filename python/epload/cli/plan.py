@@ -31,9 +31,7 @@ from epload.observe.render import count, list_keys, show_bytes
     show_default=True,
     help="Divide the ranks evenly among this many nodes.",
 )
-@click.option(
-    "--mapping", metavar="PACKAGE.MODULE:NAME", help="Use this epload.Mapping. The default is what the model declares."
-)
+@click.option("--mapping", metavar="PACKAGE.MODULE:NAME", help="Use this epload.Mapping. The default is what the model declares.")
 @click.option(
     "--init-missing",
     type=click.Choice(["reset_parameters"]),
@@ -94,9 +92,7 @@ def _print(job: dict[str, Any], title: str) -> None:
     for mode in job["modes"]:
         name = mode["readers"] + (" *" if mode["readers"] == job["choice"] else "")
         staged = (mode["bucket_bytes"], mode["staging"], mode["read"])
-        rows.append(
-            (name, f"{mode['buckets']:,}", *map(show_bytes, (*staged, max(mode["received"]), max(mode["sent"]))))
-        )
+        rows.append((name, f"{mode['buckets']:,}", *map(show_bytes, (*staged, max(mode["received"]), max(mode["sent"])))))
     show(f"\n{table(rows, right=range(1, 7))}\n\n{job['reason']}")
     if fit["error"]:
         show(f"This load would fail: {fit['error']}")

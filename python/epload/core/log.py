@@ -43,6 +43,4 @@ def configure() -> None:
 def check_progress(progress: object) -> None:
     """Raises TypeError unless the option is a bool."""
     if not isinstance(progress, bool):
-        raise TypeError(
-            f"expected progress to be a bool, got {progress!r}; pass progress=True to show it, False not to"
-        )
+        raise TypeError(f"expected progress to be a bool, got {progress!r}; pass progress=True to show it, False not to")

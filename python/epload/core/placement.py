@@ -165,8 +165,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes, None if it is empty."""
     start = tuple(map(max, a[0], b[0]))
     size = tuple(
-        min(a_start + a_size, b_start + b_size) - low
-        for a_start, a_size, b_start, b_size, low in zip(*a, *b, start, strict=True)
+        min(a_start + a_size, b_start + b_size) - low for a_start, a_size, b_start, b_size, low in zip(*a, *b, start, strict=True)
     )
     return (start, size) if all(n > 0 for n in size) else None
 

@@ -91,9 +91,7 @@ def concatenate(assemblies: Sequence[Assembly], dim: int) -> Assembly:
         shape = assembly.shape
         if len(shape) != len(first) or with_dim(shape, dim, 0) != with_dim(first, dim, 0):
             raise ValueError(f"cannot concatenate tensors of shape {list(first)} and {list(shape)} along dim {dim}")
-        parts += [
-            (i, view._replace(start=with_dim(view.start, dim, at + view.start[dim]))) for i, view in assembly.parts
-        ]
+        parts += [(i, view._replace(start=with_dim(view.start, dim, at + view.start[dim]))) for i, view in assembly.parts]
         at += shape[dim]
     return Assembly(with_dim(first, dim, at), tuple(parts))
 
@@ -188,9 +186,7 @@ class Loop(NamedTuple):
     """Stride in the storage of the second tensor."""
 
 
-def boxes_of_region(
-    shape: Shape, strides: Shape, offset: int, loops: Sequence[Loop], other_offset: int = 0
-) -> Iterator[View]:
+def boxes_of_region(shape: Shape, strides: Shape, offset: int, loops: Sequence[Loop], other_offset: int = 0) -> Iterator[View]:
     """The boxes of a tensor that a strided region of its storage covers, with the region of a second tensor that fills each.
 
     Args:

@@ -85,6 +85,4 @@ def _original(framework: str, modules: tuple[str, ...], function: str) -> object
             f"the installed version ({version}) has no {name}.{function}; call epload.integrations.{framework}.{function} "
             "directly"
         )
-    raise ImportError(
-        f"cannot patch {framework}: {problem}, or leave {framework} out of epload.patch(...)", name=modules[-1]
-    )
+    raise ImportError(f"cannot patch {framework}: {problem}, or leave {framework} out of epload.patch(...)", name=modules[-1])

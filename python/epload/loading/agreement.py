@@ -76,9 +76,7 @@ class Agreement:
             of_rank = dict(zip(self._topology.ranks, owned, strict=True))
             by_node = [[of_rank[rank] for rank in node] for node in self._topology.nodes]
             objects = draft.manifest.in_object_storage
-            readers, reason = choose_readers(
-                plan.payload, by_node, all_read=all_read, objects=objects, src=self._options.src
-            )
+            readers, reason = choose_readers(plan.payload, by_node, all_read=all_read, objects=objects, src=self._options.src)
         return AgreedLoad(
             inputs, draft.manifest, plan, draft.per_wave, readers, reason, all_read, owned, missing_keys,
             mismatched_keys, ignored, missing, opening.meta, opening.verified,
@@ -171,9 +169,7 @@ class Agreement:
 
     # ---- the plan ----
 
-    def _agree_on_plan(
-        self, request: Request, inputs: LocalInputs, drafted: Attempt[Draft]
-    ) -> tuple[LoadPlan, bool, list[int]]:
+    def _agree_on_plan(self, request: Request, inputs: LocalInputs, drafted: Attempt[Draft]) -> tuple[LoadPlan, bool, list[int]]:
         """Returns the plan; True if all ranks have opened the checkpoint; the bytes that each rank reads if all read what they
         keep, in the order of the ranks."""
         anywhere = frozenset[int]()
@@ -220,9 +216,7 @@ class Agreement:
         )
         return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 
-    def _make_checked_plan(
-        self, request: Request, inputs: LocalInputs, draft: Draft, anywhere: frozenset[int]
-    ) -> LoadPlan:
+    def _make_checked_plan(self, request: Request, inputs: LocalInputs, draft: Draft, anywhere: frozenset[int]) -> LoadPlan:
         """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
         plan = self._make_plan(draft, inputs.targets, anywhere)
         strict, ignore = request.strict, request.ignore_mismatched_shapes

@@ -80,9 +80,7 @@ def _raise_difference(views: dict[int, dict[str, str] | None]) -> None:
                 lines.append(f"rank {owner} has {list_first(extra, 10)}, which rank {other} lacks")
         if first.keys() == view.keys() and list(first) != list(view):
             a, b = next((a, b) for a, b in zip(first, view, strict=True) if a != b)
-            lines.append(
-                f"rank {reference} has the same names in another order than rank {rank}: {a!r} where it has {b!r}"
-            )
+            lines.append(f"rank {reference} has the same names in another order than rank {rank}: {a!r} where it has {b!r}")
     for rank, view in others:
         for name in first:
             if name in view and first[name] != view[name]:

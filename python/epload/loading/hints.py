@@ -20,9 +20,7 @@ _LISTED = 10
 """Keys that an error lists of each kind."""
 
 
-def check_match(
-    manifest: Manifest, plan: LoadPlan, mapping: Mapping, *, strict: bool, ignore_mismatched_shapes: bool
-) -> None:
+def check_match(manifest: Manifest, plan: LoadPlan, mapping: Mapping, *, strict: bool, ignore_mismatched_shapes: bool) -> None:
     """Raises ModelMismatch for missing and unexpected keys (with ``strict``), for mismatched shapes (unless ignored), and if
     no tensor of the checkpoint fits."""
     ignored = {*ignored_keys(mapping, manifest.names, plan.missing, plan.unexpected)}
@@ -127,9 +125,7 @@ def unfilled_error(names: Sequence[str], resets: bool) -> ModelMismatch:
     """The error for tensors of the model that neither the checkpoint nor the model fills; if ``resets``, nor its modules."""
     advice = "Pass init_missing='reset_parameters' if their modules have that method, "
     if resets:
-        advice = (
-            "Their modules have no reset_parameters(), or hold outer shards, whose whole size it cannot know. Pass "
-        )
+        advice = "Their modules have no reset_parameters(), or hold outer shards, whose whole size it cannot know. Pass "
     return ModelMismatch(
         f"neither the checkpoint nor the model's own initialization fills {count(len(names), 'tensor')} on meta: "
         f"{list_first(names, _LISTED)}. {advice}init_missing=hook(module, path, names) to initialize them, or build the "

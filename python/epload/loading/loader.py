@@ -102,9 +102,7 @@ class HierarchicalLoader:
     def __enter__(self) -> HierarchicalLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     @on_cpu
@@ -196,9 +194,7 @@ class SingleLoad(HierarchicalLoader):
 
 def _log_start(model: nn.Module, checkpoint: Any, topology: Topology) -> None:
     nodes, ranks = len(topology.nodes), len(topology.ranks)
-    source = (
-        redact_url(str(checkpoint)) if isinstance(checkpoint, str | os.PathLike) else f"a {type(checkpoint).__name__}"
-    )
+    source = redact_url(str(checkpoint)) if isinstance(checkpoint, str | os.PathLike) else f"a {type(checkpoint).__name__}"
     logger.info(
         "loading %s into %s, on %s of %s",
         source, type(model).__name__, count(ranks, "rank"), count(nodes, "node"),

@@ -30,9 +30,7 @@ _CHUNK = 4 << 20
 """Elements compared at a time."""
 
 
-def compare_tied(
-    control: Control, src: int, inputs: LocalInputs, manifest: Manifest, pairs: Sequence[TiedPair]
-) -> None:
+def compare_tied(control: Control, src: int, inputs: LocalInputs, manifest: Manifest, pairs: Sequence[TiedPair]) -> None:
     """Compares tied weights on rank ``src``, which reads each pair once, in bounded memory, unless it lies in the same place.
     Collective. Where ranks hold different modules, rank ``src`` need not have the tie itself.
 

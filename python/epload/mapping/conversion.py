@@ -72,11 +72,7 @@ def incompleteness(group: ConversionGroup, names: Sequence[str]) -> str:
     sources: dict[tuple[int, int], int] = {}
     for source, key in zip(group.sources, group.inputs, strict=True):
         if (other := sources.setdefault(key, source)) != source:
-            hint = (
-                ""
-                if any(_INDEX in pattern for pattern in convert.sources)
-                else "; to stack them, write (?P<index>\\d+)"
-            )
+            hint = "" if any(_INDEX in pattern for pattern in convert.sources) else "; to stack them, write (?P<index>\\d+)"
             return f"{names[other]} and {names[source]} are for the same part of it{hint}"
     count = max(index for _, index in sources) + 1
     # Scales, which are all inputs but the first, may be absent.

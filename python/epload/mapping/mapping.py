@@ -148,9 +148,7 @@ class Mapping:
         check_expressions("keys to ignore", (*self.ignore_unexpected, *self.ignore_missing))
 
 
-def ignored_keys(
-    mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]
-) -> list[str]:
+def ignored_keys(mapping: Mapping, names: Sequence[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
     """Returns the ignored ones of the model's missing names and the checkpoint's unexpected keys, among all its ``names``."""
     missing, unexpected = list(missing), set(unexpected)
     ignored = sorted(filter(is_extra_state, unexpected))
@@ -211,9 +209,7 @@ def check_tuples(rule: object, **kinds: type) -> None:
             object.__setattr__(rule, name, value)
         if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
             hint = f"; write ({value!r},)" if isinstance(value, kind) else ""
-            raise TypeError(
-                f"expected {name} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}"
-            )
+            raise TypeError(f"expected {name} of a {type(rule).__name__} to be a tuple of {kind.__name__}, got {value!r}{hint}")
 
 
 def _check(rule: Rename | Convert, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:

@@ -83,9 +83,7 @@ def destinations(mapping: Mapping, names: Sequence[str], targets: MappingType[st
 class _Placer:
     """Places the tensors of one checkpoint in one model, whose names lack wrappers here. Runs once."""
 
-    def __init__(
-        self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]
-    ) -> None:
+    def __init__(self, mapping: Mapping, names: Sequence[str], shapes: Sequence[Shape], targets: MappingType[str, Shape]) -> None:
         self.mapping, self.names, self.shapes, self.targets = mapping, names, shapes, targets
         inner = apply_renames(mapping.aliases, targets)
         self.model_name = dict(zip(inner, targets, strict=True))

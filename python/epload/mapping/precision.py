@@ -51,9 +51,7 @@ def requested_dtypes(passed: AnyDTypes) -> DTypes:
     return {pattern: dtypes.requested(f"dtype[{pattern!r}]", dtype) for pattern, dtype in passed.items()}
 
 
-def set_dtypes(
-    model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True
-) -> None:
+def set_dtypes(model: nn.Module, modules: Modules, targets: Targets, requested: DTypes, as_pretrained: bool = True) -> None:
     """Sets in ``targets`` the dtypes that tensors on meta get and, in a model that has some, the buffers with storage of a class
     whose ``from_pretrained`` gives them a dtype. Notes which tensors that keeps in float32, and which of them have storage in a
     narrower dtype.
@@ -235,9 +233,7 @@ def _pretrained_dtypes(
     return assigned, in_fp32
 
 
-def _pretrained_models(
-    model: nn.Module, modules: Modules, names: Collection[str]
-) -> list[tuple[Any, list[tuple[str, str]]]]:
+def _pretrained_models(model: nn.Module, modules: Modules, names: Collection[str]) -> list[tuple[Any, list[tuple[str, str]]]]:
     """Returns the models of transformers and diffusers that are not inside another one, each with its tensors' names inside it
     and in the whole model: of tied ones the name that the library loads, and for copies that PEFT trains inside the name of the
     original."""

@@ -89,7 +89,5 @@ def _section(config: Any) -> Mapping[str, Any]:
         raise TypeError(f"expected a quantization_config, or a folder whose config.json has one, got {passed!r}")
     section = config if "quant_method" in config else quantization_section(config)
     if section is None:
-        raise ValueError(
-            f"expected a quantization_config, but {passed!r} has none; pass a dict, or None for the default"
-        )
+        raise ValueError(f"expected a quantization_config, but {passed!r} has none; pass a dict, or None for the default")
     return section

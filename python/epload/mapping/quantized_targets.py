@@ -66,9 +66,7 @@ def with_quantized(
         if layouts not in boxes_of:
             boxes_of[layouts] = _needed_boxes(targets, weight, scale, rule.format.blocks(targets.shape(weight)))
         boxes = boxes_of[layouts]
-        quantized.append(
-            QuantizedTarget(weight, scale, tuple(enumerate(boxes, len(targets.names) + len(names))), rule.format)
-        )
+        quantized.append(QuantizedTarget(weight, scale, tuple(enumerate(boxes, len(targets.names) + len(names))), rule.format))
         of_sources = {manifest.dtypes[i] for i in numbers}
         own = {f"{name_of[weight]} before it is quantized, {i}": box for i, box in enumerate(boxes)}
         names += own
@@ -164,9 +162,7 @@ def _scale_of(
         )
     for i in sources[weight]:
         if not dtypes.is_wide(manifest.dtypes[i]):
-            raise ModelMismatch(
-                f"{manifest.names[i]} is {dtypes.name(manifest.dtypes[i])}, but the rest of {name} is not"
-            )
+            raise ModelMismatch(f"{manifest.names[i]} is {dtypes.name(manifest.dtypes[i])}, but the rest of {name} is not")
     return scale
 
 

@@ -78,9 +78,7 @@ Regions = Sequence[tuple[int, View]]
 """The targets that a weight fills, each with the view of the weight that fills it."""
 
 
-def with_scales(
-    manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]
-) -> tuple[Targets, tuple[Scaling, ...]]:
+def with_scales(manifest: Metadata, targets: Targets, placed: list[tuple[Place, ...]]) -> tuple[Targets, tuple[Scaling, ...]]:
     """Returns the targets, followed by one for each scale that fp8 weights need for wider targets, and what to multiply. Adds the
     places of the scales to ``placed``.
 
@@ -107,9 +105,7 @@ def with_scales(
     return targets.with_extra(names, [view.size for view in views], [manifest.dtypes[n] for n in scales]), scalings
 
 
-def check_ties(
-    manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], numbers: Set[int], reason: str
-) -> None:
+def check_ties(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Place, ...]], numbers: Set[int], reason: str) -> None:
     """Raises ModelMismatch if two tensors are for two names of one of some targets, by number: only one of them is loaded, and
     their values or scales may differ."""
     first_of: dict[int, tuple[str, int]] = {}
@@ -210,9 +206,7 @@ def stacked(scaling: Scaling, count: int) -> Scaling:
     return Scaling(0, stack, (count, *shape), (1, *blocks), 1, (0, *first), (count, *counts))
 
 
-def scaling_of_box(
-    manifest: Metadata, number: dict[str, int], weight: int, box: Box, dtype: torch.dtype
-) -> tuple[int, Scaling]:
+def scaling_of_box(manifest: Metadata, number: dict[str, int], weight: int, box: Box, dtype: torch.dtype) -> tuple[int, Scaling]:
     """Returns the number of an fp8 weight's scale, and how a box of the weight, in a tensor of its own, is multiplied by it.
 
     Args:

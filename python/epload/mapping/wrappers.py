@@ -51,9 +51,7 @@ def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[R
     """
     inner: Any = model
     aliases, adapted = [*wrapper_aliases(model, names)], False
-    while (
-        (is_peft := is_from_package(inner, "peft")) or hasattr(inner, "_orig_mod") or isinstance(inner, _DATA_PARALLEL)
-    ):
+    while (is_peft := is_from_package(inner, "peft")) or hasattr(inner, "_orig_mod") or isinstance(inner, _DATA_PARALLEL):
         if not is_peft:
             inner = inner.module if isinstance(inner, _DATA_PARALLEL) else inner._orig_mod
             continue
@@ -196,9 +194,7 @@ def adapter_file(model: nn.Module, names: Collection[str]) -> AdapterFile:
     inner = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
     keys = _saved_keys(adapted, inner, active[0], embeddings="auto")
     if computed := [key for key, name in keys.items() if not name]:
-        raise ModelMismatch(
-            f"PEFT computes {computed[0]} when it saves adapter {active[0]}: no tensor of the model has it"
-        )
+        raise ModelMismatch(f"PEFT computes {computed[0]} when it saves adapter {active[0]}: no tensor of the model has it")
     fields = adapted.peft_config[active[0]].to_dict()
     config = json.loads(json.dumps(fields, default=sorted))  # which PEFT has as sets, too
     return AdapterFile(config, {key: inner[name] for key, name in keys.items()})
@@ -238,9 +234,7 @@ def _active(module: Any) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
-def _saved_keys(
-    adapted: Any, names: Collection[str], adapter: str, embeddings: bool | Literal["auto"] = False
-) -> dict[str, str]:
+def _saved_keys(adapted: Any, names: Collection[str], adapter: str, embeddings: bool | Literal["auto"] = False) -> dict[str, str]:
     """Returns the model's names of the tensors that PEFT saves for an adapter, by their keys in the file; empty names for tensors
     that it computes.
 
@@ -307,9 +301,7 @@ def names_added_by_adapters(model: nn.Module, names: Collection[str], computes: 
 
 def _is_prompt_tuned(module: Any) -> bool:
     configs = [getattr(module, "peft_config", {}).get(adapter) for adapter in _active(module)]
-    return any(
-        config and (config.is_prompt_learning or getattr(config, "is_adaption_prompt", False)) for config in configs
-    )
+    return any(config and (config.is_prompt_learning or getattr(config, "is_adaption_prompt", False)) for config in configs)
 
 
 def _check_merged(path: str, layer: Any) -> None:
@@ -358,9 +350,7 @@ def _active_copy(path: str, wrapper: Any) -> str:
     if wrapper.disable_adapters or not copies:
         return _ORIGINAL
     if len(copies) > 1:
-        raise ModelMismatch(
-            f"{path} has several active copies ({', '.join(copies)}); select one with set_adapter(name)"
-        )
+        raise ModelMismatch(f"{path} has several active copies ({', '.join(copies)}); select one with set_adapter(name)")
     return f"modules_to_save.{copies[0]}"
 
 

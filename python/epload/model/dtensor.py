@@ -94,9 +94,7 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"[{shown}{', ...' if len(ranks) > _MAX_RANKS_SHOWN else ''}] of shape {list(shape)}"
 
 
-def layout_of(
-    name: str, tensor: Tensor, fsdp_axis: int | None = None, in_module: bool = True
-) -> tuple[Layout, tuple[int, ...]]:
+def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None, in_module: bool = True) -> tuple[Layout, tuple[int, ...]]:
     """Returns the layout of a DTensor or a plain tensor, and this rank's coordinate in its mesh, by the order of the mesh's
     process groups along each axis that shards the tensor.
 
@@ -167,9 +165,7 @@ def _with_split_factor(placements: list[Placement], axis: int, mesh: DeviceMesh)
     if placement is None:
         return None
     axes = range(axis + 1, len(placements))
-    return Sharded(
-        placement.dim, prod(mesh.size(a) for a in axes if getattr(placements[a], "dim", None) == placement.dim)
-    )
+    return Sharded(placement.dim, prod(mesh.size(a) for a in axes if getattr(placements[a], "dim", None) == placement.dim))
 
 
 def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placement:
@@ -180,9 +176,7 @@ def _placement(name: str, placement: TorchPlacement, tensor: DTensor) -> Placeme
     if isinstance(placement, Shard) or split_factor is not None:
         dim = int(placement.dim)  # type: ignore[attr-defined]
         return Sharded(dim % tensor.ndim if tensor.ndim else dim, int(split_factor or 1))
-    raise ModelMismatch(
-        f"{name} has placement {placement}, which cannot be loaded into; redistribute it to Shard or Replicate"
-    )
+    raise ModelMismatch(f"{name} has placement {placement}, which cannot be loaded into; redistribute it to Shard or Replicate")
 
 
 def with_memory(tensor: Tensor) -> Tensor:

@@ -32,9 +32,7 @@ class OuterShard:
         """Raises TypeError or ValueError if the pattern is no regular expression."""
         check_expressions("the pattern of an OuterShard", [self.pattern])
 
-    def enclosing_layout(
-        self, name: str, layout: Layout, coordinate: tuple[int, ...]
-    ) -> tuple[Layout, tuple[int, ...]]:
+    def enclosing_layout(self, name: str, layout: Layout, coordinate: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
         """Returns the layout of the larger tensor, which this mesh shards first, and this rank's coordinate in it. Raises
         ValueError if the mesh is not 1-d, lacks this rank, or is not in ascending order, or the tensor has no dim ``dim``."""
         mesh_coordinate = self.mesh.get_coordinate()

@@ -122,9 +122,7 @@ def new_on_meta(pretrained: Any, **options: Any) -> nn.Module | None:
     """Returns a new model on meta of the class and the config of a transformers model; None if the class needs more than that."""
     try:
         with torch.device("meta"), preserve_generators():
-            new: nn.Module = class_before_fsdp(type(pretrained))._from_config(
-                copy.deepcopy(pretrained.config), **options
-            )
+            new: nn.Module = class_before_fsdp(type(pretrained))._from_config(copy.deepcopy(pretrained.config), **options)
             return new
     except Exception:
         return None

@@ -62,9 +62,7 @@ def materialize(
     for owned, name, tensor in found:
         owned[name] = replaced.get(id(tensor), tensor)
     if private is None:
-        private = all(
-            type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values()
-        )
+        private = all(type(tensor) is DTensor and type(tensor._local_tensor) is Tensor for tensor in parameters.values())
     if private:
         _fill_in_place(parameters.values(), destination)
         for fsdp_parameter in modules.fsdp_parameters:  # FSDP takes note of the storage; it may pad or pin it
@@ -75,15 +73,11 @@ def materialize(
     targets.tensors[:] = [replaced.get(id(tensor), tensor) for tensor in targets.tensors]
     if any(tensor.is_meta for tensor in targets.tensors):  # views, which hooks make
         state = model.state_dict(keep_vars=True)
-        targets.tensors[:] = [
-            state.get(name, tensor) for name, tensor in zip(targets.names, targets.tensors, strict=True)
-        ]
+        targets.tensors[:] = [state.get(name, tensor) for name, tensor in zip(targets.names, targets.tensors, strict=True)]
     targets.has_meta = False
 
 
-def _replaced_tensors(
-    modules: Modules, dtypes: Mapping[int, torch.dtype]
-) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def _replaced_tensors(modules: Modules, dtypes: Mapping[int, torch.dtype]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yields each tensor that is on meta, or gets another dtype, with the dict of a module that holds it and its name there."""
     for module in modules.unique:
         tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -123,11 +117,7 @@ def _fill_in_place(parameters: Iterable[Any], destination: Destination) -> None:
             local_tensors = ops.allocate_like([p._local_tensor for p in members], dtype, device, _THREADS)
         for parameter, local in zip(members, local_tensors, strict=True):
             meta = parameter._spec.tensor_meta
-            spec = (
-                parameter._spec
-                if dtype == meta.dtype
-                else replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
-            )
+            spec = parameter._spec if dtype == meta.dtype else replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
             _set_storage(parameter, local, spec)
 
 

@@ -63,9 +63,7 @@ class MegatronChunks(nn.ModuleList):
         """Returns a second name, that of the head, for each tied embedding of this rank, with its name in these modules."""
         names = dict(self.named_parameters()) if self.ties_embeddings else {}
         weights = ("output_layer.weight", "embedding.word_embeddings.weight")
-        return {
-            f"{i}.lm_head.weight": f"{i}.{name}" for i in range(len(self)) for name in weights if f"{i}.{name}" in names
-        }
+        return {f"{i}.lm_head.weight": f"{i}.{name}" for i in range(len(self)) for name in weights if f"{i}.{name}" in names}
 
 
 def as_module(model: Model) -> nn.Module:

@@ -33,9 +33,7 @@ class Modules:
             if not module._modules:
                 continue
             if len(prefix) > _MAX_PATH:
-                raise ValueError(
-                    f"expected modules that do not contain themselves, got one at the path {prefix[:200]}..."
-                )
+                raise ValueError(f"expected modules that do not contain themselves, got one at the path {prefix[:200]}...")
             children = reversed(module._modules.items())
             pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 

@@ -89,9 +89,7 @@ def read_state(
     return entries, unsaved_buffers, unsaved_meta, plain
 
 
-def _hide_own(
-    shown: Sequence[NamedTensor], own: Sequence[NamedTensor], customized: Iterable[NamedModule]
-) -> tuple[str, ...]:
+def _hide_own(shown: Sequence[NamedTensor], own: Sequence[NamedTensor], customized: Iterable[NamedModule]) -> tuple[str, ...]:
     """Returns the prefixes of customized modules of which a state dict shows other tensors than they have, and none of these.
 
     Args:
@@ -170,9 +168,7 @@ def _check_not_offloaded(path: str, module: nn.Module) -> None:
 
 def _has_own_state(cls: type[nn.Module]) -> bool:
     owners = (next(base for base in cls.__mro__ if method in base.__dict__) for method in _STATE_METHODS)
-    return any(
-        owner is not nn.Module and owner.__module__.partition(".")[0] not in _ONLY_EXTRA_STATE for owner in owners
-    )
+    return any(owner is not nn.Module and owner.__module__.partition(".")[0] not in _ONLY_EXTRA_STATE for owner in owners)
 
 
 def describe_custom_loading(path: str, module: nn.Module) -> str:

@@ -268,6 +268,4 @@ def _check_loadable(name: str, tensor: Tensor, filled: bool) -> None:
             f"{name} has no memory: its storage was freed, as by a trainer that has offloaded it; bring it back first"
         )
     if filled and not tensor.is_contiguous() and memory.has_internal_overlap(tensor):
-        raise ModelMismatch(
-            f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first"
-        )
+        raise ModelMismatch(f"{name} is expanded: its elements share memory and cannot be loaded into; clone() it first")

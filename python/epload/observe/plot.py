@@ -14,9 +14,7 @@ def plot(ranks: Sequence[Events], path: str | PathLike[str], phases: Sequence[st
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError(
-            "a plot needs matplotlib: run `pip install matplotlib`, or `pip install epload[plot]`"
-        ) from error
+        raise ImportError("a plot needs matplotlib: run `pip install matplotlib`, or `pip install epload[plot]`") from error
     colors = {phase: f"C{number}" for number, phase in enumerate(phases)}
     figure = Figure(figsize=(11, 1 + 0.5 * len(ranks)), layout="constrained")
     axes = figure.subplots()

@@ -35,9 +35,7 @@ class Progress(tqdm):  # type: ignore[type-arg]
     def __init__(self, total: int, shown: bool) -> None:
         """``shown``: as a bar where standard error is a terminal or in a notebook, else as log records at INFO."""
         is_bar = shown and (_IN_NOTEBOOK or _in_terminal())
-        super().__init__(
-            total=total, unit="B", unit_scale=True, desc="epload", leave=False, disable=not is_bar, miniters=1
-        )
+        super().__init__(total=total, unit="B", unit_scale=True, desc="epload", leave=False, disable=not is_bar, miniters=1)
         self._nbytes, self._logs, self._done = total, shown and not is_bar, 0
         self._began = self._logged = monotonic()
 

@@ -52,9 +52,7 @@ class Events:
     """Nanoseconds from the monotonic clock to the time of day, which machines keep in step."""
     spans: list[Event] = field(default_factory=list)
 
-    def add(
-        self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = ""
-    ) -> None:
+    def add(self, phase: str, begin: int, nbytes: int = 0, detail: str = "", ranks: tuple[int, ...] = (), name: str = "") -> None:
         """Adds a span of the calling thread that ends now."""
         thread = threading.current_thread().name
         self.spans.append(Event(thread, phase, begin, monotonic_ns(), nbytes, detail, ranks, name))

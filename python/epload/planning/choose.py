@@ -13,9 +13,7 @@ MAX_FILE_READS = 4.0
 readers of the same bytes well; sending buckets instead makes every node wait for the slowest reader and link."""
 
 
-def choose_readers(
-    total: int, owned: Sequence[Sequence[int]], *, all_read: bool, objects: bool, src: int
-) -> tuple[str, str]:
+def choose_readers(total: int, owned: Sequence[Sequence[int]], *, all_read: bool, objects: bool, src: int) -> tuple[str, str]:
     """Chooses who reads the checkpoint.
 
     Args:

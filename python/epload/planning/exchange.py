@@ -90,9 +90,7 @@ def plan_exchange(
     elif any(own) and lenders is not None:
         landed = _SlotRows(members, kinds, own, rank, node, waves, bucket_bytes)
         sources = {lender: landed.buckets(of_lender, packs=True) for lender, of_lender in lenders.items()}
-        landing = ExchangePlan(
-            landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources, layout=landed.layout
-        )
+        landing = ExchangePlan(landed.buckets(holdings, packs=False), *about, ((node,),), sources=sources, layout=landed.layout)
     return ExchangePlan(
         rows.buckets(holdings, packs=node < 0, base=base),
         *about,
@@ -293,9 +291,7 @@ class _SlotRows:
 
     def _tables(self, holdings: Holdings, packs: bool) -> list[CopyTable]:
         class_of_kind, dtypes_of = holdings.class_of[column(self._kinds.first)].tolist(), self._kinds.dtypes
-        templates = [
-            copies_of_box(slot.box, holdings, class_of_kind[kind], dtypes_of[kind], packs) for slot, kind in self._slots
-        ]
+        templates = [copies_of_box(slot.box, holdings, class_of_kind[kind], dtypes_of[kind], packs) for slot, kind in self._slots]
         copies, row = expand_copies(holdings, templates, self._tensor, self._slot)
         copies.offset.add_(self._offset[row])
         return list(map(CopyTable, self._by_bucket(copies.rows, row)))
@@ -310,9 +306,7 @@ class _SlotRows:
         if not torch.equal(base.class_of[self._tensor], of_kinds[self._kinds.of[self._tensor]]):
             return False
         numbers, dtypes_of = of_kinds.tolist(), self._kinds.dtypes
-        if any(
-            numbers[kind] == NO_PART or base.classes[numbers[kind]].dtype != dtypes_of[kind] for _, kind in self._slots
-        ):
+        if any(numbers[kind] == NO_PART or base.classes[numbers[kind]].dtype != dtypes_of[kind] for _, kind in self._slots):
             return False
         nbytes = sum(int(table.nbytes().sum()) for table in self._tables(base, packs=False))
         return nbytes == int(self._sizes.sum())

@@ -62,8 +62,7 @@ class Part(NamedTuple):
     def within(self, start: Shape, size: Shape) -> tuple[Shape, Shape]:
         """Start and size in the local tensor of a box of the tensor that lies in the part."""
         local_start = tuple(
-            at if dim < 0 else at + start[dim] - self.start[dim]
-            for at, dim in zip(self.local_start, self.dims, strict=True)
+            at if dim < 0 else at + start[dim] - self.start[dim] for at, dim in zip(self.local_start, self.dims, strict=True)
         )
         return local_start, tuple(1 if dim < 0 else size[dim] for dim in self.dims)
 
@@ -244,9 +243,7 @@ def combine(first: Holdings, second: Holdings, count: int) -> Holdings:
     return classify(keys, parts_of, [(*before, *(count + number for number in after)) for before, after in pairs])
 
 
-def classify(
-    keys: Iterable[Hashable], parts_of: Callable[[int], Parts], targets: Sequence[tuple[int, ...]]
-) -> Holdings:
+def classify(keys: Iterable[Hashable], parts_of: Callable[[int], Parts], targets: Sequence[tuple[int, ...]]) -> Holdings:
     """Returns holdings of tensors by their numbers; those with equal keys are one class. ``targets``: see :class:`Holdings`."""
     numbers: dict[Hashable, int] = {}
     class_of, classes = list[int](), list[Share]()

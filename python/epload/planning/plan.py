@@ -216,9 +216,7 @@ def _fingerprint(manifest: Metadata, targets: Targets, columns: Sequence[Tensor]
     """Returns a digest of all that decides where tensors go on each rank; ``options`` names the mapping."""
     digest = hashlib.blake2b(digest_size=32)
     digest.update(manifest.digest)
-    digest.update(
-        "\n".join(f"{name}: {text}" for name, text in targets.describe().items()).encode(errors="backslashreplace")
-    )
+    digest.update("\n".join(f"{name}: {text}" for name, text in targets.describe().items()).encode(errors="backslashreplace"))
     for values in columns:
         digest.update(to_raw(values))
     digest.update(options.encode())

@@ -46,9 +46,7 @@ class Pulls:
         """The senders that the rank pulls from."""
         return [int(owner) for owner in torch.unique(self.owner).tolist()]
 
-    def copies(
-        self, owner: int, sender: Holdings, layout: Tensor, layouts: Sequence[Strided]
-    ) -> tuple[CopyTable, Tensor]:
+    def copies(self, owner: int, sender: Holdings, layout: Tensor, layouts: Sequence[Strided]) -> tuple[CopyTable, Tensor]:
         """Plans the copies out of one sender's local tensors.
 
         Args:

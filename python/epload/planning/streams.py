@@ -153,8 +153,7 @@ class ExchangePlan:
         """The buckets of each wave in which there are any."""
         groups = [list(numbers) for _, numbers in groupby(range(len(self.buckets)), lambda i: self.buckets[i].wave)]
         return [
-            Wave.of(index, numbers, [self.buckets[number].nbytes for number in numbers])
-            for index, numbers in enumerate(groups)
+            Wave.of(index, numbers, [self.buckets[number].nbytes for number in numbers]) for index, numbers in enumerate(groups)
         ]
 
     @property

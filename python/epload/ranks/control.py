@@ -139,9 +139,7 @@ class Control(Rounds):
         if number > first:
             self._numbers = count(number + 1)
             self.rejoined += 1
-            logger.warning(
-                "rank %d has missed %d of the other ranks' calls, and joins them again", self.rank, number - first
-            )
+            logger.warning("rank %d has missed %d of the other ranks' calls, and joins them again", self.rank, number - first)
         return number
 
     def _start_attempt(self, load: int, attempt: int) -> None:

@@ -151,6 +151,4 @@ def _current_device(backends: Backends) -> int | None:
     if set(backends.values()) == {"gloo"}:  # to ask for an accelerator may initialize its library
         return None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        torch.accelerator.current_device_index() if accelerator is not None and accelerator.type in backends else None
-    )
+    return torch.accelerator.current_device_index() if accelerator is not None and accelerator.type in backends else None

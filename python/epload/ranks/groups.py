@@ -151,9 +151,7 @@ class Group:
             backend_type = getattr(types, name.upper())
             backend: Any = kind(store, index, size, options)
         elif plugin is None:
-            raise LoadError(
-                f"cannot make process groups of backend {name!r}; initialize the job with gloo, nccl or hccl"
-            )
+            raise LoadError(f"cannot make process groups of backend {name!r}; initialize the job with gloo, nccl or hccl")
         elif plugin.extended_api:
             arguments = _distributed_c10d._DistributedBackendOptions()
             arguments.store, arguments.group_rank, arguments.group_size = store, index, size
@@ -264,9 +262,7 @@ def abort(groups: Iterable[Group]) -> None:
 
 
 def _start(name: str, target: Callable[[], None]) -> None:
-    with suppress(
-        LoadError
-    ):  # no thread can be started: operations go on, and groups stay open, until the process exits
+    with suppress(LoadError):  # no thread can be started: operations go on, and groups stay open, until the process exits
         threads.start(name, target)
 
 

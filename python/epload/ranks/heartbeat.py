@@ -94,9 +94,7 @@ class Heartbeats:
                 beats[rank] = self.local[rank]
             elif rank not in self._tree.node:
                 beats |= self._read(rank)
-        return sorted(
-            (rank, beat.progress, beat.time if beat.position >= position else 0.0) for rank, beat in beats.items()
-        )
+        return sorted((rank, beat.progress, beat.time if beat.position >= position else 0.0) for rank, beat in beats.items())
 
     def last(self, rank: int) -> Heartbeat | None:
         """Returns the last heartbeat of a rank; None if none is known."""

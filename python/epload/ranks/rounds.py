@@ -218,9 +218,7 @@ class Rounds(NodeConnection):
         outside = [rank for rank, beat in beats.items() if beat is None or beat.load < self.at[0]]
         what = f"{_name(outside)} {_SAME_CALL}"
         if not outside:
-            what = ", and for ".join(
-                f"rank {rank}, which {beat.doing}" for rank, beat in beats.items() if beat is not None
-            )
+            what = ", and for ".join(f"rank {rank}, which {beat.doing}" for rank, beat in beats.items() if beat is not None)
         if _SAME_CALL not in what:
             return False
         self.doing = f"waits for {what}"
@@ -250,9 +248,7 @@ class Rounds(NodeConnection):
         limit = f"{self._limit:.0f} s"
         if list(absent) == [self.coordinator]:
             seen = f"(seen by rank {self.rank})"
-            return WaitTimeout(
-                f"{self._what}: rank {absent[0]}, the coordinator, made no decision within {limit} {seen}"
-            )
+            return WaitTimeout(f"{self._what}: rank {absent[0]}, the coordinator, made no decision within {limit} {seen}")
         return WaitTimeout(f"{self._what}: {_name(absent)} did not arrive within {limit}")
 
 

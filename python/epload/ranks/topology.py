@@ -41,9 +41,7 @@ class Topology:
     groups are made when first needed, by all ranks of the topology in the same order.
     """
 
-    def __init__(
-        self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, control: Control
-    ) -> None:
+    def __init__(self, nodes: Sequence[Sequence[int]], group: dist.ProcessGroup | None, rank: int, control: Control) -> None:
         """Use :meth:`discover` or :meth:`from_nodes`."""
         self.nodes = tuple(tuple(node) for node in nodes)
         self.rank = rank
@@ -189,6 +187,4 @@ def as_timedelta(timeout: timedelta | float | None) -> timedelta:
     try:
         return timedelta(seconds=timeout)
     except (OverflowError, ValueError) as error:  # ValueError: NaN
-        raise ValueError(
-            f"expected timeout to be a number of seconds that a timedelta can have, got {timeout}"
-        ) from error
+        raise ValueError(f"expected timeout to be a number of seconds that a timedelta can have, got {timeout}") from error

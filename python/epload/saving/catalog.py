@@ -137,9 +137,7 @@ def _bare_names(rules: Mapping, targets: Targets, names: Collection[str]) -> tup
     return [own for own, _ in ordered], [bare for _, bare in ordered]
 
 
-def _distinct_regions(
-    placed: Sequence[tuple[Place, ...]], targets: Targets, rules: Mapping
-) -> list[dict[_Region, None]]:
+def _distinct_regions(placed: Sequence[tuple[Place, ...]], targets: Targets, rules: Mapping) -> list[dict[_Region, None]]:
     """Returns the regions of each checkpoint tensor, in order; none of a tensor whose regions another one has, as where the
     model's weights are tied: of these the first under a name that others are tied to, as libraries save them. A tensor that
     shares only some of its elements keeps all, and is an error later."""

@@ -56,9 +56,7 @@ class BaseCheckpoint:
             )
         padded = zip(saved.manifest.names, saved.padded.shapes, saved.manifest.shapes, strict=True)
         if name := next((name for name, shape, unpadded in padded if shape != unpadded), ""):
-            raise ValueError(
-                f"{name} is saved with padding, which a save with base= does not support; save without base="
-            )
+            raise ValueError(f"{name} is saved with padding, which a save with base= does not support; save without base=")
         base, self._checkpoint = Path(source).expanduser().resolve(), Checkpoint.open(source)
         with closing(self._checkpoint):
             self._check_chain(path, base)
@@ -85,9 +83,7 @@ class BaseCheckpoint:
             named = source.parent.resolve() / source.name if number else base
             for needed in (source.resolve(), named):
                 if path.resolve() in (needed, *needed.parents):
-                    raise ValueError(
-                        f"{path} cannot be saved as changes of itself: its base needs {needed}; pass another path"
-                    )
+                    raise ValueError(f"{path} cannot be saved as changes of itself: its base needs {needed}; pass another path")
         if len(chain) > delta.MAX_LINKS:
             raise ValueError(
                 f"{chain[0].manifest.source} ends a chain of {delta.MAX_LINKS} deltas, the longest that is read: save without "

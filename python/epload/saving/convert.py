@@ -115,9 +115,7 @@ def convert(
             if changed := checkpoint.changed():
                 raise CheckpointError(f"{changed} while it was converted: convert it again")
 
-        write_checkpoint(
-            topology, overwrite, lambda: layout, write, lambda _: rewrite.config, copied, checksums, report
-        )
+        write_checkpoint(topology, overwrite, lambda: layout, write, lambda _: rewrite.config, copied, checksums, report)
     report.seconds = perf_counter() - began
     return report
 

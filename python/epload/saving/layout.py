@@ -70,9 +70,7 @@ def lay_out(
         for i in sorted(shard, key=lambda i: -dtypes[i].itemsize):
             name, shape = names[i], list(manifest.shapes[i])
             if dtypes[i] not in _NAMES:
-                raise ValueError(
-                    f"{name} is {dtypes[i]}, which safetensors files do not have; convert the tensor first"
-                )
+                raise ValueError(f"{name} is {dtypes[i]}, which safetensors files do not have; convert the tensor first")
             if name == "__metadata__":
                 raise ValueError("a tensor is called __metadata__, which safetensors files reserve; rename it")
             file[i], offset[i] = number, end

@@ -43,9 +43,7 @@ class ModelReader:
         set_dtypes(self.model, modules, targets, None)
         for name, tensor in zip(targets.names, targets.tensors, strict=True):
             if tensor.is_meta:
-                raise ValueError(
-                    f"{name} is on meta; give the model storage first, for example by loading a checkpoint"
-                )
+                raise ValueError(f"{name} is on meta; give the model storage first, for example by loading a checkpoint")
         devices = devices_of(targets, modules.offloaded, ())
         self._snapshot = Snapshot(self.model, modules, targets, devices, ())
         return targets

@@ -224,9 +224,7 @@ def check_not_quantized(manifest: Manifest) -> None:
     """Raises ValueError if there are quantized weights, which another configuration would no longer declare."""
     if quantized := quantized_with(manifest.names, manifest.dtypes, manifest.shapes):
         scale, weight = next(iter(quantized.items()))
-        raise ValueError(
-            f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model"
-        )
+        raise ValueError(f"expected weights that are not quantized, but {weight} is, with {scale}; load them into a wider model")
 
 
 def select_weights(
@@ -265,9 +263,7 @@ def select_weights(
     return weights, declare(rule, modules, weights)
 
 
-def _linear_targets(
-    model: nn.Module, targets: Targets, rule: Quantize, layers: Mapping[int, Collection[str]]
-) -> set[int]:
+def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize, layers: Mapping[int, Collection[str]]) -> set[int]:
     """Returns the targets that are weights of Linear layers or stacks of experts, without heads, routers, tied weights, what the
     configuration excludes, what transformers keeps in float32, and layers of other classes than those that it replaces."""
     kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and not _is_replaced(type(m), rule)}

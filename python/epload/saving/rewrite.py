@@ -76,9 +76,7 @@ class Rewrite:
             offset, scale_offset = offset + narrow.nbytes, scale_offset + scales.nbytes
 
 
-def _weights(
-    old: Manifest, new: Manifest, rule: Quantize, config: Mapping[str, Any]
-) -> tuple[list[int], dict[str, Any]]:
+def _weights(old: Manifest, new: Manifest, rule: Quantize, config: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
     """Returns the numbers of the tensors that are quantized, ascending, and the configuration that declares them by their new
     names."""
     if rule.weights:

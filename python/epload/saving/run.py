@@ -68,9 +68,7 @@ class PendingSave:
             self._model = Attempt(lambda: self._read(model, mapping, names_from, dtype))
             self._base = Attempt(lambda: self._open_base(base))
 
-    def _read(
-        self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None
-    ) -> SavedModel:
+    def _read(self, model: Model | Mapping[str, Any], mapping: AnyMapping, names_from: Any, dtype: DType | None) -> SavedModel:
         quantizes = quantize_rule(mapping) is not None
         check_arguments(self._topology, self._max_shard_bytes, self._files, self._checksums, quantizes)
         dtype = None if dtype is None else requested("dtype", dtype)
@@ -93,9 +91,7 @@ class PendingSave:
         if source is None:
             return None
         if self._files or self._checksums:
-            raise ValueError(
-                "files= and checksums= are for whole checkpoints; leave them out, and pass them to epload.convert()"
-            )
+            raise ValueError("files= and checksums= are for whole checkpoints; leave them out, and pass them to epload.convert()")
         return BaseCheckpoint(source, self._path, self._model.value)
 
     def _start(self) -> None:

@@ -119,9 +119,7 @@ def _config_files(
     config = copy.deepcopy(inner.config)
     if quantized is not None:
         config.quantization_config = quantized.quantization_config
-    elif all(
-        dtype_names.is_wide(own) for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1
-    ):
+    elif all(dtype_names.is_wide(own) for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1):
         vars(config).pop("quantization_config", None)  # of a checkpoint that was dequantized
     config.architectures = [class_before_fsdp(type(inner)).__name__]
     floats = Counter[torch.dtype]()

@@ -43,9 +43,7 @@ def check_equal(digests: Mapping[int, str], activity: str) -> None:
             raise ValueError(f"ranks {first} and {rank} {activity}; pass the same on all ranks")
 
 
-def check_arguments(
-    topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, quantizes: bool
-) -> None:
+def check_arguments(topology: Topology, max_shard_bytes: int, files: Sequence[Path], checksums: bool, quantizes: bool) -> None:
     """Raises ValueError if ``max_shard_bytes`` is no number of bytes, or one of the files that the first rank copies is not
     there, or has the name of another or of one that is written.
 
@@ -58,16 +56,12 @@ def check_arguments(
     if checksums and CHECKSUMS in names:
         raise ValueError(f"expected files= without {CHECKSUMS}, which checksums=True writes")
     if quantizes and CONFIG in names:
-        raise ValueError(
-            f"expected files= without {CONFIG}: the one that is written declares how weights are quantized"
-        )
+        raise ValueError(f"expected files= without {CONFIG}: the one that is written declares how weights are quantized")
     for name, count in names.items():
         if count > 1:
             raise ValueError(f"expected files= of different names, got {count} called {name}")
         if name == DELTA or name.endswith((".safetensors", ".safetensors.index.json")):
-            raise ValueError(
-                f"expected files= without {name}: the tensors of the checkpoint are written, and no others"
-            )
+            raise ValueError(f"expected files= without {name}: the tensors of the checkpoint are written, and no others")
 
 
 def write_checkpoint(

@@ -58,9 +58,7 @@ class Arrival:
         """
         if list(map(layout_of, targets)) != self._layouts:
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
-        into, out_of = (
-            [tensors[i].detach()[box_slices(*box)] for i, box in self._filled] for tensors in (targets, self.tensors)
-        )
+        into, out_of = ([tensors[i].detach()[box_slices(*box)] for i, box in self._filled] for tensors in (targets, self.tensors))
         with torch.inference_mode(any(target.is_inference() for target in into)):
             if into:
                 torch._foreach_copy_(into, out_of)

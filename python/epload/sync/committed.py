@@ -39,8 +39,7 @@ class CommittedTensors:
         if layouts != [(copy.shape, copy.dtype) for copy in self.tensors]:
             self.forget()  # before more is allocated
             self.tensors = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
-                for tensor in tensors
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu) for tensor in tensors
             ]
 
     def forget(self) -> None:

@@ -102,9 +102,7 @@ class Generation:
             self._declared = manifest.dtypes
             with self.control.load(timeout), garbage_collection.paused():
                 self.members = find_members(participants.senders, self._messages)
-                self._changes = ChangesRoute(
-                    self.members, self.control, number, message.verify, self._through_host, self._share
-                )
+                self._changes = ChangesRoute(self.members, self.control, number, message.verify, self._through_host, self._share)
                 base = node_version.holdings(manifest.shapes) if node_version is not None else None
                 self.plan, lenders, self.not_pulled = plan_together(
                     store, self.control, number, self.members, self._messages, manifest, holdings, base
@@ -289,9 +287,7 @@ class Generation:
         if self._own.stages and self.plan.node in in_full:
             assert self._memory is not None
             plan = self._toward(in_full)
-            self.node_version = NodeVersion(
-                plan, self._memory, self.number, f"rank {self.control.rank}", self._own.verify
-            )
+            self.node_version = NodeVersion(plan, self._memory, self.number, f"rank {self.control.rank}", self._own.verify)
 
     def _toward(self, nodes: frozenset[int]) -> ExchangePlan:
         """See :meth:`ExchangePlan.toward`."""
@@ -351,9 +347,7 @@ class Generation:
             sink = StagedBuckets(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
-    def _shards(
-        self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None
-    ) -> Shards:
+    def _shards(self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None) -> Shards:
         """Returns this rank's tensors, to be packed or filled. ``route``: of the buckets; through host memory if None."""
         rank = self.control.rank
         nodes = self.members.sender_nodes if self._sends else self.members.nodes
@@ -407,13 +401,9 @@ def _check_views(members: Members, views: dict[int, tuple[int, str, str, str]]) 
     memory."""
     for rank, (version, *_) in views.items():
         if version != views[0][0]:
-            raise LoadError(
-                f"rank 0 syncs version {views[0][0]}, rank {rank} version {version}: the ranks are out of step"
-            )
+            raise LoadError(f"rank 0 syncs version {views[0][0]}, rank {rank} version {version}: the ranks are out of step")
     keys = {views[rank][2] for rank in members.senders}
     base = keys.pop() if len(keys) == 1 else ""
     of_nodes = [{tuple(views[rank][2:]) for rank in node} for node in members.nodes]
-    with_base = [
-        number for number, of_ranks in enumerate(of_nodes) if base and len(of_ranks) == 1 and base in min(of_ranks)
-    ]
+    with_base = [number for number, of_ranks in enumerate(of_nodes) if base and len(of_ranks) == 1 and base in min(of_ranks)]
     return {rank: memory for rank, (_, memory, *_) in views.items() if memory}, with_base

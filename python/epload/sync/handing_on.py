@@ -155,9 +155,7 @@ class Offers:
             if not self._closed:
                 logger.warning("engines that join have to wait for the next version: %s", message_of(error))
 
-    def _hand_on(
-        self, store: Store, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
-    ) -> None:
+    def _hand_on(self, store: Store, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]) -> None:
         """Has a version handed on to the engines that are ready for it first."""
         number = rendezvous.announce(offer)
         joining = self._gather(rendezvous, offer, holders)
@@ -184,9 +182,7 @@ class Offers:
         for key in (_HOLDERS, _ANSWERS):
             store.delete_key(f"{key}/{number}")
 
-    def _gather(
-        self, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]
-    ) -> tuple[Participant, ...]:
+    def _gather(self, rendezvous: SenderRendezvous, offer: Offer, holders: tuple[Participant, ...]) -> tuple[Participant, ...]:
         """Waits for engines that are ready; returns their ranks, none if the offer is withdrawn."""
         first_seen = 0.0
         while self._is_offered(offer):
@@ -200,9 +196,7 @@ class Offers:
             time.sleep(_POLL_SECONDS if complete else _IDLE_SECONDS)
         return ()
 
-    def _call(
-        self, store: Store, number: int, offer: Offer, holders: tuple[Participant, ...]
-    ) -> tuple[Participant, ...]:
+    def _call(self, store: Store, number: int, offer: Offer, holders: tuple[Participant, ...]) -> tuple[Participant, ...]:
         """Calls ranks to hand on a version. Returns those that answer: others may have ended a moment ago."""
         call = json.dumps([number, offer.version])
         store.multi_set([call_key(holder.number) for holder in holders], [call] * len(holders))  # type: ignore[attr-defined]

@@ -80,8 +80,7 @@ def find_members(senders: int, messages: Sequence[JoinMessage]) -> Members:
     shared = {(m.access.machine, m.access.memory) for m in messages if m.access.handle}
     of_senders = {rank: message.node for rank, message in enumerate(messages[:senders])}
     of_receivers = {
-        rank: f"{m.node} {(m.access.machine, m.access.memory) in shared}"
-        for rank, m in enumerate(messages[senders:], senders)
+        rank: f"{m.node} {(m.access.machine, m.access.memory) in shared}" for rank, m in enumerate(messages[senders:], senders)
     }
     return Members(*(tuple(map(tuple, group_equal(of_rank))) for of_rank in (of_senders, of_receivers)))
 
@@ -131,6 +130,4 @@ def plan_together(
 def _check_equal(fingerprints: dict[int, str]) -> None:
     for rank, fingerprint in fingerprints.items():
         if fingerprint != fingerprints[0]:
-            raise LoadError(
-                f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload"
-            )
+            raise LoadError(f"ranks 0 and {rank} have planned different exchanges of the same tensors; this is a bug in epload")

@@ -61,9 +61,7 @@ class Liveness:
             is_silent = now - self._beats[number][1] >= LEASE_SECONDS
             if beat == LEFT or is_silent:
                 if number not in self.lost:
-                    logger.warning(
-                        "engine %s takes part no more: %s has left or is silent", participant.engine, participant
-                    )
+                    logger.warning("engine %s takes part no more: %s has left or is silent", participant.engine, participant)
                 self.lost[number] = None if beat == LEFT else participant
             elif number in self.lost:
                 logger.warning("engine %s takes part again: %s is heard", participant.engine, participant)

@@ -115,9 +115,7 @@ class Participants(NamedTuple):
         for rank, participant in enumerate((*self.holders, *self.receivers), len(jobs.get("the sender", ()))):
             jobs.setdefault(f"engine {participant.engine}", []).append(rank)
         texts = [
-            f"rank {ranks[0]} belongs to {job}"
-            if len(ranks) == 1
-            else f"ranks {ranks[0]} to {ranks[-1]} belong to {job}"
+            f"rank {ranks[0]} belongs to {job}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} belong to {job}"
             for job, ranks in jobs.items()
         ]
         more = f", and {len(texts) - _MAX_LISTED} more engines" if len(texts) > _MAX_LISTED else ""
@@ -198,9 +196,7 @@ def answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:
     except (LoadError, DistStoreError):
         raise
     except RuntimeError as error:
-        raise LoadError(
-            f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?"
-        ) from error
+        raise LoadError(f"the sender's store is lost: {message_of(error)}; has the trainer's first rank ended?") from error
 
 
 def call_key(number: int) -> str:
@@ -338,9 +334,7 @@ class SenderRendezvous:
                 self._required = complete
                 return in_order(complete)
             if waited >= min(next_warning, timeout.total_seconds()):
-                expected = (
-                    "all of the engines that are left, and at least one" if self._required else str(self._expected)
-                )
+                expected = "all of the engines that are left, and at least one" if self._required else str(self._expected)
                 text = (
                     f"version {version}: {count} receiving rank{'s' * (count != 1)} ready after {waited:.0f} s, "
                     f"expected {expected}{self._describe_missing(engines, complete)}"

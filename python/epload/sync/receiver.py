@@ -100,9 +100,7 @@ class WeightReceiver(Endpoint):
         super().__init__(timeout, verify, progress)
         check_choice("stage", stage, Stages)
         if target is None and stage != "host":
-            raise ValueError(
-                "expected stage='host' without a target: full tensors are made out of the memory for a version"
-            )
+            raise ValueError("expected stage='host' without a target: full tensors are made out of the memory for a version")
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
         self._stage = stage
@@ -212,9 +210,7 @@ class WeightReceiver(Endpoint):
             self._rendezvous.versions.acknowledge(number)
         return report
 
-    def _take_part(
-        self, version: int | None, start: Start, participants: Participants | None, report: SyncReport
-    ) -> None:
+    def _take_part(self, version: int | None, start: Start, participants: Participants | None, report: SyncReport) -> None:
         """Receives a version. ``participants``: of a new generation, else None."""
         began = perf_counter()
         self._holder.release()
@@ -289,9 +285,7 @@ class WeightReceiver(Endpoint):
         """Returns the tensors that a version arrives in; None for the node's memory. Raises LoadError if another version was
         asked for, or the tensors are not on the device that the generation needs them on."""
         if version is not None and version != announced:
-            raise LoadError(
-                f"engine {self.engine.name} expected version {version}, but the sender announced {announced}"
-            )
+            raise LoadError(f"engine {self.engine.name} expected version {version}, but the sender announced {announced}")
         if self._stage == "host":
             return None
         if self._stage == "device":

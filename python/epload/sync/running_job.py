@@ -74,9 +74,7 @@ class RunningJob(ReceivedCheckpoint):
             offer = Offer(*offers.read(last[0], self._timeout))
             scope, manifest = Scope.decode(fetch(store, offer.original, self._timeout))
             if scope.adapter is not None:
-                raise CheckpointError(
-                    f"the job at {self._address} sends an adapter alone; pass that of the base weights"
-                )
+                raise CheckpointError(f"the job at {self._address} sends an adapter alone; pass that of the base weights")
             self._opened = replace(manifest, source=f"{_SCHEME}{self._address}"), offer.verify
 
     @property

@@ -161,9 +161,7 @@ class WeightSender(Endpoint):
                 lambda views: list(views.values()),
             )
             port, self._served = next(filter(None, ports)), served.value
-            store = Attempt(
-                lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store
-            )
+            store = Attempt(lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store)
             control.agree("connecting to the sync's store", store.failure)
         return store.value, port
 
@@ -202,9 +200,7 @@ class WeightSender(Endpoint):
             failure = Attempt(self._model.read).failure
         if wait:
             return self._send(report, began, failure)
-        if (
-            failure is None and self._model.base_version is not None
-        ):  # the thread has other current streams than the caller
+        if failure is None and self._model.base_version is not None:  # the thread has other current streams than the caller
             for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
                 torch.accelerator.current_stream(device).synchronize()
         may_change, interrupted = threading.Event(), threading.Event()

@@ -57,9 +57,7 @@ def parse_address(address: Address) -> tuple[str, int]:
         ValueError: it is none of these.
         TypeError: it is neither a str nor a pair.
     """
-    expected = (
-        f"expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600), got {address!r}"
-    )
+    expected = f"expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600), got {address!r}"
     if isinstance(address, str):
         match = _ADDRESS.fullmatch(address)
         if match is None:
@@ -192,9 +190,7 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
         store.wait([_GREETING], timedelta(seconds=_GREETING_SECONDS))
         greeting = store.get(_GREETING).decode()
     except RuntimeError as error:
-        raise LoadError(
-            f"the store at {where} is not that of an epload.WeightSender; is the port another job's?"
-        ) from error
+        raise LoadError(f"the store at {where} is not that of an epload.WeightSender; is the port another job's?") from error
     if greeting != _greeting():
         raise LoadError(
             f"the sender at {where} is {greeting}, this receiver is {_greeting()}; install the same version in both jobs"
@@ -209,9 +205,7 @@ def _is_front(host: str, port: int) -> bool:
 
 
 def _no_token(where: str) -> LoadError:
-    return LoadError(
-        f"the sender at {where} asks for a token: pass the argument token, or set {ENVIRONMENT}, as in its job"
-    )
+    return LoadError(f"the sender at {where} asks for a token: pass the argument token, or set {ENVIRONMENT}, as in its job")
 
 
 def answered(call: Callable[[], T], timeout: timedelta) -> T:

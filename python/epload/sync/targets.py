@@ -81,13 +81,9 @@ class ModelTarget(Target):
     def __init__(self, model: nn.Module, mapping: Mapping | str, strict: bool, alone: bool = True) -> None:
         """``alone``: whether tensors that the model has no place for are an error, if ``strict``, or in :attr:`unexpected`."""
         if quantize_rule(mapping) is not None:
-            raise ValueError(
-                "expected mapping= without Quantize on a receiver: pass it to the WeightSender, which sends fp8"
-            )
+            raise ValueError("expected mapping= without Quantize on a receiver: pass it to the WeightSender, which sends fp8")
         if isinstance(as_module(model), MegatronChunks):
-            raise ValueError(
-                "expected a model that is not Megatron-Core's, which sends versions and does not receive them"
-            )
+            raise ValueError("expected a model that is not Megatron-Core's, which sends versions and does not receive them")
         self._model = model
         self._reader = ModelReader(model, filled=True, own_names=isinstance(mapping, Mapping))
         self._base: nn.Module = unwrap(model, ())[0]
@@ -105,9 +101,7 @@ class ModelTarget(Target):
         leftovers: list[Leftover] = []
         placed = place(mapping, manifest.names, manifest.shapes, targets.shapes, leftovers=leftovers)
         added: frozenset[str] = frozenset()
-        if self.scope.adapter is None and (
-            added := names_added_by_adapters(self._model, targets.index, computes=False)
-        ):
+        if self.scope.adapter is None and (added := names_added_by_adapters(self._model, targets.index, computes=False)):
             placed = [tuple(place for place in places if place[0] not in added) for places in placed]
         _check_ties(manifest.names, placed, targets)
         self._check_names(mapping, manifest.names, placed, targets, added, [name for name, _ in leftovers])
@@ -119,9 +113,7 @@ class ModelTarget(Target):
     def tensors(self) -> list[Tensor]:
         targets = self._reader.read()
         if self._filled is not None and not targets.matches(self._filled):
-            raise LoadError(
-                "the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver"
-            )
+            raise LoadError("the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver")
         self._check_mixing()
         return targets.local()
 

@@ -73,9 +73,7 @@ def authenticate(connection: socket.socket, token: str, where: str) -> None:
     if len(proof) < _DIGEST_BYTES:
         raise ConnectionError("the sender has closed the connection")
     if not hmac.compare_digest(proof, _digest(token, b"server", nonce, challenge)):
-        raise LoadError(
-            f"the sender at {where} has another token; pass the same one, or set {ENVIRONMENT} alike, in both jobs"
-        )
+        raise LoadError(f"the sender at {where} has another token; pass the same one, or set {ENVIRONMENT} alike, in both jobs")
     connection.settimeout(None)
 
 

@@ -47,9 +47,7 @@ class DeviceStaging:
         self.pipe = DevicePipe.of(device, ranks) if ranks > 0 else None
         buffers = range(BUFFERS if nbytes > 0 else 0)
         with self.stream, torch.inference_mode(False):  # so that what was here before is over before a bucket is
-            self.headers = torch.empty(
-                BUFFERS, per_wave, HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
-            )
+            self.headers = torch.empty(BUFFERS, per_wave, HEADER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             """Headers of the buckets in each buffer, once they have arrived."""
             self.buckets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in buffers]
         self.moved, self.filled, self.used = ([torch.Event(device) for _ in buffers] for _ in range(3))

@@ -146,9 +146,7 @@ class Engine:
                 if self._failure is None:
                     try:
                         self._sink.unpack(number, bucket)
-                    except (
-                        Exception
-                    ) as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
+                    except Exception as error:  # keep receiving until a reader, who hears of it, ends the transfer for all
                         self._failure = self._context.publish_failure("unpack", [number], error)
                 self._context.control.progress += bucket.nbytes
                 self._bar.update(bucket.nbytes)

@@ -29,9 +29,7 @@ class Local(Sink):
     quantized, after its last one.
     """
 
-    def __init__(
-        self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None, keeps: bool = False
-    ) -> None:
+    def __init__(self, plan: LoadPlan, tensors: list[Tensor], staging: DeviceStaging | None = None, keeps: bool = False) -> None:
         """
         Args:
             tensors: of the plan's targets but for what is quantized, which is made when it is needed.

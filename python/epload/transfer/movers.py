@@ -73,6 +73,4 @@ def collective(context: TransferContext, flow: Flow, ring: DeviceRing, routes: R
 def broadcast(flat: Tensor, route: Route, algorithm: str, stream: torch.Stream | None) -> None:
     """Sends contiguous bytes in place, from ``route.src``, as one bucket."""
     nbytes = max(_C.OP_ALIGNMENT, flat.nbytes)
-    ops.coalesced_bcast(
-        [flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=route.leader
-    )
+    ops.coalesced_bcast([flat], route.src, route.inter_group, route.intra_group, nbytes, algorithm, stream, leader=route.leader)

@@ -12,9 +12,7 @@ Stage = tuple[str, Callable[[], None]]
 """The stage's name, and the function that runs all of it."""
 
 
-def run(
-    stages: Sequence[Stage], stop: Callable[[BaseException], None], prepare: Callable[[], None] = lambda: None
-) -> None:
+def run(stages: Sequence[Stage], stop: Callable[[BaseException], None], prepare: Callable[[], None] = lambda: None) -> None:
     """Runs the stages concurrently, the last one on the calling thread. Returns when all have ended.
 
     If a stage raises, or the calling thread is interrupted, ``stop`` is called with the exception and must make the other stages

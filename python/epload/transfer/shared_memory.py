@@ -37,9 +37,7 @@ class NodeMemory:
     """Staging buffers, of one rank alone or of all ranks of a node, and counters of the waves that each rank has finished in each
     step. Threads and processes can share it."""
 
-    def __init__(
-        self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool, count: int = BUFFERS
-    ) -> None:
+    def __init__(self, memory: Tensor, nbytes: int, ranks: Sequence[int], rank: int, shared: bool, count: int = BUFFERS) -> None:
         """
         Args:
             memory: uint8; the counters in it are zeros at first.
@@ -116,9 +114,7 @@ class NodeMemory:
             return cls(memory, nbytes, (rank,), rank, shared, count)
 
     @classmethod
-    def for_node(
-        cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int, count: int = BUFFERS
-    ) -> NodeMemory:
+    def for_node(cls, control: Control, nodes: Sequence[Sequence[int]], nbytes: int, count: int = BUFFERS) -> NodeMemory:
         """Returns memory that the node's ranks share, or private memory for every rank of the job if any cannot. Collective."""
         rank, node = control.rank, next(node for node in nodes if control.rank in node)
         if all(len(node) == 1 for node in nodes):

@@ -28,9 +28,7 @@ def check_verify(verify: object) -> None:
     """Raises TypeError unless the option is a bool."""
     if not isinstance(verify, bool):
         advice = "False not to" if verify == "off" else "True to"
-        raise TypeError(
-            f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove what the tensors hold"
-        )
+        raise TypeError(f"expected verify to be a bool, got {verify!r}; pass verify={advice} prove what the tensors hold")
 
 
 def digest_shards(plan: LoadPlan, verifiers: Sequence[int], tensors: Sequence[Tensor]) -> dict[int, bytes]:
@@ -91,8 +89,7 @@ def verify_digests(
         yield bucket.nbytes
     if wrong:
         shown = [
-            f"{name} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}"
-            for name, holders in wrong.items()
+            f"{name} on rank{'s' * (len(holders) > 1)} {', '.join(map(str, sorted(holders)))}" for name, holders in wrong.items()
         ]
         raise LoadError(
             f"after the load, shards differ from {manifest.source} as rank {rank} reads it: {list_first(shown)}; the memory, "

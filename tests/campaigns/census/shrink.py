@@ -46,9 +46,7 @@ _NOT_WIDTHS = re.compile(
     r"vocab|patch|image|kernel|window|^num_|_num_|position|crop|frames|batch|token|chunk|block|bucket|num_channels|in_channels"
     r"|_layers?$|bins|codebook_size|pool|stride|input_size|img|ratio|spatial|downsampl|group|memory_size|max_|sample|act|shape"
 )
-_EXPERTS = re.compile(
-    r"(^|_)(num|n)_?(\w+_)?experts$|^(moe_)?num_(local_)?experts$|^n_routed_experts$|^num_routed_experts$"
-)
+_EXPERTS = re.compile(r"(^|_)(num|n)_?(\w+_)?experts$|^(moe_)?num_(local_)?experts$|^n_routed_experts$|^num_routed_experts$")
 _CHOSEN = re.compile(r"experts_per_tok|^top_?k(_experts?)?$|moe_(top_?)?k$|num_selected_experts")
 _PADDING = re.compile(r"(pad\w*|blank_token)(_id|_idx|_index)$")
 
@@ -94,9 +92,7 @@ def _given(config: PreTrainedConfig) -> dict[str, Any]:
         usual = type(config)().__dict__
     except Exception:
         return {**plain, **needed}
-    given = {
-        k: v for k, v in plain.items() if not isinstance(v, PreTrainedConfig) and (k not in usual or usual[k] != v)
-    }
+    given = {k: v for k, v in plain.items() if not isinstance(v, PreTrainedConfig) and (k not in usual or usual[k] != v)}
     return {**given, **needed}
 
 

@@ -18,9 +18,7 @@ from support.findings import differing
 from support.recordings import tensors_of
 
 ALL = os.environ.get("EPLOAD_ALL_FAMILIES") == "1"
-CASES = [
-    (name, world) for name in (families.FAMILIES if ALL else families.EVERY_TIME) for world in ((2, 4) if ALL else (2,))
-]
+CASES = [(name, world) for name in (families.FAMILIES if ALL else families.EVERY_TIME) for world in ((2, 4) if ALL else (2,))]
 
 
 def expected_of(name: str, folder: Path) -> dict[str, Any]:

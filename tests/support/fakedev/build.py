@@ -96,9 +96,7 @@ def library() -> Path:
             text = (source / name).read_text()
             for old, new in changes:
                 if text.count(old) != 1:
-                    raise RuntimeError(
-                        f"csrc/{name} has {text.count(old)} times {old!r}, expected 1: mend CHANGES in {__file__}"
-                    )
+                    raise RuntimeError(f"csrc/{name} has {text.count(old)} times {old!r}, expected 1: mend CHANGES in {__file__}")
                 text = text.replace(old, new)
             (source / name).write_text(text)
         for path in source.rglob("*.cpp"):
@@ -140,9 +138,7 @@ def program(sources: list[Path]) -> Path:
 
 def kept(name: str, inputs: Iterable[Path], make: Callable[[Path], None]) -> Path:
     """The folder that ``make`` has filled from these inputs, now or earlier; one process makes it, others wait."""
-    digest = hashlib.blake2b(
-        f"{torch.__version__} {torch.__file__} {sysconfig.get_config_var('SOABI')}".encode(), digest_size=8
-    )
+    digest = hashlib.blake2b(f"{torch.__version__} {torch.__file__} {sysconfig.get_config_var('SOABI')}".encode(), digest_size=8)
     for path in sorted(inputs):
         digest.update(str(path).encode() + path.read_bytes())
     base = ROOT / "build"

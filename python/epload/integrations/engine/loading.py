@@ -52,9 +52,7 @@ def load_engine(
         manifest, target = opened.manifest, EngineTarget(engine, strict)
         tensors, named = target.record(manifest), chain(engine.model.named_parameters(), engine.model.named_buffers())
         if on_meta := [name for name, tensor in named if tensor.is_meta]:
-            raise ModelMismatch(
-                f"the engine's model is partly on meta ({list_keys(on_meta)}); give it storage before the load"
-            )
+            raise ModelMismatch(f"the engine's model is partly on meta ({list_keys(on_meta)}); give it storage before the load")
         recording = target.recording
         report = LoadReport(source=manifest.source, readers="every")
         if any(recording.regions):

@@ -27,9 +27,7 @@ class LoaderOptions(NamedTuple):
         options: dict[str, Any] = json.loads(extra) if isinstance(extra, str) else dict(extra)
         read = cls(options.pop("verify", False), options.pop("strict", None))
         if options:
-            raise ValueError(
-                f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}"
-            )
+            raise ValueError(f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}")
         if load_config.download_dir:
             raise ValueError(f"--load-format {load_format} has no --download-dir with epload: set HF_HUB_CACHE instead")
         return read

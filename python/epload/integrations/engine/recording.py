@@ -105,8 +105,7 @@ def _by_target(writes: Sequence[Write], targets: EngineTargets) -> _Written:
     for write in reversed(dict.fromkeys(reversed(writes))):  # of equal ones, the last counts
         by_target[write.target].append(write)
     return {
-        target: (some, Cells(targets.tensors[target].shape, [write.box for write in some]))
-        for target, some in by_target.items()
+        target: (some, Cells(targets.tensors[target].shape, [write.box for write in some])) for target, some in by_target.items()
     }
 
 
@@ -160,8 +159,6 @@ def _find_difference(
             if of_target[first].value is not None and not of_target[second].sources & passed_through.keys():
                 return f"{target} is first filled by a constant, then by several tensors"
     expected = [
-        write
-        for write in writes
-        if write.sources & passed_through.keys() or (write.target in affected and not write.sources)
+        write for write in writes if write.sources & passed_through.keys() or (write.target in affected and not write.sources)
     ]
     return "" if alone == expected else "it does something else if some tensors are missing"

@@ -38,9 +38,7 @@ class EngineTargets:
                 self._by_storage.setdefault(storage, []).append(name)
         real = [(name, tensor) for name, tensor in self.tensors.items() if not tensor.is_meta]
         if pair := find_overlap(real):
-            raise ModelMismatch(
-                f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out"
-            )
+            raise ModelMismatch(f"the targets {pair[0]} and {pair[1]} share part of their memory; leave one of them out")
         self.device = real[0][1].device if real else torch.device("cpu")
 
     def share_storage(self, tensor: Tensor) -> bool:
@@ -67,9 +65,7 @@ class EngineTargets:
             target = self.tensors[name]
             offset = int(tensor.storage_offset()) - int(target.storage_offset())
             try:
-                boxes = boxes_of_region(
-                    tuple(target.shape), tuple(target.stride()), offset, loops, int(source.storage_offset())
-                )
+                boxes = boxes_of_region(tuple(target.shape), tuple(target.stride()), offset, loops, int(source.storage_offset()))
                 views = list(islice(boxes, _MAX_BOXES + 1))
             except ValueError:
                 continue

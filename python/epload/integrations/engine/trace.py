@@ -253,9 +253,7 @@ class LoadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write_target(self, func: Any, target: Tensor, value: Any, fakes: Sequence[_FakeTensor]) -> None:
         name, located = func.overloadpacket.__name__, self._targets.locate(target)
         if located is None:
-            raise self.reject(
-                f"{name} writes to memory outside of a parameter, in another format, or in too many boxes"
-            )
+            raise self.reject(f"{name} writes to memory outside of a parameter, in another format, or in too many boxes")
         place, boxes = located
         if place in self.inputs:
             raise self.reject(f"it reads and writes {place}")

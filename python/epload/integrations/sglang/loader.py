@@ -68,9 +68,7 @@ def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:
     if settings is None:
         return f"is quantized with {model_config.quantization} while it is loaded, which epload does not do"
     if model_config.quantization != "fp8":
-        return (
-            f"has a checkpoint quantized with {model_config.quantization}, and of these epload was tried with fp8 alone"
-        )
+        return f"has a checkpoint quantized with {model_config.quantization}, and of these epload was tried with fp8 alone"
     return ""
 
 

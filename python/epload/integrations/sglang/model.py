@@ -95,9 +95,7 @@ def check_updatable(model: nn.Module) -> None:
     Few of its quantization methods restore what ``load_weights`` fills, and none was tried.
     """
     if copies_weights():
-        raise ModelMismatch(
-            f"--enable-amd-monokernel keeps copies of the weights of {type(model).__name__}; serve without it"
-        )
+        raise ModelMismatch(f"--enable-amd-monokernel keeps copies of the weights of {type(model).__name__}; serve without it")
     for module, method in _modules_with_quant_method(model):
         reason = ""
         if type(method) not in _PLAIN:

@@ -133,13 +133,9 @@ class EngineUpdates:
                 "weights would go to the places of others"
             )
         if scheduler.disaggregation_mode != DisaggregationMode.NULL:
-            raise ValueError(
-                "expected an engine without prefill-decode disaggregation, whose requests cannot be retracted"
-            )
+            raise ValueError("expected an engine without prefill-decode disaggregation, whose requests cannot be retracted")
         if scheduler.enable_hicache_storage:
-            raise ValueError(
-                "expected an engine without --hicache-storage-backend, which keeps what the old weights computed"
-            )
+            raise ValueError("expected an engine without --hicache-storage-backend, which keeps what the old weights computed")
 
     def _connect(self, arguments: dict[str, Any], models: list[Any], device: torch.device) -> WeightReceiver:
         """Returns the receiver, a new one if arguments are others or the version before could not be received."""
@@ -196,30 +192,22 @@ class EngineUpdates:
             raise ValueError("expected epload_receive to be called before epload_commit")
         self._thread.join(wait)
         if self._thread.is_alive():
-            raise LoadError(
-                f"the version has not arrived within {wait:g} s; commit once the trainer's send_weights has returned"
-            )
+            raise LoadError(f"the version has not arrived within {wait:g} s; commit once the trainer's send_weights has returned")
 
     def _check_received(self) -> None:
         if self._failure is not None:
             raise self._failure
         assert self._receiver is not None
         if self._torn and self._receiver is not self._torn_by and self._receiver._target.scope.left_out:
-            raise LoadError(
-                "the version is a part of the weights, and others may be of two versions; commit one of all weights"
-            )
+            raise LoadError("the version is a part of the weights, and others may be of two versions; commit one of all weights")
 
     def _check_idle(self) -> None:
         if _WEIGHTS in self._scheduler.weight_updater.offload_tags:
-            raise LoadError(
-                "the engine's weights have no memory; call resume_memory_occupation(tags=['weights']) first"
-            )
+            raise LoadError("the engine's weights have no memory; call resume_memory_occupation(tags=['weights']) first")
         if self._scheduler.weight_updater._session is not None:
             raise LoadError("a weight-update session is open; call end_weight_update first")
         if not self._scheduler.flush_cache():
-            raise LoadError(
-                "the engine has requests that cannot be retracted, so that its cache cannot be cleared; commit later"
-            )
+            raise LoadError("the engine has requests that cannot be retracted, so that its cache cannot be cleared; commit later")
 
     def _copy(self, receiver: WeightReceiver) -> None:
         """Copies the version into the models. Raises LoadError if these are now partially updated."""
@@ -311,9 +299,7 @@ def update_weights_from_tensor(
 
 def _parse(request: UpdateWeightsFromTensorReqInput) -> dict[str, Any]:
     """Returns the arguments of a call. Raises ValueError: the request has no call."""
-    expected = (
-        'expected serialized_named_tensors=[JSON of {"call": "receive" or "commit", ...}] for load_format=\'epload\''
-    )
+    expected = 'expected serialized_named_tensors=[JSON of {"call": "receive" or "commit", ...}] for load_format=\'epload\''
     try:
         arguments = json.loads(bytes(request.serialized_named_tensors[0]))
     except (ValueError, TypeError, IndexError) as error:

@@ -86,9 +86,7 @@ def rank0_load_and_broadcast_weights(
                 _log.warning("%s: %d %s: %s", weights_path, len(names), title, ", ".join(names[:10]))
 
 
-def _mapping(
-    model: nn.Module, is_peft_model: bool, converted: bool, tied: tuple[nn.Module, nn.Module] | None
-) -> Mapping:
+def _mapping(model: nn.Module, is_peft_model: bool, converted: bool, tied: tuple[nn.Module, nn.Module] | None) -> Mapping:
     """``converted``: whether a converter or renames of VeOmni apply, which replace the rules of transformers."""
     names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
     mapping = from_model(model, names)
@@ -127,12 +125,8 @@ def _converted(model: nn.Module, source: Any) -> ConvertedCheckpoint | None:
     if factory is None and not renames:
         return None
     if factory is not None and not callable(factory):
-        raise TypeError(
-            f"expected {type(owner).__name__}._create_checkpoint_tensor_converter to be a function, got {factory!r}"
-        )
-    return ConvertedCheckpoint(
-        source, lambda: None if factory is None else factory(owner), lambda name: _rename(name, renames)
-    )
+        raise TypeError(f"expected {type(owner).__name__}._create_checkpoint_tensor_converter to be a function, got {factory!r}")
+    return ConvertedCheckpoint(source, lambda: None if factory is None else factory(owner), lambda name: _rename(name, renames))
 
 
 def _rename(name: str, renames: dict[str, str]) -> str:

@@ -76,9 +76,7 @@ class ConvertedCheckpoint(Checkpoint):
         self._direct, self._inputs = [], []
         for number, name in enumerate(inner.names):
             (self._inputs if self._takes(converter, name, number) else self._direct).append(number)
-        entries = [
-            (inner.names[i], self._rename(inner.names[i]), inner.shapes[i], inner.dtypes[i]) for i in self._direct
-        ]
+        entries = [(inner.names[i], self._rename(inner.names[i]), inner.shapes[i], inner.dtypes[i]) for i in self._direct]
         try:
             entries += [(origin, *_entry(name, tensor)) for origin, name, tensor in self._convert(meta=True)]
         except CheckpointError as error:

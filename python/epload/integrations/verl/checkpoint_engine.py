@@ -93,9 +93,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def finalize(self) -> None:
         """Does nothing: connections serve the next step."""
 
-    async def send_weights(
-        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
-    ) -> dict[str, float]:
+    async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> dict[str, float]:
         if not self._address:
             raise ValueError("expected init_process_group to be called before send_weights")
         if self._parts is None:
@@ -103,9 +101,7 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         changed = self._parts.take(weights)
         if self._sender is not None and changed:
             self._parts.forget_layout()  # the sender has the tensors of the step before, and is not given others
-            raise ValueError(
-                "the actor's tensors have other names or shapes than in the step before; restart the rollout"
-            )
+            raise ValueError("the actor's tensors have other names or shapes than in the step before; restart the rollout")
         if self._sender is None:
             self._sender = WeightSender(
                 self._parts.model, self._address, receivers=self._receivers, mapping=Mapping(), **self._options

@@ -169,9 +169,7 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
         if init_info.draft and init_info.is_sender:
             engine._start = "start_draft_weight_update"
             if not callable(getattr(client, engine._start, None)):
-                raise TypeError(
-                    f"expected a client with {engine._start}() for draft=True, got a {type(client).__name__}"
-                )
+                raise TypeError(f"expected a client with {engine._start}() for draft=True, got a {type(client).__name__}")
         engine._sender = WeightSender(
             model, init_info.address, receivers=init_info.receivers, **_options(init_info, *_SENDER_OPTIONS)
         )
@@ -222,9 +220,7 @@ class VllmModel(EngineModel):
     """A worker's model, and perhaps its draft, which may share layers. Layers that vLLM processes after loading are filled as
     before that, and then processed again, as in its own layer-wise reload."""
 
-    def __init__(
-        self, model: nn.Module, config: Any, device: torch.device, drafts: Sequence[tuple[nn.Module, Any]] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, config: Any, device: torch.device, drafts: Sequence[tuple[nn.Module, Any]] = ()) -> None:
         """``drafts``: models, each with vLLM's configuration of it, that have each version together with the model."""
         self._parts: list[tuple[Any, Any]] = [(model, config.model_config), *drafts]
         models = [part for part, _ in self._parts]

@@ -62,9 +62,7 @@ def place_shards(
             continue
         if len(present) > 1 or (absent := [name for name in present[0] if name not in number_of]):
             problem = "has two names for" if len(present) > 1 else f"lacks {', '.join(absent)} of"
-            raise ModelMismatch(
-                f"the checkpoint {problem} Megatron's {shard.key}: {'; '.join(map(', '.join, present))}"
-            )
+            raise ModelMismatch(f"the checkpoint {problem} Megatron's {shard.key}: {'; '.join(map(', '.join, present))}")
         tensor = tensors[shard.target]
         layout = tuple(tensor.shape), tensor.stride()
         for name, rows in _rows_of(shard, present[0], config, {name: shapes[number_of[name]] for name in present[0]}):
@@ -76,9 +74,7 @@ def place_shards(
     return list(map(tuple, placed)), missing
 
 
-def _rows_of(
-    shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, _Rows]]:
+def _rows_of(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, _Rows]]:
     """Yields the rows of a shard that the checkpoint has, with the tensor's name. ``shapes``: of the tensors with these names."""
     if len(names) == 3:
         yield from _fused_rows(shard, names, config, shapes)
@@ -98,9 +94,7 @@ def _rows_of(
         yield name, (start, 0, count)
 
 
-def _fused_rows(
-    shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, _Rows]]:
+def _fused_rows(shard: MegatronShard, names: Names, config: Any, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, _Rows]]:
     """Yields the rows of queries, keys and values in a shard of the fused projection."""
     groups, channels = config.num_query_groups, config.kv_channels
     lengths = config.num_attention_heads // groups * channels, channels, channels
@@ -109,9 +103,7 @@ def _fused_rows(
         if shapes[name] != (expected := (groups * length, *shard.shape[1:])):
             raise _mismatch(shard, name, shapes[name], str(list(expected)))
     if shard.shape[0] != groups * group:
-        raise ModelMismatch(
-            f"Megatron's {shard.key} has {shard.shape[0]} rows, expected {groups * group} from its config"
-        )
+        raise ModelMismatch(f"Megatron's {shard.key} has {shard.shape[0]} rows, expected {groups * group} from its config")
     for number in range(begin // group, -(-end // group)):
         first = number * group
         for name, length in zip(names, lengths, strict=True):
