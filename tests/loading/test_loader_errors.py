@@ -85,7 +85,11 @@ def mistakes(rank: int, folder: Path) -> dict[str, Case]:
 
     def other(odd: nn.Module, *lines: str, **options: Any) -> Case:
         """Rank 1 has another model; the message lists these differences, and no others."""
-        return DIFFER, ["\n  " + "\n  ".join(lines)], {"model": odd if at_1 else model_of(), "source": good, **options}
+        return (
+            DIFFER,
+            ["nothing was moved:\n  " + "\n  ".join(lines)],
+            {"model": odd if at_1 else model_of(), "source": good, **options},
+        )
 
     renames = Mapping((Rename("^a$", "b" if at_1 else "a"), Rename("^d$", "a" if at_1 else "b")))
     renamed = {"model": model_of("ab"), "source": {"a": torch.ones(3), "d": torch.ones(3)}}
@@ -219,6 +223,9 @@ def test_a_load_that_cannot_be_right_is_refused_before_anything_moves(place: str
     os.truncate(tmp_path / "cut.safetensors", (tmp_path / "cut.safetensors").stat().st_size - 1)
     by_rank = run_on(place, 4, refusals, tmp_path)
     check([outcome for outcome, _ in by_rank], by_rank[0][1])
+    for case, (_, parts) in by_rank[0][1].items():
+        if parts[0].startswith("nothing was moved:\n"):
+            assert by_rank[0][0][0][case][1].endswith(parts[0]), case
 
 
 def other_orders(rank: int) -> list[str]:

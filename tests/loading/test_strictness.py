@@ -290,6 +290,7 @@ def test_other_keys_are_still_an_error() -> None:
     del state["lm_head.weight"], state["model.layers.1.mlp.up_proj.weight"]
     state |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.extra.weight": torch.ones(2)}
     text = error_of(partial(epload.load, on_meta(partial(build, "llama")), state, progress=False))
+    assert text.startswith("ModelMismatch"), text
     assert "model.layers.1.mlp.up_proj.weight" in text
     assert "model.extra.weight" in text
     assert "inv_freq" not in text

@@ -216,8 +216,9 @@ class Holder(nn.Module):
 
 
 def test_one_memory_under_two_objects_is_one_tensor() -> None:
-    base, value = torch.zeros(4, 3), torch.arange(12.0).reshape(4, 3)
+    value = torch.arange(12.0).reshape(4, 3)
     for given_names in ("ab", "a", "b"):
+        base = torch.zeros(4, 3)
         model = Holder(a=base, b=base, c=torch.zeros(2))
         state = dict.fromkeys(given_names, value) | {"c": torch.ones(2)}
         assert strictly(model, state).missing_keys == []

@@ -245,6 +245,7 @@ MISTAKES: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "expected sizes to be 'targets', 'equal' or a tuple of sizes, got 'tagrets'", lambda: Split(0, "tagrets")),
     # expressions, checked where they are passed
     (ValueError, NOWHERE, lambda: Mapping(ignore_missing=("head",), ignore_unexpected=["a", "("])),
+    (ValueError, NOWHERE, lambda: Mapping(ignore_missing=("head", "("))),
     (ValueError, NOWHERE, lambda: Quantize(weights=("(",))),
     (ValueError, NOWHERE, lambda: LocalModules("(")),
     (ValueError, NOWHERE, lambda: OuterShard("(", None)),  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from epload.model.modules import Modules
 from epload.model.targets import Targets, collect
 from support.models import on_meta
 from support.on_ranks import on_ranks
-from support.small_model import BUCKET, NODES, only_readers, wrong
+from support.small_model import BUCKET, NODES, local_of, only_readers, wrong
 
 CPU = torch.device("cpu")
 
@@ -153,10 +153,8 @@ def run_and_trained(case: str, model: nn.Module, loader: HierarchicalLoader, num
         module.reshard()
     assert memory == memory_of(model), f"{case}: FSDP has made other tensors"
     loader.load(model, only_readers(full_state(model, number)))
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     outputs.append(model(torch.arange(13)))
-    outputs[-1].float().square().mean().backward()
-    optimizer.step()
+    take_step(model)
     return [*outputs, model(torch.arange(13))]
 
 
@@ -178,6 +176,30 @@ def test_both_paths_give_equal_models(rank: int) -> None:
                 outputs.append(run_and_trained(case, model, loader, number + 1) if dtype is None else [])
             assert described[0] == described[1], case
             assert all(map(torch.equal, *outputs)), f"{case}: the two paths' models give different outputs"
+
+
+def take_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(torch.arange(13)).float().square().mean().backward()
+    optimizer.step()
+
+
+@on_ranks(4)
+def test_a_loaded_model_trains_as_one_that_was_never_on_meta(rank: int) -> None:
+    reference = Tied()
+    with torch.no_grad():
+        for i, tensor in enumerate(reference.parameters()):
+            tensor.copy_((torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 + i) / 10)
+    full = {name: value.detach().clone() for name, value in reference.state_dict().items()}
+    take_step(reference)
+    for private in (True, False):
+        model = as_one()
+        materialize(model, collect(model), CPU, private=private)
+        loader_of().load(model, only_readers(full), init_missing=lambda module, path, names: None)
+        take_step(model)
+        for name, tensor in model.named_parameters():
+            expected = local_of(reference.get_parameter(name).detach(), tensor)
+            assert torch.allclose(tensor.to_local().detach().float(), expected.float(), rtol=1e-2, atol=1e-3), (private, name)
 
 
 @on_ranks(4)
