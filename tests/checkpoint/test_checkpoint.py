@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_what_is_sent_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
         for names in (*zip(ODD_NAMES), tuple(ODD_NAMES))
     ]
     kinds = {f"t.{name}.é\u4e16": tensor(i, (i, 2), dtype) for i, (name, dtype) in enumerate(SAFETENSORS.items())}
+    assert Checkpoint.open(kinds).manifest.nbytes_of() == [value.nbytes for value in kinds.values()]
     alike = {f"{i}": tensor(i, (3 if i < 40 else i,), torch.bfloat16 if i < 50 else torch.float32) for i in range(60)}
     for name, state in (("alike", alike), ("different", alike | kinds)):
         save_file(state, tmp_path / f"{name}.safetensors")
@@ -365,3 +367,24 @@ def _refused_early(rank: int, folder: str) -> list[str]:
 def test_a_refused_load_keeps_no_file_open(tmp_path: Path) -> None:
     _small(tmp_path)
     assert ranks.run(2, _refused_early, str(tmp_path)) == [[], []]
+
+
+def test_a_file_is_opened_once(tmp_path: Path) -> None:
+    """By whatever opens it."""
+    for number, name in enumerate(("a", "b", "c")):
+        save_file({name: tensor(number, (50, 3))}, tmp_path / f"part-{number}.safetensors")
+    model = nn.ParameterDict({name: nn.Parameter(torch.empty(50, 3)) for name in ("a", "b", "c")})
+    loader = _loader()
+    opened: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and active and str(arguments[0]).startswith(str(tmp_path)):
+            opened.append(os.path.basename(arguments[0]))
+
+    active = True
+    sys.addaudithook(hook)  # for good; it does nothing any more when this test is over
+    for _ in range(2):  # parsed, then known
+        opened.clear()
+        loader.load(model, tmp_path)
+        assert sorted(name for name in opened if name) == [f"part-{number}.safetensors" for number in range(3)]
+    active = False

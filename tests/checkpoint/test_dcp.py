@@ -9,6 +9,7 @@ import pickle
 import shutil
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
 from support import ranks
 from support.checkpoints import assert_same, raw_bytes, read_all, tensor
-from support.checks import all_fine, differences
+from support.checks import all_fine, differences, full_values
 from support.dcp_checkpoints import FORMATS, MODELS, folder_of, save_all, sharded
 from support.failures import must_raise
 from support.findings import not_refused
@@ -67,6 +69,28 @@ def _load_all(rank: int, folders: dict[int, Path], world: int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 4])
 def test_any_world_size_into_any_other(world: int, saved: dict[int, Path]) -> None:
     all_fine(ranks.run(world, _load_all, saved, world))
+
+
+def test_whole_tensors_and_any_pieces(saved: dict[int, Path]) -> None:
+    """Reads tensors in boxes that several ranks wrote; pieces begin and end inside elements."""
+    generator = Random(1)
+    for name, (make, _) in MODELS.items():
+        full = full_values(make())
+        for (world, folder), form in product(saved.items(), FORMATS):
+            checkpoint = Checkpoint.open(folder_of(folder, name, form))
+            values = {key: value for key, value in full.items() if value.numel() or form == "torch"}
+            assert_same(read_all(checkpoint), values)
+            pieces, expected = [], bytearray()
+            for number, key in enumerate(checkpoint.manifest.names):
+                raw = raw_bytes(values[key])
+                for _ in range(3 * bool(raw)):
+                    begin = generator.randrange(len(raw))
+                    part = raw[begin : generator.randint(begin + 1, len(raw))]
+                    pieces.append(epload.Piece(number, begin, len(expected), len(part)))
+                    expected += part
+            bucket = torch.empty(len(expected), dtype=torch.uint8)
+            checkpoint.fill(bucket, pieces)
+            assert bytes(bucket.tolist()) == bytes(expected), (name, world, form)
 
 
 def _save(folder: Path, state: dict[str, Any]) -> Path:

@@ -23,6 +23,7 @@ def assert_packed(tensors: list[Tensor], table: Tensor, bucket: Tensor) -> None:
     packed = torch.zeros_like(bucket)
     ops.pack(packed, tensors, table)
     assert torch.equal(packed, bucket)
+    assert not packed.requires_grad
 
 
 @settings(max_examples=250, deadline=None)

@@ -200,6 +200,7 @@ def test_folders_that_cannot_be_synced(case: str, overwrite: bool, tmp_path: Pat
     with mock.patch.object(folders.os, "fsync", of_folders):
         error = error_of(lambda: epload.save({"w": torch.ones(2)}, path, overwrite=overwrite))
     assert (".saving" in error and "Input/output error" in error) == (error != "") == (case == "new folder")
+    assert os.listdir(tmp_path) == (["c"] if path.exists() else [])
     before = ["old"] * overwrite
     assert (os.listdir(path) if path.exists() else []) == (before if error else ["model.safetensors"])
     assert ("is saved, but may be lost if the machine fails soon" in caplog.text) == (case == "parent")

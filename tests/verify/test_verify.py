@@ -257,3 +257,35 @@ def test_tolerances_are_those_of_isclose() -> None:
     found = difference(a, b, rtol=0.05, atol=0.02)
     assert found is not None
     assert found[0] == expected
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_what_differs_is_named_and_nothing_else(from_file: bool, tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.full((1 + i * 7 % 90,), float(i))) for i in range(50)])
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    prove = run._prove
+
+    def after_a_change(*arguments: Any) -> None:
+        for value in list(model.parameters())[::10]:
+            value.data[-1] += 1
+        prove(*arguments)
+
+    loader = HierarchicalLoader(verify=True, bucket_bytes=512, progress=False)
+    with mock.patch.object(run, "_prove", after_a_change):
+        text = str(must_raise(epload.LoadError, "reads it", loader.load, model, tmp_path if from_file else state))
+    listed = re.search("reads it: (.*); the memory", text)
+    assert listed is not None
+    assert {*listed[1].split(", ")} == {f"{i} on rank 0" for i in range(0, 50, 10)}
+
+
+def verifies_itself(rank: int) -> list[str]:
+    """Ranks without the checkpoint do as the one that has it."""
+    with mock.patch.object(StateDictCheckpoint, "verified", True):
+        model = Net()
+        report = epload.load(model, only_readers(state_for(1), "one"), readers="one", verify=True, progress=False)
+    return wrong(model, state_for(1)) + ["verified"] * report.verified
+
+
+def test_ranks_without_the_checkpoint_do_not_verify_what_verifies_itself() -> None:
+    all_fine(ranks.run(2, verifies_itself))
