@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from epload import HierarchicalLoader, Topology
 from epload.native import ops
 from support import fakedev, ranks
 from support.aborts import WHO, at_each_bucket
-from support.accelerator import DEVICE, NODES, for_readers, meta_net, wrong
+from support.accelerator import DEVICE, NODES, SEMANTICS, for_readers, meta_net, wrong
 from support.checks import all_fine
 from support.failures import Filling, Raised, check_raised, raised_by
 from support.small_model import BUCKET, state_for
@@ -190,3 +191,42 @@ def test_each_thread_uses_the_ranks_own_device() -> None:
 @pytest.mark.parametrize(("readers", "algorithm"), [("one", "striped"), ("partitioned", "two_level")])
 def test_all_ranks_end_at_one_bucket_and_none_unpacks_it(readers: str, algorithm: str, who: str) -> None:
     all_fine(ranks.run(4, at_each_bucket, readers, algorithm, who, DEVICE, setup=fakedev.setup))
+
+
+def _traced(rank: int, semantics: str) -> list[str]:
+    """Broadcasts and unpacking of every bucket on the one stream, host to device on others; two communicators a rank."""
+    problems = []
+    topology = Topology.from_nodes(NODES[4])
+    cases = (("one", "two_level"), ("partitioned", "two_level"), ("one", "striped"))
+    for stream, (readers, algorithm) in zip((torch.Stream(DEVICE), None, torch.Stream(DEVICE)), cases, strict=True):
+        loader = HierarchicalLoader(topology, readers=readers, algorithm=algorithm, bucket_bytes=BUCKET, stream=stream)
+        model = meta_net()
+        loader.load(model, for_readers(state_for(1), readers))
+        with fakedev.traced() as seen:
+            report = loader.load(model, for_readers(state_for(2), readers))
+        problems += wrong(model, state_for(2))
+        sent = Counter(what for _, _, what in seen if what in ("broadcast", "allgather"))
+        groups = 2 if rank in (0, 2) or algorithm == "striped" else 1
+        if sent.total() != groups * report.buckets or sent.total() != report.transport_steps:
+            problems.append(f"{sent} for {report.buckets} buckets, reported {report.transport_steps}")
+        # In stripes, the source's node broadcasts each bucket, then all send their stripe; the other node gathers at once.
+        if algorithm == "striped" and sent["allgather"] != (report.buckets if rank in (2, 3) else 0):
+            problems.append(f"{sent} for {report.buckets} buckets in stripes")
+        of_groups = {s.stream_id for s in fakedev.group_streams()}
+        unpacking = {on for _, on, what in seen if what == ("region copy" if semantics == "nccl" else "copy")}
+        sending = {on for _, on, what in seen if what in ("broadcast", "allgather")}
+        uploading = {on for _, on, what in seen if what == "copy to device"}
+        reads = rank == 0 or (readers == "partitioned" and rank == 2)  # and takes what it keeps of that from the host
+        if semantics == "hccl" and not sending <= of_groups:
+            problems.append(f"{readers} {algorithm}: broadcasts on {sending}, not on {of_groups}")
+        one = (set() if reads else unpacking) | (sending if semantics == "nccl" else set())
+        if len(one) > 1 or (stream is not None and not one <= {stream.stream_id}):
+            problems.append(f"{readers} {algorithm}: works on the streams {one}, given {stream}")
+        if uploading & (one | {stream.stream_id if stream is not None else None}) or bool(uploading) != reads:
+            problems.append(f"{readers} {algorithm}: host to device on {uploading}, with {one} for what follows")
+    return problems
+
+
+@SEMANTICS
+def test_all_work_is_on_one_stream_but_the_copies_to_the_device(semantics: str) -> None:
+    all_fine(ranks.run(4, _traced, semantics, setup=partial(fakedev.setup, semantics)))

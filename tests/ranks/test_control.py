@@ -226,3 +226,29 @@ def test_a_rank_that_dies_is_named() -> None:
     for text, seconds in filter(None, ranks.run(4, one_dies, dying=(1,))):
         assert "rank 1" in text
         assert seconds < 10
+
+
+def late_to_refused_loads(rank: int) -> list[str]:
+    """Each rank is a node. Rank 2 comes to a load that rank 1 has refused when the others have failed in two loads after it."""
+    store = dist.group.WORLD.get_group_store()
+    control = make_control(rank, (0, 1, 2), node=str(rank))
+    control.agree("all here", None)
+    refusing = (1, 0, 0)
+    if rank == 2:
+        store.wait(["test/others-failed"], timedelta(seconds=60))
+    texts = []
+    for load, refuses in enumerate(refusing):
+        if rank == refuses:
+            texts.append(control.refuse(control.next_load(), LoadError(f"refused {load}")).text)
+        else:
+            control.begin(timedelta(minutes=1))
+            texts.append(raised(lambda: control.agree("turn", None))[1])
+    if rank == 1:
+        store.set("test/others-failed", "")
+    control.begin(timedelta(minutes=1))
+    control.agree("turn", None)
+    return texts
+
+
+def test_a_late_rank_hears_why_a_load_was_refused() -> None:
+    assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,10 +17,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from epload import HierarchicalLoader, Topology
 from epload.native import ops
+from epload.transfer.shared_memory import NodeMemory
 from support import ranks
 from support.accelerator import WAYS
 from support.failures import Raised, Slow, check_raised, raised_by
@@ -234,3 +237,27 @@ def test_a_process_ends_with_its_own_status_after_a_load(tmp_path: Path) -> None
     ]  # fmt: skip
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [3] * 2, "\n".join(outputs)
+
+
+def given_up(rank: int) -> str:
+    """A relay that is given up lets go of its bucket: what arrives later is not written to it."""
+    group = dist.new_group([0, 1])
+    bucket = torch.full((1 << 20,), 7, dtype=torch.uint8)
+    steps = torch.tensor([[0, 1 << 20, 1 - rank if rank == 0 else -1, -1, -1 if rank == 0 else 0, -1]])
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        memory = NodeMemory.private(0, 1)
+        threading.Timer(0.5, memory.fail).start()
+        kind, text, seconds = raised_by(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, memory.counters, 60.0))
+        store.set("test/given-up", "")
+        time.sleep(1.0)
+        untouched = bool((bucket == 7).all())
+        return f"{kind} {'given up' in text} {seconds < 10} {untouched}"
+    store.get("test/given-up")
+    bucket.fill_(9)
+    raised_by(lambda: ops.relay(bucket, steps, group.group_name, "", 1 << 16, None, 2.0))
+    return ""
+
+
+def test_a_relay_that_is_given_up_lets_go_of_its_bucket() -> None:
+    assert ranks.run(2, given_up, dying=())[0] == "RuntimeError True True True"

@@ -70,7 +70,7 @@ def misses(rank: int, absent: tuple[int, ...], kind: str, nodes: list[list[int]]
     [
         ((1,), "load", [[0, 1, 2]]), ((0,), "load", [[0, 1, 2]]), ((1,), "loader", [[0, 1], [2]]),
         ((0, 1), "save", [[0, 1], [2]]), ((2,), "save", [[0], [1, 2]]), ((1,), "load_state", [[0], [1, 2]]),
-        ((0,), "save_async", [[0, 1, 2]]),
+        ((0,), "save_async", [[0, 1, 2]]), ((1, 2), "load_state", [[0], [1, 2]]),
     ],
 )  # fmt: skip
 def test_a_rank_that_has_missed_calls_takes_part(absent: Any, kind: str, nodes: Any, tmp_path: Path) -> None:

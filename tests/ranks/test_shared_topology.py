@@ -21,8 +21,11 @@ import epload
 from epload import HierarchicalLoader, Topology, coalesced_bcast, load
 from epload.checkpoint.base import Checkpoint
 from epload.ranks.connection import DEFAULT_TIMEOUT
+from epload.ranks.control import Control
 from support import ranks
+from support.checks import all_fine
 from support.failures import Slow, error_of, outcome, raised, raised_by
+from support.memory import memfds
 from support.small_model import BUCKET, NODES, meta_net, only_readers, state_for, wrong
 
 
@@ -245,3 +248,29 @@ def test_a_load_inside_a_load_is_refused() -> None:
     results = ranks.run(2, load_in_a_hook, limit=60)
     assert len(set(results)) == 1, results
     assert "load() or coalesced_bcast() was called" in results[0]
+
+
+def failing_announcement(rank: int, round_: str) -> list[str]:
+    """A round fails between a leader's announcement of memory and the end of it: another rank was interrupted in it."""
+    loader = HierarchicalLoader(Topology.from_nodes(NODES), readers="one", bucket_bytes=BUCKET, timeout=30)
+    before = len(memfds())
+    agree = Control.agree
+
+    def interrupted(self: Control, what: str, *args: Any, **options: Any) -> Any:
+        if what == round_:
+            raise MemoryError("no room for a round")
+        return agree(self, what, *args, **options)
+
+    model = meta_net()
+    with mock.patch.object(Control, "agree", interrupted) if rank == 3 else nullcontext():
+        error = error_of(lambda: loader.load(model, only_readers(state_for(1), "one")))
+    problems = [] if error.startswith("LoadError") and "no room for a round" in error else [error]
+    if len(memfds()) != before:
+        problems.append(f"descriptors of shared memory are left: {memfds()}")
+    loader.load(model, only_readers(state_for(2), "one"))
+    return problems + wrong(model, state_for(2))
+
+
+@pytest.mark.parametrize("round_", ["planning", "sharing memory"])
+def test_a_round_that_fails_leaves_no_descriptor_of_shared_memory(round_: str) -> None:
+    all_fine(ranks.run(4, failing_announcement, round_, limit=60))

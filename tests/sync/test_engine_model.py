@@ -17,6 +17,7 @@ from support.checks import fill
 from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint, unique
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
+from support.ranks import RankFailed
 from support.recordings import manifest_of, same_bits, tensors_of
 from support.small_syncs import receiving, sending, take
 
@@ -38,8 +39,10 @@ def trainer(world: int) -> nn.Module:
     return model
 
 
-def send(rank: int, meeting: Meeting, world: int, receivers: int) -> None:
+def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str = "") -> None:
     model = trainer(world)
+    if without:
+        delattr(model, without)
     with sending(meeting, model, receivers, timeout=30, delta="always") as sender:
         for version in (1, 2, 3):
             fill(model, values(version))
@@ -136,3 +139,8 @@ def test_tied_parameters_are_written_under_one_of_their_names() -> None:
 def test_an_engine_without_load_weights_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a model with load_weights, got a Linear"):
         epload.EngineModel(nn.Linear(2, 2))
+
+
+def test_parameters_that_the_sender_does_not_have_are_an_error() -> None:
+    with pytest.raises(RankFailed, match=r"load_weights leaves 1 of the engine's parameters unwritten.*norm\.weight"):
+        run([Job(1, send, (1, 2, "norm")), Job(2, receive, ("views", torch.float32, {}))])

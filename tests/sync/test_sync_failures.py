@@ -62,7 +62,14 @@ def jobs_of(semantics: str, stage: str, train: tuple[Any, ...], *plans: list[str
 
 @pytest.mark.parametrize(
     ("semantics", "stage", "dies"),
-    [("", "host", True), ("", "none", False), ("nccl", "none", True), ("hccl", "host", True), ("nccl", "none", False)],
+    [
+        ("", "host", True),
+        ("", "none", True),
+        ("", "none", False),
+        ("nccl", "none", True),
+        ("hccl", "host", True),
+        ("nccl", "none", False),
+    ],
 )
 @pytest.mark.usefixtures("fake_device")
 def test_a_receiver_that_fails_is_named_and_the_others_go_on(semantics: str, stage: str, dies: bool) -> None:
