@@ -313,7 +313,9 @@ class Control(Rounds):
                 if not decision:
                     raise (published or Failure.of(error, self.rank)).error() from None
             except DistNetworkError as lost:
-                raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank})") from lost
+                ended = self.processes.ended.items()
+                why = f"; {RankExited(*min(ended))}" if ended else ""
+                raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank}){why}") from lost
             load, attempt, step = self.at
             self.succeeded, self.at = last, (load, attempt, step + 1)
             return json.loads(decision)
