@@ -23,7 +23,7 @@ LIMIT = 120.0
 
 def send(job: SyncJob) -> None:
     if "sender" not in job.keep:
-        rule = Quantize({"quant_method": "fp8", "weight_block_size": BLOCK})
+        rule = Quantize({"quant_method": "fp8", "weight_block_size": BLOCK}, weights=(r"_proj\.weight$",))
         sender = epload.WeightSender(
             job.model, (job.host, 0), receivers=job.receivers, topology=job.topology, timeout=LIMIT, mapping=rule
         )

@@ -16,7 +16,7 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Opens a regular file, or a symbolic link to one, for reading. Returns the descriptor. Raises OSError: there is no such
+    """Opens a regular file, or a symbolic link to one, for reading. Returns the descriptor. Raises OSError if there is no such
     file, it cannot be read, or it is not a regular file."""
     _check(path, os.stat(path))  # opening a device may have side effects
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY

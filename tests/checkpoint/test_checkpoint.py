@@ -370,7 +370,7 @@ def test_a_refused_load_keeps_no_file_open(tmp_path: Path) -> None:
 
 
 def test_a_file_is_opened_once(tmp_path: Path) -> None:
-    """By whatever opens it."""
+    """Counts opens by any code of the process."""
     for number, name in enumerate(("a", "b", "c")):
         save_file({name: tensor(number, (50, 3))}, tmp_path / f"part-{number}.safetensors")
     model = nn.ParameterDict({name: nn.Parameter(torch.empty(50, 3)) for name in ("a", "b", "c")})

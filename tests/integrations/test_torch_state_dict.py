@@ -313,7 +313,7 @@ MISSING = {
     "third.bias": ["third.bias"],
     "first.weight": [],  # which the dict has under its other name
 }
-"""What a dict lacks, and what ours says of it; torch's says nothing."""
+"""Names that a dict lacks, and those of them that ours reports; torch's reports none."""
 
 
 @pytest.mark.parametrize("missing", MISSING)

@@ -57,7 +57,7 @@ class Wrapped(Tensor):
         return func(*unwrapped, **options)
 
     def whole(self) -> Tensor:
-        """What operations get that the class does not know."""
+        """Returns the tensor for operations that the class does not know."""
         return self.inner
 
 

@@ -242,6 +242,7 @@ REFUSED: dict[str, Callable[[Tensor], nn.Module]] = {
     "a and b share part of": lambda base: Holder(a=base, b=base.t()),
     "a and b share part of their": lambda base: Holder(a=base, b=base.view(-1)),
     "w is expanded": lambda base: Holder(w=base.view(-1).unfold(0, 5, 2)),
+    "w is a lazy conjugate or negation": lambda base: Holder(w=torch.complex(base, base).conj()),
 }
 
 

@@ -217,7 +217,7 @@ def test_a_forward_and_a_backward(make: Make, dtype: str, in_its_group: bool, tm
 @pytest.mark.parametrize("make", [deepseek, ernie, t5, mamba, deberta])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_saves_and_conversions(make: Make, dtype: torch.dtype, tmp_path: Path) -> None:
-    """What was saved loads as the checkpoint would that the model was loaded from."""
+    """Loads of a save and of a conversion give what ``from_pretrained`` makes of the original checkpoint."""
     folder, kind = saved(tmp_path / "float32", make, "float32"), type(make())
     epload.save(kind.from_pretrained(folder), tmp_path / "saved", dtype=dtype)
     epload.convert(folder, tmp_path / "converted", dtype=dtype, files=[f"{folder}/config.json"])

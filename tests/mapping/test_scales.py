@@ -411,7 +411,7 @@ def shard(dim: int, parameter: Tensor) -> Shard:
 
 @on_ranks(4, mapped.store)
 def test_pytorch_175884_fp8_weights_are_kept_or_dequantized(rank: int, tmp_path: Path) -> None:
-    """With a mapping that fuses, transposes and reshapes them; in shards along either dim."""
+    """Weights are fused, transposed and reshaped by a mapping, and sharded along either dim."""
     file = mapped.checkpoint()
     for dtype, readers in ((BF16, "one"), (torch.float16, "every"), (torch.float32, "partitioned")):
         runs, values = loader(readers, 20000), mapped.expected(file, dtype)

@@ -178,7 +178,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Of another library, with an initializer of the same kind; experts are one tensor, and modules."""
+    """Belongs to another library, with an initializer of the same kind; experts are one tensor, and modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,7 +196,7 @@ class Checksums:
         return parts
 
     def parts_of(self, file: StoredFile, read: Callable[[int, int], Any]) -> list[HashedPart]:
-        """Returns the parts of a file. Raises CheckpointError: the list does not name the file, or names several, or describes
+        """Returns the parts of a file. Raises CheckpointError if the list does not name the file, or names several, or describes
         one of another size."""
         named = self._by_name.get(file.name, set())
         if len(named) > 1:

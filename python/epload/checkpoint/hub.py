@@ -96,7 +96,7 @@ def _address(name: str, revision: str) -> str:
 
 
 def _download(hub: Any, name: str, revision: str, variant: str, progress: Progress) -> Path:
-    """Returns the folder in the cache. Raises CheckpointError: the model is not on the Hub, or not accessible, or neither
+    """Returns the folder in the cache. Raises CheckpointError if the model is not on the Hub, or not accessible, or neither
     reachable nor cached."""
     try:
         info = hub.HfApi().model_info(name, revision=revision or None)

@@ -47,7 +47,7 @@ class Index:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file that holds each tensor, by name; it may omit tensors. Raises CheckpointError: the index is malformed, or names
+        """The file that holds each tensor, by name; it may omit tensors. Raises CheckpointError if it is malformed, or names
         something else than files in its own folder."""
         try:
             weight_map = dict(json.loads(self.raw)["weight_map"].items())

@@ -63,7 +63,7 @@ class LocalFile(StoredFile):
         return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
     def reopen(self) -> None:
-        """Opens the path again. Raises CheckpointError: the file has changed or cannot be opened."""
+        """Opens the path again. Raises CheckpointError if the file has changed or cannot be opened."""
         self.close()
         failure = ""
         try:

@@ -27,7 +27,7 @@ STATE_DICT = "state dict"
 
 def split_entries(state: Mapping[Any, Any], source: str) -> tuple[dict[str, Tensor], list[str]]:
     """Returns the tensors of a state dict, and the names of its other entries. An empty dict is a state dict without tensors.
-    Raises CheckpointError: there are entries, but no tensors among them, or the name of a tensor is not a string."""
+    Raises CheckpointError if there are entries, but no tensors among them, or the name of a tensor is not a string."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = [str(name) for name in state if name not in tensors]
     if others and not tensors:

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-TABLE: dict[torch.dtype, tuple[int, str, str]] = {
-    torch.uint8: (0, "U8", "integer"),
-    torch.int8: (1, "I8", "integer"),
-    torch.int16: (2, "I16", "integer"),
-    torch.int32: (3, "I32", "integer"),
-    torch.int64: (4, "I64", "integer"),
-    torch.float16: (5, "F16", "float"),
-    torch.float32: (6, "F32", "float"),
-    torch.float64: (7, "F64", "float"),
-    torch.complex32: (8, "", ""),
-    torch.complex64: (9, "C64", ""),
-    torch.complex128: (10, "", ""),
-    torch.bool: (11, "BOOL", ""),
-    torch.bfloat16: (15, "BF16", "float"),
-    torch.float8_e5m2: (23, "F8_E5M2", "fp8"),
-    torch.float8_e4m3fn: (24, "F8_E4M3", "fp8"),
-    torch.float8_e5m2fnuz: (25, "F8_E5M2FNUZ", "fp8"),
-    torch.float8_e4m3fnuz: (26, "F8_E4M3FNUZ", "fp8"),
-    torch.uint16: (27, "U16", "integer"),
-    torch.uint32: (28, "U32", "integer"),
-    torch.uint64: (29, "U64", "integer"),
-    torch.float8_e8m0fnu: (44, "F8_E8M0", ""),
-}
-"""Three facts of each dtype.
 
-The code is ``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change.
-The name is that in ``safetensors::tensor::Dtype`` (https://github.com/huggingface/safetensors), if there is one.
-The kind is ``integer``: packed weights are stored as it; ``float``: has at least 16 bits; ``fp8``: scales multiply it."""
+class DtypeRow(NamedTuple):
+    """A row of the table."""
+
+    code: int
+    """``c10::ScalarType`` (c10/core/ScalarType.h). Its values are part of torch's serialized formats and do not change."""
+    safetensors: str = ""
+    """Name in ``safetensors::tensor::Dtype`` (https://github.com/huggingface/safetensors), if there is one."""
+    kind: str = ""
+    """``integer``: packed weights are stored as it; ``float``: has at least 16 bits; ``fp8``: weights that scales multiply."""
+
+
+TABLE = {
+    torch.uint8: DtypeRow(0, "U8", "integer"),
+    torch.int8: DtypeRow(1, "I8", "integer"),
+    torch.int16: DtypeRow(2, "I16", "integer"),
+    torch.int32: DtypeRow(3, "I32", "integer"),
+    torch.int64: DtypeRow(4, "I64", "integer"),
+    torch.float16: DtypeRow(5, "F16", "float"),
+    torch.float32: DtypeRow(6, "F32", "float"),
+    torch.float64: DtypeRow(7, "F64", "float"),
+    torch.complex32: DtypeRow(8),
+    torch.complex64: DtypeRow(9, "C64"),
+    torch.complex128: DtypeRow(10),
+    torch.bool: DtypeRow(11, "BOOL"),
+    torch.bfloat16: DtypeRow(15, "BF16", "float"),
+    torch.float8_e5m2: DtypeRow(23, "F8_E5M2", "fp8"),
+    torch.float8_e4m3fn: DtypeRow(24, "F8_E4M3", "fp8"),
+    torch.float8_e5m2fnuz: DtypeRow(25, "F8_E5M2FNUZ", "fp8"),
+    torch.float8_e4m3fnuz: DtypeRow(26, "F8_E4M3FNUZ", "fp8"),
+    torch.uint16: DtypeRow(27, "U16", "integer"),
+    torch.uint32: DtypeRow(28, "U32", "integer"),
+    torch.uint64: DtypeRow(29, "U64", "integer"),
+    torch.float8_e8m0fnu: DtypeRow(44, "F8_E8M0"),
+}
 _SHORT = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16", *_SHORT)
 """Names of the dtypes that weights are converted to."""
 DType = torch.dtype | str
 """A dtype that a caller passes: itself, or its name, such as ``"bfloat16"`` or ``"bf16"``."""
-_BY_CODE = {code: dtype for dtype, (code, _, _) in TABLE.items()}
+_BY_CODE = {row.code: dtype for dtype, row in TABLE.items()}
 ITEMSIZES = [_BY_CODE[i].itemsize if i in _BY_CODE else 0 for i in range(max(_BY_CODE) + 1)]
 """Bytes of an element, by code."""
-SAFETENSORS = {name: dtype for dtype, (_, name, _) in TABLE.items() if name}
-FP8 = tuple(dtype for dtype, (_, _, kind) in TABLE.items() if kind == "fp8")
-INTEGERS = tuple(dtype for dtype, (_, _, kind) in TABLE.items() if kind == "integer")
+SAFETENSORS = {row.safetensors: dtype for dtype, row in TABLE.items() if row.safetensors}
+FP8 = tuple(dtype for dtype, row in TABLE.items() if row.kind == "fp8")
+INTEGERS = tuple(dtype for dtype, row in TABLE.items() if row.kind == "integer")
 
 
 def name(dtype: torch.dtype) -> str:
@@ -89,7 +98,7 @@ def code(dtype: torch.dtype) -> int:
     """
     if dtype not in TABLE:
         raise ValueError(f"epload does not support {dtype}")
-    return TABLE[dtype][0]
+    return TABLE[dtype].code
 
 
 def from_code(number: int) -> torch.dtype:
@@ -107,4 +116,4 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def is_wide(dtype: torch.dtype) -> bool:
     """Returns True if ``dtype`` is a float of at least 16 bits."""
-    return dtype in TABLE and TABLE[dtype][2] == "float"
+    return dtype in TABLE and TABLE[dtype].kind == "float"

@@ -217,8 +217,15 @@ class Agreement:
         return Draft(manifest, mapping, per_wave, bucket_bytes, options)
 
     def _make_checked_plan(self, request: Request, inputs: LocalInputs, draft: Draft, anywhere: frozenset[int]) -> LoadPlan:
-        """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow."""
-        plan = self._make_plan(draft, inputs.targets, anywhere)
+        """Raises ModelMismatch where the plan is not what ``strict`` and ``ignore_mismatched_shapes`` allow, or fills a lazy
+        conjugate."""
+        plan, targets = self._make_plan(draft, inputs.targets, anywhere), inputs.targets
+        is_new = inputs.modules is not None  # else the model is as in the load before
+        for name, tensor in zip(targets.names, targets.tensors, strict=True) if is_new else ():
+            if (tensor.is_conj() or tensor.is_neg()) and name not in plan.unfilled:
+                raise ModelMismatch(
+                    f"{name} is a lazy conjugate or negation, which is never written to: resolve_conj().resolve_neg() it first"
+                )
         strict, ignore = request.strict, request.ignore_mismatched_shapes
         check_match(draft.manifest, plan, draft.mapping, strict=strict, ignore_mismatched_shapes=ignore)
         return plan

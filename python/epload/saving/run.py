@@ -127,7 +127,7 @@ class PendingSave:
         return self._saving.result()
 
     def _run(self) -> SaveReport:
-        """Saves the model. Collective. Raises LoadError, ValueError, TypeError: the same on every rank; what was at the path is
+        """Saves the model. Collective. Raises LoadError, ValueError or TypeError, the same on every rank; what was at the path is
         still there."""
         report, topology = self._report, self._topology
         call = Call("save()", topology, self, self._made_by)

@@ -30,7 +30,7 @@ from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
 from epload.sync.transfer import HostRoute, StagedBuckets
-from epload.transfer.context import Sink, TransferContext
+from epload.transfer.context import KeepsNothing, Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory
 
@@ -342,7 +342,7 @@ class Generation:
             report.version,
             ends_in_order=False,
         )
-        sink = Sink() if self._sends or shards is None else shards
+        sink: Sink = KeepsNothing() if self._sends or shards is None else shards
         if route.device is not None and self.node_version is not None:
             sink = StagedBuckets(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)

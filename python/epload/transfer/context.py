@@ -28,7 +28,7 @@ CheckpointError if it cannot be read."""
 
 
 class Sink:
-    """Takes the buckets of a transfer. Used by one thread, within :meth:`entered`. This one leaves them where they are."""
+    """Takes the buckets of a transfer. Used by one thread, within :meth:`entered`."""
 
     def entered(self) -> AbstractContextManager[None]:
         """Returns a context for the whole transfer."""
@@ -37,6 +37,14 @@ class Sink:
     def unpack(self, number: int, bucket: Tensor) -> None:
         """Takes what this rank keeps, if anything, out of a bucket (uint8). The sink no longer needs it when this returns, or
         when the work that it has queued on its stream is done."""
+        raise NotImplementedError
+
+
+class KeepsNothing(Sink):
+    """Leaves buckets where they are, as on a rank that sends."""
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        pass
 
 
 @dataclass(frozen=True)
