@@ -17,7 +17,7 @@ from tables import Table, seconds, times
 ROUNDS = 2
 """Agreement rounds of a steady sync."""
 CHUNK = 1 << 20
-"""Bytes that a node passes on at a time; see epload/sync/transfer.py."""
+"""Bytes that a node passes on at a time; see epload/sync/host_route.py."""
 STAGES = ("none", "host")
 
 

@@ -162,44 +162,6 @@ class TransferReport(Report):
     verify: bool = False
     """The ``verify`` option."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.merged: list[Events] | None = None
-        """The events of all ranks of a load that was traced, on the first rank; else None."""
-
-    def trace(self, path: str | PathLike[str]) -> None:
-        """Writes a trace of all ranks, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. Only the
-        first rank writes; on others this does nothing. Not collective.
-
-        Raises:
-            ValueError: the load was not traced.
-        """
-        if (ranks := self._traced()) is not None:
-            save_trace(ranks, path, self._trace_metadata())
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. Only the first rank
-        draws; on others this does nothing. Not collective.
-
-        Raises:
-            ValueError: the load was not traced.
-            ImportError: matplotlib is not installed.
-        """
-        if (ranks := self._traced()) is not None:
-            plot(ranks, path, PHASES)
-
-    def _trace_metadata(self) -> dict[str, str]:
-        """Returns facts about the whole operation, by name."""
-        return {}
-
-    def _traced(self) -> list[Events] | None:
-        if self.events is None:
-            raise ValueError(
-                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to the load "
-                "(options=epload.LoadOptions(trace=True) to epload.load), or set EPLOAD_TRACE to a folder"
-            )
-        return self.merged
-
 
 @dataclass(repr=False)
 class LoadReport(TransferReport):
@@ -245,6 +207,41 @@ class LoadReport(TransferReport):
     hashed: int = 0
     """Bytes that this rank has read to compare checksums, in addition to those that it has loaded."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.merged: list[Events] | None = None
+        """The events of all ranks of a load that was traced, on the first rank; else None."""
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Writes a trace of all ranks, on one clock, in the Trace Event Format, which https://ui.perfetto.dev opens. Only the
+        first rank writes; on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+        """
+        if (ranks := self._traced()) is not None:
+            facts = {"epload": self.epload_version, "checkpoint": self.source, "mode": self._mode}
+            save_trace(ranks, path, facts)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draws what each rank did over time, and the rate of each phase, as an image such as ``load.png``. Only the first rank
+        draws; on others this does nothing. Not collective.
+
+        Raises:
+            ValueError: the load was not traced.
+            ImportError: matplotlib is not installed.
+        """
+        if (ranks := self._traced()) is not None:
+            plot(ranks, path, PHASES)
+
+    def _traced(self) -> list[Events] | None:
+        if self.events is None:
+            raise ValueError(
+                "expected the report of a load that was traced, got one of a load that was not: pass trace=True to the load "
+                "(options=epload.LoadOptions(trace=True) to epload.load), or set EPLOAD_TRACE to a folder"
+            )
+        return self.merged
+
     def _headline(self) -> str:
         return f"loaded {super()._headline()} ({show_rate(self._rate)})"
 
@@ -255,9 +252,6 @@ class LoadReport(TransferReport):
     @property
     def summary(self) -> str:
         return f"{self._headline()}; {self._mode}" + (", verified" if self.verified else "")
-
-    def _trace_metadata(self) -> dict[str, str]:
-        return {"epload": self.epload_version, "checkpoint": self.source, "mode": self._mode}
 
     def _facts(self) -> Facts:
         who = {

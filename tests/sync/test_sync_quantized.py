@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -127,7 +128,11 @@ def is_of_first_layer(name: str) -> bool:
     return "layers.0." in name
 
 
-def receive_part(rank: int, meeting: Meeting) -> None:
+def is_norm(name: str) -> bool:
+    return "norm" in name
+
+
+def receive_part(rank: int, meeting: Meeting, is_sent: Callable[[str], bool]) -> None:
     model = make_engine()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with receiving(meeting, model) as receiver:
@@ -136,12 +141,13 @@ def receive_part(rank: int, meeting: Meeting) -> None:
     for name, tensor in before.items():
         if tensor.dtype == FP8:
             wanted |= reference(name, wanted[name], BLOCKS)
-    assert_same(dict(model.state_dict()), {name: (wanted if is_of_first_layer(name) else before)[name] for name in wanted})
+    assert_same(dict(model.state_dict()), {name: (wanted if is_sent(name) else before)[name] for name in wanted})
 
 
-def test_a_part_of_the_weights_with_their_scales() -> None:
-    sender = partial(send_model, mapping=Quantize(BLOCKS), only=is_of_first_layer)
-    run([Job(2, sender, (make_sharded,)), Job(1, receive_part)])
+@pytest.mark.parametrize("is_sent", [is_of_first_layer, is_norm])
+def test_a_part_of_the_weights_with_their_scales(is_sent: Callable[[str], bool]) -> None:
+    sender = partial(send_model, mapping=Quantize(BLOCKS), only=is_sent)
+    run([Job(2, sender, (make_sharded,)), Job(1, receive_part, (is_sent,))])
 
 
 def test_engines_receive_fp8_weights_and_scales() -> None:

@@ -1,1 +1,1 @@
-"""Types and arithmetic that everything else is made of. Pure."""
+"""Types and arithmetic that everything else is made of."""

@@ -1,4 +1,4 @@
-"""The regions of its tensors that one rank takes out of some bytes: data, which is read and copied elsewhere."""
+"""Defines the regions of its tensors that one rank takes out of some bytes, or puts there."""
 
 from __future__ import annotations
 

@@ -29,16 +29,12 @@ class Router:
         return readers != "every" and (device == CPU or self._by_node(readers))
 
     def bucket_sizes(self, device: torch.device, readers: str, nbytes: int) -> tuple[int, int]:
-        """Returns the number of buckets in a wave and the most bytes of a bucket, for a checkpoint of ``nbytes``.
-
-        The buckets of a wave share a staging buffer; on a device there is one for each leader that reads.
-        """
-        nodes, on_host = self._topology.nodes, self.stages_on_host(device, readers)
+        """Returns the number of buckets in a wave, which share a staging buffer, and the most bytes of a bucket, for a checkpoint
+        of ``nbytes``."""
         wave = wave_limit(nbytes, self._options.bucket_bytes)
-        if on_host:
-            per_wave = buckets_per_wave(nodes, readers, wave)
-            return per_wave, wave // per_wave
-        return len(nodes) if readers == "partitioned" else 1, wave
+        on_host = self.stages_on_host(device, readers)
+        per_wave = buckets_per_wave(self._topology.nodes, readers, wave) if on_host else 1
+        return per_wave, wave // per_wave
 
     def flow(self, device: torch.device, readers: str, shared: bool) -> Flow:
         """``shared``: whether the ranks of a node have memory that they share."""

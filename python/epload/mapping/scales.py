@@ -74,7 +74,7 @@ class Scaling(NamedTuple):
     """Size of that box."""
 
 
-Regions = Sequence[tuple[int, View]]
+TargetViews = Sequence[tuple[int, View]]
 """The targets that a weight fills, each with the view of the weight that fills it."""
 
 
@@ -88,7 +88,7 @@ def with_scales(manifest: Metadata, targets: Targets, placed: list[tuple[Place, 
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)
-    weights, scales = list[tuple[str, Regions, Shape, Shape]](), list[int]()
+    weights, scales = list[tuple[str, TargetViews, Shape, Shape]](), list[int]()
     for i, dtype in enumerate(manifest.dtypes):
         # A weight may have several names, under each of which it is placed.
         named = dict.fromkeys((targets.index[name], view) for name, view in placed[i] if dtype in dtypes.FP8)
@@ -124,7 +124,7 @@ def check_ties(manifest: Metadata, targets: Targets, placed: Sequence[tuple[Plac
 
 
 def divide_weights(
-    targets: Targets, weights: Iterable[tuple[str, Regions, Shape, Shape]]
+    targets: Targets, weights: Iterable[tuple[str, TargetViews, Shape, Shape]]
 ) -> tuple[tuple[Scaling, ...], list[View]]:
     """Returns the parts of weights that this rank has, at least one of each region, and for each weight the view of all its
     scales that fills a tensor with those that this rank needs. These tensors follow the targets.

@@ -81,7 +81,7 @@ class LocalModules:
     def global_name(self, name: str) -> str | None:
         """Returns the name of a tensor in the checkpoint's numbering. None if the pattern does not match."""
         match = re.search(self.pattern, name)
-        if match is None or not match.re.groups or not self.first:
+        if match is None or not match.re.groups or match[1] is None or not self.first:
             return match and name
         return f"{name[: match.start(1)]}{int(match[1]) + self.first}{name[match.end(1) :]}"
 

@@ -31,7 +31,7 @@ from epload.saving.source import SavedModel
 from epload.saving.writer import Wrote, region_of
 
 
-class BaseCheckpoint:
+class DeltaBase:
     """The checkpoint that a model is compared with."""
 
     def __init__(self, source: Any, path: Path, saved: SavedModel) -> None:

@@ -28,7 +28,7 @@ from epload.mapping.mapping import apply_renames
 from epload.mapping.place import Place
 from epload.mapping.precision import kept_in_fp32
 from epload.mapping.quantize import Quantize
-from epload.mapping.scales import Regions, Scaling
+from epload.mapping.scales import Scaling, TargetViews
 from epload.mapping.wrappers import TRAINED_COPY, unwrap
 from epload.model.initialization import class_before_fsdp
 from epload.model.targets import Targets
@@ -58,17 +58,19 @@ class QuantizedModel:
         manifest: Manifest,
         placed: Sequence[tuple[Place, ...]],
         rule: Quantize,
+        is_part: bool = False,
     ) -> None:
         """
         Args:
             manifest, placed: of the model as it is, without padding.
+            is_part: whether they are only some of its tensors, of which none may be quantized.
 
         Raises:
             ModelMismatch: a part of a tensor is excluded, or a mapping reshapes weights across their rows.
             ValueError: there is nothing to quantize, or a weight cannot be.
         """
         self._format, names, shapes = rule.format, manifest.names, manifest.shapes
-        regions, self.quantization_config = select_weights(model, targets, manifest, placed, rule)
+        regions, self.quantization_config = select_weights(model, targets, manifest, placed, rule, is_part)
         """The configuration that declares the weights that are quantized."""
         weights = [(names[i], regions[i], shapes[i], self._format.blocks(shapes[i])) for i in regions]
         self._scalings, views = scales.divide_weights(targets, weights)
@@ -228,8 +230,13 @@ def check_not_quantized(manifest: Manifest) -> None:
 
 
 def select_weights(
-    model: nn.Module, targets: Targets, manifest: Manifest, placed: Sequence[tuple[Place, ...]], rule: Quantize
-) -> tuple[dict[int, Regions], dict[str, Any]]:
+    model: nn.Module,
+    targets: Targets,
+    manifest: Manifest,
+    placed: Sequence[tuple[Place, ...]],
+    rule: Quantize,
+    is_part: bool = False,
+) -> tuple[dict[int, TargetViews], dict[str, Any]]:
     """Returns the regions of the checkpoint tensors that are quantized, by the number of the tensor, and the configuration that
     declares them.
 
@@ -238,12 +245,12 @@ def select_weights(
     layers = _layers(model, targets)
     chosen = set(range(len(targets.names))) if rule.weights else _linear_targets(model, targets, rule, layers)
     regions = [list(dict.fromkeys((targets.index[name], view) for name, view in places)) for places in placed]
-    weights: dict[int, Regions] = {
+    weights: dict[int, TargetViews] = {
         i: regions[i]
         for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True))
         if {target for target, _ in regions[i]} <= chosen and rule.selects(name, shape, dtype)
     }
-    if not weights:
+    if not weights and not is_part:
         raise ValueError(
             "found no weights to quantize: expected Linear layers, or stacks of experts, in bfloat16, float16 or float32; pass "
             "weights=, regular expressions of their names, to Quantize"

@@ -25,7 +25,7 @@ from epload.ranks.contents import fetch_holdings, publish_holdings
 from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
-from epload.saving.changes import BaseCheckpoint
+from epload.saving.changes import DeltaBase
 from epload.saving.folder import NewFolder, folder_path
 from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
@@ -87,12 +87,12 @@ class PendingSave:
             raise ValueError("expected tensors to save, got none")
         return saved
 
-    def _open_base(self, source: Any) -> BaseCheckpoint | None:
+    def _open_base(self, source: Any) -> DeltaBase | None:
         if source is None:
             return None
         if self._files or self._checksums:
             raise ValueError("files= and checksums= are for whole checkpoints; leave them out, and pass them to epload.convert()")
-        return BaseCheckpoint(source, self._path, self._model.value)
+        return DeltaBase(source, self._path, self._model.value)
 
     def _start(self) -> None:
         """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""

@@ -14,9 +14,9 @@ from epload.ranks.control import Control
 from epload.sync.changes import ReceivedChanges
 from epload.sync.committed import CommittedTensors
 from epload.sync.comparison import DENSE, Comparison, compare
+from epload.sync.host_route import HostRoute
 from epload.sync.node_version import NodeVersion
 from epload.sync.report import SyncReport
-from epload.sync.transfer import HostRoute
 from epload.transfer.context import KeepsNothing, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory

@@ -24,12 +24,12 @@ from epload.sync.changes_route import ChangesRoute
 from epload.sync.committed import CommittedTensors
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import link_obstacle
+from epload.sync.host_route import HostRoute, StagedBuckets
 from epload.sync.joining import JoinMessage, find_members, join, plan_together
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
 from epload.sync.pulling import Puller, publish_memory
 from epload.sync.report import SyncReport
-from epload.sync.transfer import HostRoute, StagedBuckets
 from epload.transfer.context import KeepsNothing, Sink, TransferContext
 from epload.transfer.shards import Shards
 from epload.transfer.shared_memory import BUFFERS, NodeMemory

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -70,8 +69,6 @@ class EngineRank:
 
 def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple[EngineRank, str]:
     """Returns this rank of the engine that a topology is, by default the job, and its node. Collective over its ranks."""
-    if topology is None and not (dist.is_available() and dist.is_initialized()):
-        return EngineRank(secrets.token_hex(4)), node
     topology = topology if topology is not None else Topology.default(timeout=timeout)
     control, ranks, machine = topology.control, topology.ranks, local_network()
     with control.load(timeout):

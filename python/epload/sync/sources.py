@@ -131,7 +131,9 @@ class SentModel:
             self.manifest, placed, self.scope = self._select(targets, part)
             of_model = targets
             if self._rule is not None:
-                self._quantized = QuantizedModel(self._model, targets, self.manifest, placed, self._rule)
+                self._quantized = QuantizedModel(
+                    self._model, targets, self.manifest, placed, self._rule, is_part=bool(self.scope.left_out)
+                )
                 self.manifest, placed, of_model = (
                     self._quantized.manifest, self._quantized.placed, self._quantized.targets,
                 )  # fmt: skip

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
 from epload.core.copy_table import CopyTable
+from epload.core.regions import Regions
 from epload.errors import LoadError
-from epload.native import ops
 from epload.observe.progress import Progress
 from epload.planning.buckets import HEADER_BYTES
 from epload.planning.plan import LoadPlan
@@ -220,8 +220,7 @@ def filler(plan: LoadPlan, checkpoint: Checkpoint, staging: DeviceStaging | None
             checkpoint.fill(bucket, pieces)
             begin = torch.zeros(1, dtype=torch.int64, device="cpu")
             copies = CopyTable.of_bytes(begin, begin + buffer.nbytes - HEADER_BYTES)
-            body, pipe = buffer[HEADER_BYTES:], staging.pipe.native
-            ops.upload([bucket[HEADER_BYTES:]], copies.in_bucket(), [body], copies.rows, pipe)
+            Regions([buffer[HEADER_BYTES:]], copies, begin, staging.pipe.native).unpack(bucket[HEADER_BYTES:])
 
     return fill
 

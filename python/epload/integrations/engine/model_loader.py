@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -13,29 +13,23 @@ from epload.integrations.engine.loading import load_engine
 from epload.integrations.engine.model import EngineModel
 
 
-class LoaderOptions(NamedTuple):
-    """The options of ``--model-loader-extra-config``."""
+def read_options(load_config: Any, load_format: str) -> dict[str, Any]:
+    """Returns ``verify`` and ``strict``, as far as they are in an engine's ``--model-loader-extra-config``. Raises ValueError for
+    other options."""
+    extra = load_config.model_loader_extra_config or {}
+    options: dict[str, Any] = json.loads(extra) if isinstance(extra, str) else dict(extra)
+    if others := options.keys() - {"verify", "strict"}:
+        raise ValueError(f"expected model_loader_extra_config to have verify and strict only, got {', '.join(sorted(others))}")
+    if load_config.download_dir:
+        raise ValueError(f"--load-format {load_format} has no --download-dir with epload: set HF_HUB_CACHE instead")
+    return options
 
-    verify: bool
-    strict: bool | None
-    """None for True, unless the model is quantized: it may have parameters that its checkpoint lacks."""
 
-    @classmethod
-    def read(cls, load_config: Any, load_format: str) -> LoaderOptions:
-        """Returns the options in an engine's configuration of loading. Raises ValueError for others."""
-        extra = load_config.model_loader_extra_config or {}
-        options: dict[str, Any] = json.loads(extra) if isinstance(extra, str) else dict(extra)
-        read = cls(options.pop("verify", False), options.pop("strict", None))
-        if options:
-            raise ValueError(f"expected model_loader_extra_config to have verify and strict only, got {', '.join(options)}")
-        if load_config.download_dir:
-            raise ValueError(f"--load-format {load_format} has no --download-dir with epload: set HF_HUB_CACHE instead")
-        return read
-
-    def load(self, engine: EngineModel, source: str, quantized: bool) -> None:
-        """Fills an engine's model from a checkpoint."""
-        strict = self.strict if self.strict is not None else not quantized
-        logger.info("%s", load_engine(engine, source, strict=strict, verify=self.verify))
+def fill(engine: EngineModel, source: str, quantized: bool, options: dict[str, Any]) -> None:
+    """Fills an engine's model from a checkpoint. Strict by default, unless the model is quantized: it may have parameters that
+    its checkpoint lacks."""
+    strict = not quantized if options.get("strict") is None else options["strict"]
+    logger.info("%s", load_engine(engine, source, strict=strict, verify=options.get("verify", False)))
 
 
 def unsupported_weights(model: nn.Module) -> str:

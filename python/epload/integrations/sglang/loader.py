@@ -13,7 +13,7 @@ from torch import nn
 
 from epload.checkpoint import hub
 from epload.checkpoint.base import Checkpoint
-from epload.integrations.engine.model_loader import LoaderOptions, source_of, unsupported_weights
+from epload.integrations.engine.model_loader import fill, read_options, source_of, unsupported_weights
 from epload.integrations.sglang.model import SglangModel, copies_weights
 
 
@@ -26,7 +26,7 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
-        self._options = LoaderOptions.read(load_config, "private")
+        self._options = read_options(load_config, "private")
         load_config.load_format, load_config.model_loader_extra_config = LoadFormat.AUTO, {}
         super().__init__(load_config)
 
@@ -53,7 +53,7 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
         model = engine.model
         if reason := _unsupported(model, model_config):
             raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
-        self._options.load(engine, _source(model_config), model_config.quantization is not None)
+        fill(engine, _source(model_config), model_config.quantization is not None, self._options)
 
 
 def _unsupported(model: nn.Module, model_config: ModelConfig) -> str:

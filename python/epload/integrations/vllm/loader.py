@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader, _has_o
 from epload.checkpoint.base import Checkpoint, read_tensor
 from epload.errors import CheckpointError
 from epload.integrations.engine import EngineModel
-from epload.integrations.engine.model_loader import LoaderOptions, source_of, unsupported_weights
+from epload.integrations.engine.model_loader import fill, read_options, source_of, unsupported_weights
 
 LOAD_FORMAT = "epload"
 
@@ -27,7 +27,7 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self._options = LoaderOptions.read(load_config, LOAD_FORMAT)
+        self._options = read_options(load_config, LOAD_FORMAT)
 
     def download_model(self, model_config: ModelConfig) -> None:
         Checkpoint.open(_source(model_config)).close()
@@ -39,7 +39,7 @@ class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
                 "--load-format epload does not quantize weights while it loads them; use --load-format auto, or a checkpoint "
                 "that is quantized"
             )
-        self._options.load(EngineModel(model), _source(model_config), model_config.quantization is not None)
+        fill(EngineModel(model), _source(model_config), model_config.quantization is not None, self._options)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor of the checkpoint in full, for vLLM's ``reload_weights``."""
