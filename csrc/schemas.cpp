@@ -15,6 +15,7 @@ TORCH_LIBRARY(epload, m) {
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def("device_pipe(Device device, int threads, int piece_bytes) -> " PIPE);
+  m.def("pinned_memory(int nbytes, Device device) -> Tensor");
   m.def(
       "read_regions(" REGIONS "Tensor(a!)[] targets, Tensor copies, int threads, bool direct=False, " PIPE
       "? pipe=None) -> (int, int, int, int)");

@@ -389,7 +389,7 @@ class Crossing::Worker {
       transfer(bytes_of(tensors_[run.tensor], run.at, run.nbytes));
       return;
     }
-    const auto device = piece.on_device(lane.stream.device()).narrow(0, 0, load.nbytes);
+    const auto device = piece.device.narrow(0, 0, load.nbytes);
     if (sends) {
       transfer(device);
       copy(load, device);

@@ -37,13 +37,6 @@ std::vector<c10::Stream> streams_of(c10::Device device, int64_t count) {
 
 } // namespace
 
-const at::Tensor& DevicePipe::Piece::on_device(c10::Device where) {
-  if (!device.defined()) {
-    device = at::empty({host.numel()}, at::TensorOptions().dtype(at::kByte).device(where));
-  }
-  return device;
-}
-
 DevicePipe::Piece& DevicePipe::Lane::next() {
   auto& piece = pieces[turn++ % pieces.size()];
   piece.done.synchronize();
@@ -68,12 +61,19 @@ DevicePipe::DevicePipe(c10::Device device, int64_t threads, int64_t piece_bytes)
       " threads and pieces of ",
       piece_bytes);
   const auto streams = streams_of(device, threads);
-  const auto pinned = pinned_memory(threads * kPieces * piece_bytes, device);
+  const int64_t nbytes = threads * kPieces * piece_bytes;
+  const auto on_host = pinned_memory(nbytes, device);
+  // At once, as torch's allocator reserves 20 MB for the first such piece on each stream.
+  const auto on_device = at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  c10::Event usable(device.type()); // once nothing uses what had the memory before
+  usable.record(current_stream(device));
   int64_t at = 0;
   for (const auto& stream : streams) {
+    usable.block(stream);
     auto& lane = lanes_.emplace_back(Lane{stream, {}});
     for (int64_t k = 0; k < kPieces; ++k, at += piece_bytes) {
-      lane.pieces.push_back({pinned.narrow(0, at, piece_bytes), c10::Event(device.type()), {}});
+      lane.pieces.push_back(
+          {on_host.narrow(0, at, piece_bytes), on_device.narrow(0, at, piece_bytes), c10::Event(device.type())});
     }
   }
 }
@@ -138,10 +138,18 @@ c10::intrusive_ptr<DevicePipe> device_pipe(c10::Device device, int64_t threads, 
   return c10::make_intrusive<DevicePipe>(device, threads, piece_bytes);
 }
 
+at::Tensor pinned(int64_t nbytes, c10::Device device) {
+  TORCH_CHECK_VALUE(nbytes > 0, "pinned_memory: expected at least one byte, got ", nbytes);
+  TORCH_CHECK_VALUE(
+      !device.is_cpu() && device.has_index(), "pinned_memory: expected a device with its index, got ", device);
+  return pinned_memory(nbytes, device);
+}
+
 } // namespace
 } // namespace epload
 
 TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
   epload::register_device_pipe_class();
   m.impl("device_pipe", TORCH_FN(epload::device_pipe));
+  m.impl("pinned_memory", TORCH_FN(epload::pinned));
 }

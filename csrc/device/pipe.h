@@ -22,11 +22,8 @@ class DevicePipe : public torch::CustomClassHolder {
  public:
   struct Piece {
     at::Tensor host;
+    at::Tensor device; // as many bytes, for what does not cross straight to its tensor
     c10::Event done;   // what used the piece last
-    at::Tensor device; // undefined until it is first asked for
-
-    // As many bytes on the device; made on the current stream, which is that of the lane.
-    const at::Tensor& on_device(c10::Device where);
   };
 
   // What one thread uses: its stream, and pieces that it takes in turn.

@@ -27,10 +27,10 @@ const Driver& sharing_of(const char* op, c10::Device device) {
   return driver;
 }
 
-// Where memory of other processes is that is open. Neither is ever destroyed, as tensors may outlive static
-// destructors.
+// Where memory of other processes is that is open, once for each time: a driver gives two who open the same memory the
+// same address. Neither is ever destroyed, as tensors may outlive static destructors.
 std::mutex& opened_mutex = *new std::mutex;
-std::set<const void*>& opened = *new std::set<const void*>;
+std::multiset<const void*>& opened = *new std::multiset<const void*>;
 
 // See ops.py.
 std::tuple<at::Tensor, at::Tensor, std::vector<int64_t>> share_memory(at::TensorList tensors) {
@@ -94,7 +94,7 @@ at::Tensor open_memory(const at::Tensor& handle, int64_t nbytes, c10::Device dev
     }
     {
       const std::lock_guard<std::mutex> lock(opened_mutex);
-      opened.erase(data);
+      opened.erase(opened.find(data));
     }
     try {
       const c10::DeviceGuard closed_there(device);

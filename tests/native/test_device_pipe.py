@@ -20,6 +20,7 @@ from torch import Tensor
 
 from epload.core.copy_table import CopyTable
 from epload.native import ops
+from epload.transfer.host_copies import copy_to_host, host_memory_for
 from support import fakedev, ranks
 from support.accelerator import DEVICE
 from support.checks import all_fine
@@ -260,6 +261,22 @@ def numbers(number: int) -> torch.Tensor:
     return torch.arange(400_000) * (number + 1)
 
 
+def copies(rank: int) -> None:
+    on_device = [filled((3, 5), F32), torch.tensor(2.5, dtype=BF16), torch.empty(0, 3), torch.arange(24.0).view(4, 6).T > 7]
+    tensors = [torch.arange(7), *(tensor.to(DEVICE) for tensor in on_device)]
+    memory = host_memory_for(tensors)
+    assert [(t.shape, t.dtype, t.is_cpu) for t in memory] == [(t.shape, t.dtype, True) for t in tensors]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in memory[1:]}) == 1, "they share one pinned block"
+    copy_to_host(tensors, memory)
+    assert all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(memory, tensors, strict=True))
+    must_raise(ValueError, "expected at least one byte", ops.pinned_memory, 0, torch.device(DEVICE))
+    must_raise(ValueError, "a device with its index, got cpu", ops.pinned_memory, 4, torch.device("cpu"))
+
+
+def test_copies_in_pinned_memory() -> None:
+    ranks.run(1, copies, setup=setup)
+
+
 def lend(rank: int, meeting: Meeting) -> None:
     """Small tensors in one allocation, a large one in its own; a view and an empty tensor. Then all of them are freed."""
     small, large = [numbers(i)[:1000].to(DEVICE) for i in range(3)], numbers(3).to(DEVICE)
@@ -301,7 +318,9 @@ def borrow(rank: int, meeting: Meeting) -> None:
     assert (look(3, 10) == -1).all(), "what the other process has written is not seen"
     meeting.say("seen")
     handle, nbytes = eval(meeting.hear("freed"))
-    assert (again[:8] != 0).any(), "memory that is open goes with its owner's"
+    ops.close_memory(opened[1])
+    assert (again[:8] != 0).any(), "memory that is open goes with its owner's, or when it is closed that was opened before"
+    ops.close_memory(again)
     text = "cannot be opened on fakedev:0: invalid resource handle"
     must_raise(RuntimeError, text, ops.open_memory, handle, nbytes, device)
 

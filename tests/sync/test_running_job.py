@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import epload
 from epload.transfer.shards import Shards
-from support import jobs
+from support import fakedev, jobs
+from support.accelerator import DEVICE
 from support.checkpoints import assert_same
 from support.jobs import Job, Meeting
 from support.small_syncs import many_waves, outcome, receiving, sending, take
@@ -154,6 +155,30 @@ def interrupted(rank: int, meeting: Meeting) -> bool:
 
 def test_nothing_changes_the_model_after_a_load_that_was_interrupted() -> None:
     assert jobs.run([Job(1, send, (1, 1)), Job(1, hold_slowly), Job(1, interrupted)])[2] == [True]
+
+
+def load_late(rank: int, meeting: Meeting) -> bool:
+    """Loads while the caller's stream still has to read the weights; returns whether it has read those before."""
+    model = make(3).to(DEVICE)
+    weight = model.lm_head.weight.detach()
+    before, caller = weight.cpu(), torch.Stream(DEVICE)
+    with caller:
+        fakedev.hold(caller)
+        seen = weight.clone()
+        opener = threading.Timer(1, fakedev.release, [caller])
+        opener.start()
+        load(meeting, model)
+        after = weight.clone()
+    opener.join()
+    caller.synchronize()
+    meeting.say("loaded-0")
+    return torch.equal(seen.cpu(), before) and torch.equal(after.cpu(), make(1).lm_head.weight)
+
+
+@pytest.mark.usefixtures("fake_device")
+def test_what_the_caller_has_queued_comes_before() -> None:
+    jobs_of = [Job(1, send, (1, 1)), Job(1, serve, (1,)), Job(1, load_late, setup=fakedev.setup)]
+    assert jobs.run(jobs_of)[2] == [True]
 
 
 def send_adapter(rank: int, meeting: Meeting) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,14 +36,15 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def test_which_ranks_reach_each_other_from_their_devices() -> None:
-    first = DeviceAccess(kind="cuda nccl 2.27.5", identity="GPU-1")
-    assert link_obstacle([first, DeviceAccess(kind="cuda nccl 2.27.5", identity="GPU-2")]) == ""
-    for kind, place, expected in (
-        ("cuda nccl 2.27.5", "GPU-1", "ranks 0 and 1 use one device"),
-        ("cuda nccl 2.26.2", "", "rank 0 has cuda nccl 2.27.5, rank 1 cuda nccl 2.26.2"),
-        ("", "", "rank 1 has tensors elsewhere"),
+    first = DeviceAccess(kind="cuda nccl 2.27.5", identity=("slot-1", "GPU-1"))
+    assert link_obstacle([first, DeviceAccess(kind="cuda nccl 2.27.5", identity=("slot-2", "GPU-2"))]) == ""
+    for kind, identity, expected in (
+        ("cuda nccl 2.27.5", ("GPU-1",), "ranks 0 and 1 use one device"),
+        ("cuda nccl 2.27.5", ("slot-1", "MIG-2"), "ranks 0 and 1 use one device"),
+        ("cuda nccl 2.26.2", (), "rank 0 has cuda nccl 2.27.5, rank 1 cuda nccl 2.26.2"),
+        ("", (), "rank 1 has tensors elsewhere"),
     ):
-        assert link_obstacle([first, DeviceAccess(kind=kind, identity=place)]).startswith(expected)
+        assert link_obstacle([first, DeviceAccess(kind=kind, identity=identity)]).startswith(expected)
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:
@@ -142,6 +143,22 @@ def test_no_stream_overtakes_another(slow_job: str, stream: str, stage: str) -> 
     jobs = [Job(2, sends, ("fsdp", 2, 3), setup=setup), Job(3, receives, ("tp0", 3), setup=setup)]
     for of_rank in (of_rank for job in run(jobs) for of_rank in job):
         assert [report.transport for report in of_rank] == [CCL] * 3
+
+
+def on_device_1(job: Callable[..., Any], rank: int, meeting: Meeting, *args: Any, **options: Any) -> list[int]:
+    """Returns the contexts that a job's syncs make, whose tensors are on ``fakedev:1``."""
+    torch.accelerator.set_device_index(1)
+    job(rank, meeting, *args, where=DEVICE.replace("0", "1"), versions=(1, 2), **options)
+    return fakedev.contexts()
+
+
+@pytest.mark.parametrize(
+    ("options", "stage"), [({"transport": "host"}, "none"), ({"delta": "auto", "snapshot": "host"}, "host"), ({}, "host")]
+)
+def test_each_thread_uses_the_ranks_own_device(options: dict[str, Any], stage: str) -> None:
+    setup = partial(fakedev.setup, "nccl", shares=False)
+    sends, receives = partial(on_device_1, send, **options), partial(on_device_1, receive, stage=stage)
+    assert run([Job(2, sends, ("fsdp", 2, 1), setup=setup), Job(1, receives, ("plain", 1), setup=setup)]) == [[[1]] * 2, [[1]]]
 
 
 ELEMENTS = 1000

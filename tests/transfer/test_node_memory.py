@@ -139,7 +139,7 @@ def test_the_cpus_near_a_device(node: str | None, cpus: str | None, expected: se
 def near_cpus(cpus: set[int], folder: Path) -> Any:
     """Makes the fake accelerator seem to be on a NUMA node with these CPUs."""
     tree = sysfs(folder, "1", ",".join(map(str, cpus)))
-    return mock.patch.multiple(affinity, _pci_address=lambda device: ADDRESS, _SYSFS=tree)
+    return mock.patch.multiple(affinity, pci_address=lambda device: ADDRESS, _SYSFS=tree)
 
 
 @several

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from epload.core.chunks import Chunks
@@ -21,6 +22,12 @@ class Regions(NamedTuple):
     """int64 [n, 2]: the checkpoint tensor that each row of ``copies`` is of, and where in it it starts (bytes)."""
     pipe: ops.Pipe | None = None
     """Pipe through which bytes of the host get to targets on a device."""
+
+    @classmethod
+    def of_bytes(cls, memory: Tensor, pipe: ops.Pipe | None) -> Regions:
+        """Returns all of some memory (uint8)."""
+        begin = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return cls([memory], CopyTable.of_bytes(begin, begin + memory.numel()), begin, pipe)
 
     def unpack(self, bucket: Tensor) -> None:
         """Copies them out of a bucket (uint8) on the targets' device, or on CPU."""

@@ -11,6 +11,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
+import torch
+
 from epload.errors import LoadError
 
 T = TypeVar("T")
@@ -20,13 +22,18 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Starts a daemon thread that runs ``target``. Its current device is 0, not its caller's, so that one that works on a device
-    makes it the current one first: else it would make a context on device 0, of some 0.5 GB, for each rank.
+    """Starts a daemon thread that runs ``target``, on the caller's current stream of the accelerator.
 
     Raises:
         LoadError: the process cannot start another thread.
     """
-    thread = threading.Thread(target=target, name=name, daemon=True)
+    enter = _stream_setter()
+
+    def run() -> None:
+        enter()
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
@@ -36,6 +43,22 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
         ) from error
     _started.add(thread)
     return thread
+
+
+def _stream_setter() -> Callable[[], None]:
+    """Returns a function that makes the caller's current stream, and its device, current in another thread. A thread begins on
+    device 0, where what it queues would make a context of some 0.5 GB for each rank, and on a stream that does not wait for the
+    caller's."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch, accelerator.type).is_initialized():
+        return lambda: None
+    stream = torch.accelerator.current_stream()
+
+    def enter() -> None:
+        if torch.accelerator.current_stream() != stream:
+            torch.accelerator.set_stream(stream)
+
+    return enter
 
 
 def call(name: str, function: Callable[[], T]) -> Future[T]:

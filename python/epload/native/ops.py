@@ -77,13 +77,27 @@ def device_pipe(device: torch.device, threads: int, piece_bytes: int) -> Pipe:
     Args:
         device: with its index.
         threads: which have two pieces each, and a stream. The streams of a device are those of the pipes before.
-        piece_bytes: a multiple of 4,096.
+        piece_bytes: a multiple of 4,096. As many bytes as all pieces have are taken on the device, too.
 
     Raises:
         ValueError: all pieces together have more than 4 GiB, or ``piece_bytes`` is no such multiple.
     """
     pipe: Pipe = _ops.device_pipe.default(device, threads, piece_bytes)
     return pipe
+
+
+def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Returns memory of the host (uint8) from which, and to which, a device copies without another copy on the way: of exactly so
+    many bytes, where torch's allocator takes the next power of two and keeps it.
+
+    Args:
+        device: with its index.
+
+    Raises:
+        RuntimeError: there is not as much memory.
+    """
+    memory: Tensor = _ops.pinned_memory.default(nbytes, device)
+    return memory
 
 
 def write_from_device(

@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -31,6 +30,7 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint, write_regions
+from epload.transfer.host_copies import copy_to_host, host_memory_for
 
 
 class PendingSave:
@@ -98,7 +98,7 @@ class PendingSave:
         """Copies the local tensors to host memory, so that the model may change, and begins to save in another thread."""
         read = self._model
         with preparing_call(self._topology):
-            self._model = Attempt(lambda: replace(read.value, tensors=_copy_to_host(read.value.tensors)))
+            self._model = Attempt(lambda: replace(read.value, tensors=_copy(read.value.tensors)))
 
         def run() -> SaveReport:
             outcome = Attempt(self._run)
@@ -191,12 +191,7 @@ class PendingSave:
         return layout, plan_writes(saved.manifest, layout, of_ranks, topology.rank, saved.holdings)
 
 
-def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    copies = []
-    for tensor in tensors:
-        pinned = not tensor.is_cpu and torch.accelerator.is_available()
-        copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned))
-        copies[-1].copy_(tensor.detach(), non_blocking=pinned)
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        torch.accelerator.current_stream(device).synchronize()
+def _copy(tensors: list[Tensor]) -> list[Tensor]:
+    copies = host_memory_for(tensors)
+    copy_to_host(tensors, copies)
     return copies

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor
 
 from epload.core import threads
 from epload.planning.holdings import Holdings
 from epload.planning.streams import ExchangePlan
 from epload.sync.comparison import DENSE, Comparison
+from epload.transfer.host_copies import copy_to_host, host_memory_for
 from epload.transfer.shards import Shards
 
 VERSIONS_BETWEEN = 50
@@ -38,9 +38,7 @@ class CommittedTensors:
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if layouts != [(copy.shape, copy.dtype) for copy in self.tensors]:
             self.forget()  # before more is allocated
-            self.tensors = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu) for tensor in tensors
-            ]
+            self.tensors = host_memory_for(tensors)
 
     def forget(self) -> None:
         """Frees the copy."""
@@ -62,9 +60,9 @@ class CommittedTensors:
         self._copy(tensors, self.comparison.left_out(holdings))
 
     def _copy(self, tensors: Sequence[Tensor], numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.key = ""
-            self.tensors[number].copy_(tensors[number].detach())
+        chosen = list(numbers)
+        self.key = "" if chosen else self.key
+        copy_to_host([tensors[number] for number in chosen], [self.tensors[number] for number in chosen])
 
     def copy_meanwhile(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors on CPU in a thread, until :meth:`finish`."""

@@ -10,6 +10,7 @@ import torch
 
 from epload.core.attempt import Attempt
 from epload.errors import LoadError, message_of
+from epload.native import ops
 from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members, Stream
 from epload.planning.waves import Wave
@@ -51,7 +52,8 @@ class DeviceRoute:
         self._members = members
         self._control = control
         self._staging_nodes = staging_nodes
-        self._stages = any(control.rank in node for node in staging_nodes)
+        self._stages_among = next((len(node) for node in staging_nodes if control.rank in node), 0)
+        """Ranks of this node, if it keeps whole versions; else 0."""
         self._waves = self._make_waves()
         self._hops = {
             Stream(owner, nodes, number): self._hops_of(owner, nodes)
@@ -87,7 +89,7 @@ class DeviceRoute:
         rail = rail_of.get(self._control.rank)
         waves: list[Wave] = []
         for wave in self._plan.waves:
-            passing = [n for n in wave.numbers if not self._stages or rail_of[buckets[n].stream.owner] == rail]
+            passing = [n for n in wave.numbers if not self._stages_among or rail_of[buckets[n].stream.owner] == rail]
             numbers = sorted(passing, key=lambda number: buckets[number].stream)
             if numbers:
                 waves.append(Wave.of(len(waves), numbers, [buckets[number].nbytes for number in numbers]))
@@ -109,7 +111,8 @@ class DeviceRoute:
         """
         per_wave = max((len(wave.numbers) for wave in self._waves), default=1)
         nbytes = max((wave.nbytes for wave in self._waves), default=1)
-        staging, failure = Attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=per_wave)), None
+        ranks, failure = self._stages_among, None
+        staging = Attempt(lambda: DeviceStaging(self.device, nbytes, per_wave=per_wave, ranks=ranks))
         if staging.failure is not None:
             failure = LoadError(f"{message_of(staging.failure)}; transport='host' needs less memory of {self.device}")
         self._control.agree("making buffers on devices", failure)
@@ -121,6 +124,11 @@ class DeviceRoute:
             raise
 
     @property
+    def pipe(self) -> ops.Pipe | None:
+        """The pipe from the device, on a rank that keeps whole versions in host memory."""
+        return self._staging.pipe.native if self._staging.pipe is not None else None
+
+    @property
     def footprint(self) -> int:
         """Bytes of its buffers."""
         return self._staging.footprint
@@ -130,7 +138,7 @@ class DeviceRoute:
         self._context = context
         self._ring = DeviceRing(
             self._staging, context, "inter_node",
-            seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages,
+            seconds=message_timeout(self._control, self._waves).total_seconds(), verifies=not self._stages_among,
         )  # fmt: skip
         engine = Engine(context, self._waves, self._ring, self.move if self._waves else None, sink)
         stopping = self._control.stopping(engine.fail, self.groups.fail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from epload.planning.streams import Members
 from epload.ranks.control import Control
 from epload.ranks.groups import can_connect
 from epload.ranks.membership import local_network
+from epload.transfer.affinity import pci_address
 
 
 def accelerator_of(devices: Collection[torch.device]) -> torch.device | None:
@@ -35,8 +36,8 @@ class DeviceAccess(NamedTuple):
     """Connects it to ranks of the other job; empty if none does."""
     kind: str = ""
     """Device, backend and its version: equal on ranks that can reach each other."""
-    identity: str = ""
-    """Identity of the device; empty if unknown."""
+    identity: tuple[str, ...] = ()
+    """Names of the device; ranks on one device have one in common."""
     machine: str = ""
     memory: str = ""
     """Type of the device whose memory the rank has, as a sender, or may open; empty if neither."""
@@ -60,7 +61,7 @@ class DeviceAccess(NamedTuple):
             return access
         version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
         kind = f"{device.type} {backend} {version}".strip()
-        return access._replace(backend=backend, kind=kind, identity=_identity(device))
+        return access._replace(backend=backend, kind=kind, identity=tuple(_identity(device)))
 
     @classmethod
     def of_sender(cls, tensors: Sequence[Tensor]) -> DeviceAccess:
@@ -79,16 +80,18 @@ class DeviceAccess(NamedTuple):
         return access._replace(handle=handles[0], nbytes=sizes[0])
 
 
-def _identity(device: torch.device) -> str:
+def _identity(device: torch.device) -> Iterator[str]:
+    if address := pci_address(device):  # the parts of a divided GPU have one, and NCCL takes them for one device
+        yield f"{local_network()} {address}"
     with suppress(Exception):  # an old driver
         uuid = str(getattr(torch, device.type).get_device_properties(device).uuid)
         if uuid.strip("0-"):  # one that has none gives zeros
-            return uuid
-    if device.type != "npu":
-        return ""
-    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
-    index = device.index or 0
-    return f"{local_network()} {visible[index] if len(visible) > index and visible[index] else index}"
+            yield uuid
+            return
+    if device.type == "npu":
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",")
+        index = device.index or 0
+        yield f"{local_network()} {visible[index] if len(visible) > index and visible[index] else index}"
 
 
 def link_obstacle(ranks: Sequence[DeviceAccess]) -> str:
@@ -99,8 +102,9 @@ def link_obstacle(ranks: Sequence[DeviceAccess]) -> str:
             return f"rank {rank} has tensors elsewhere than on one device that NCCL or the like connects, or is not to use it"
         if access.kind != ranks[0].kind:
             return f"rank 0 has {ranks[0].kind}, rank {rank} {access.kind}"
-        if access.identity and used.setdefault(access.identity, rank) != rank:
-            return f"ranks {used[access.identity]} and {rank} use one device"
+        for name in access.identity:
+            if used.setdefault(name, rank) != rank:
+                return f"ranks {used[name]} and {rank} use one device"
     return ""
 
 

@@ -343,8 +343,8 @@ class Generation:
             ends_in_order=False,
         )
         sink: Sink = KeepsNothing() if self._sends or shards is None else shards
-        if route.device is not None and self.node_version is not None:
-            sink = StagedBuckets(self.node_version.buckets, context.verify if verify else None)
+        if isinstance(route, DeviceRoute) and self.node_version is not None:
+            sink = StagedBuckets(self.node_version.buckets, route.pipe, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
     def _shards(self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None) -> Shards:

@@ -31,7 +31,7 @@ from epload.sync.token import (
 )
 
 T = TypeVar("T")
-PROTOCOL = 13
+PROTOCOL = 14
 """Changes with the messages between the two jobs."""
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")

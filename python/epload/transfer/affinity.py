@@ -44,12 +44,13 @@ def near(device: torch.device) -> Iterator[None]:
 def move_thread(device: torch.device) -> None:
     """Moves the calling thread, and those that it will start, to the CPUs near a device, if that can be."""
     allowed = _allowed()
-    cpus = cpus_near(_pci_address(device), _SYSFS) & allowed
+    cpus = cpus_near(pci_address(device), _SYSFS) & allowed
     # Fewer CPUs would hold up the reading threads more than distant memory does.
     if len(cpus) >= MAX_READ_THREADS or 2 * len(cpus) >= len(allowed):
         _run_on(cpus)
 
 
+@cache
 def cpus_near(address: str, sysfs: Path) -> frozenset[int]:
     """Returns the CPUs of the NUMA node of a PCI device, such as ``0000:3b:00.0``; none if the system does not say.
 
@@ -67,8 +68,8 @@ def cpus_near(address: str, sysfs: Path) -> frozenset[int]:
 
 
 @cache
-def _pci_address(device: torch.device) -> str:
-    """Returns ``""`` if it is not known."""
+def pci_address(device: torch.device) -> str:
+    """Returns the address of a CUDA device, such as ``0000:3b:00.0``; ``""`` if it is not known."""
     if device.type != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(device)

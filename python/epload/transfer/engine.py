@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from epload.checkpoint.base import Checkpoint
-from epload.core.copy_table import CopyTable
 from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.observe.progress import Progress
@@ -218,9 +217,7 @@ def filler(plan: LoadPlan, checkpoint: Checkpoint, staging: DeviceStaging | None
         if not checkpoint.fill_on_device(buffer, pieces, staging.pipe.native):
             bucket = host_buffer()[: buffer.nbytes]
             checkpoint.fill(bucket, pieces)
-            begin = torch.zeros(1, dtype=torch.int64, device="cpu")
-            copies = CopyTable.of_bytes(begin, begin + buffer.nbytes - HEADER_BYTES)
-            Regions([buffer[HEADER_BYTES:]], copies, begin, staging.pipe.native).unpack(bucket[HEADER_BYTES:])
+            Regions.of_bytes(buffer[HEADER_BYTES:], staging.pipe.native).unpack(bucket[HEADER_BYTES:])
 
     return fill
 

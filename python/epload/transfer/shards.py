@@ -20,6 +20,7 @@ from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.native import ops
 from epload.planning.streams import ExchangePlan
+from epload.transfer.affinity import near
 from epload.transfer.context import Sink
 from epload.transfer.device_pipe import DevicePipe
 from epload.transfer.local import split_by_device
@@ -68,7 +69,7 @@ class Shards(Sink):
         if self._stream is None:
             yield
         else:
-            with self._lock, self._stream:
+            with self._lock, near(self._stream.device), self._stream:
                 yield
 
     def pack(self, number: int, bucket: Tensor) -> None:

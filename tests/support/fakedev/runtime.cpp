@@ -485,9 +485,15 @@ struct Handle {
   uint64_t nbytes;
 };
 
+struct Mapping {
+  uint64_t inode, nbytes;
+  int64_t count;
+};
+
+// Of memory of other processes. What is opened again has the same address, as with CUDA.
 struct Mappings {
   std::mutex mutex;
-  std::map<void*, uint64_t> nbytes;
+  std::map<void*, Mapping> all;
 };
 
 Mappings& mappings() {
@@ -523,23 +529,34 @@ void* open(const char* handle) {
   if (fd < 0) {
     return nullptr;
   }
+  const std::lock_guard<std::mutex> lock(mappings().mutex);
   struct stat facts{};
   void* data = MAP_FAILED;
   if (fstat(fd, &facts) == 0 && facts.st_ino == asked.inode) {
-    data = mmap(nullptr, asked.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    for (auto& [known, mapping] : mappings().all) {
+      if (mapping.inode == asked.inode) {
+        ++mapping.count;
+        data = known;
+      }
+    }
+    if (data == MAP_FAILED) {
+      data = mmap(nullptr, asked.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      if (data != MAP_FAILED) {
+        mappings().all[data] = {asked.inode, asked.nbytes, 1};
+      }
+    }
   }
   ::close(fd);
-  if (data == MAP_FAILED) {
-    return nullptr;
-  }
-  const std::lock_guard<std::mutex> lock(mappings().mutex);
-  mappings().nbytes[data] = asked.nbytes;
-  return data;
+  return data == MAP_FAILED ? nullptr : data;
 }
 
 void close(void* memory) {
   const std::lock_guard<std::mutex> lock(mappings().mutex);
-  munmap(memory, mappings().nbytes.extract(memory).mapped());
+  auto& mapping = mappings().all.at(memory);
+  if (--mapping.count == 0) {
+    munmap(memory, mapping.nbytes);
+    mappings().all.erase(memory);
+  }
 }
 
 bool drain(double seconds) {
