@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import weakref
 from copy import copy
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -105,15 +104,27 @@ class Snapshot:
     def _read_modules(self) -> tuple[list[Any], tuple[object, ...]]:
         """Returns the tensors and modules that the model's modules hold; and the ids of these, the sizes and the keys of all
         collections that hold them, the classes of modules, and True if one has an attribute with a say in its state."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        dicts = [*chain.from_iterable(map(_dicts, modules))]
-        filled = [*filter(None, dicts)]
-        unsaved = [module._non_persistent_buffers_set for module in modules if module._buffers]
-        sizes, keys = [*map(len, dicts), *map(len, unsaved)], [*chain(*filled, *unsaved)]
+        filled, sizes, keys, classes, has_say = list[Any](), list[object](), list[str](), list[type](), False
+        for reference in self._modules:  # once, as each module is seldom in the processor's cache
+            if (module := reference()) is None:
+                continue
+            parameters, buffers, children = _dicts(module)
+            sizes.append((len(parameters), len(buffers), len(children)))
+            classes.append(type(module))
+            has_say |= not vars(module).keys().isdisjoint(ATTRIBUTES)
+            if parameters:
+                filled.append(parameters)
+                keys.extend(parameters)
+            if buffers:
+                filled.append(buffers)
+                keys.extend(buffers)
+                sizes.append(frozenset(module._non_persistent_buffers_set))
+            if children:
+                filled.append(children)
+                keys.extend(children)
         # The garbage collector lists the values of dicts in a third of the time. It may leave out those that are None.
         values = gc.get_referents(*filled)
-        has_say = any(not vars(module).keys().isdisjoint(ATTRIBUTES) for module in modules)
-        return values, ([*map(id, values)], sizes, keys, [*map(type, modules)], has_say)
+        return values, ([*map(id, values)], sizes, keys, classes, has_say)
 
     def _has_new_hooks(self) -> bool:
         """Returns True if a module has got a hook that may rename its tensors or change values when it is loaded.

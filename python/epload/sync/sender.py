@@ -200,7 +200,7 @@ class WeightSender(Endpoint):
             failure = Attempt(self._model.read).failure
         if wait:
             return self._send(report, began, failure)
-        if failure is None and self._model.base_version is not None:  # the thread has other current streams than the caller
+        if failure is None and self._model.base_version is not None:  # the thread has the caller's stream of one device only
             for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
                 torch.accelerator.current_stream(device).synchronize()
         may_change, interrupted = threading.Event(), threading.Event()
