@@ -12,6 +12,7 @@ TORCH_LIBRARY(epload, m) {
   m.def(
       "coalesced_bcast(Tensor(a!)[] tensors, int src, str inter_group, str intra_group, int bucket_bytes, "
       "str algorithm, Stream? stream=None, *, int leader=-1) -> ()");
+  m.def("abort_hccl(__torch__.torch.classes.c10d.ProcessGroup group) -> bool");
   m.def("pack(Tensor(a!) bucket, Tensor[] sources, Tensor copies) -> ()");
   m.def("unpack(Tensor bucket, Tensor(a!)[] targets, Tensor copies) -> ()");
   m.def("device_pipe(Device device, int threads, int piece_bytes) -> " PIPE);

@@ -1,5 +1,7 @@
 #include "tensor_memory.h"
 
+#include "npu/broadcast.h"
+
 #include "dtypes.h"
 
 #include <ATen/ops/full.h>
@@ -72,6 +74,12 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
                             : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialize it first (to_empty)");
+  TORCH_CHECK_VALUE(
+      has_plain_format(tensor),
+      op,
+      ": the elements of tensor ",
+      index,
+      " lie in one of Ascend's own formats; cast it to ND first (torch_npu.npu_format_cast(tensor, 2))");
   TORCH_CHECK_VALUE(
       !tensor.is_conj() && !tensor.is_neg(),
       op,

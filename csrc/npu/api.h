@@ -12,7 +12,7 @@ namespace c10d {
 class Backend;
 }
 
-constexpr uint32_t kEploadNpuInterface = 4; // raised when a signature below changes
+constexpr uint32_t kEploadNpuInterface = 5; // raised when a signature below changes
 
 enum EploadNpuStatus : int { kEploadNpuDone = 0, kEploadNpuNotYet = -1, kEploadNpuThrew = INT_MIN };
 
@@ -44,6 +44,10 @@ int epload_npu_drain(EploadNpuError* error) noexcept;
 // Writes the global ranks of `backend`'s group, `size` of them, in group-rank order. kEploadNpuNotYet: it is not
 // torch_npu's, or of another size; or kEploadNpuThrew.
 int epload_npu_ranks(c10d::Backend* backend, uint32_t* ranks, uint32_t size, EploadNpuError* error) noexcept;
+
+// Ends what `backend`'s communicators do. c10d's Backend::abort() does not reach torch_npu's. kEploadNpuNotYet: it is
+// not torch_npu's; or kEploadNpuThrew.
+int epload_npu_abort(c10d::Backend* backend, EploadNpuError* error) noexcept;
 
 // Whether a storage's elements lie where strides say, and not in one of Ascend's own formats.
 bool epload_npu_plain(const c10::StorageImpl* storage) noexcept;

@@ -97,6 +97,17 @@ EPLOAD_EXPORT int epload_npu_ranks(
   return guarded(error, [&] { return ranks_of(backend, ranks, size); });
 }
 
+EPLOAD_EXPORT int epload_npu_abort(c10d::Backend* backend, EploadNpuError* error) noexcept {
+  return guarded(error, [&] {
+    auto* const hccl = dynamic_cast<c10d_npu::ProcessGroupHCCL*>(backend);
+    if (hccl == nullptr) {
+      return static_cast<int>(kEploadNpuNotYet);
+    }
+    hccl->abort();
+    return static_cast<int>(kEploadNpuDone);
+  });
+}
+
 EPLOAD_EXPORT bool epload_npu_plain(const c10::StorageImpl* storage) noexcept {
   switch (static_cast<const torch_npu::NPUStorageImpl*>(storage)->npu_desc_.npu_format_) {
     case ACL_FORMAT_ND:

@@ -2,6 +2,9 @@
 
 #include "../sibling_library.h"
 
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 namespace epload {
 
 const NpuLibrary& npu_library() {
@@ -16,12 +19,18 @@ const NpuLibrary& npu_library() {
       sibling.find(library.broadcast, "epload_npu_broadcast");
       sibling.find(library.drain, "epload_npu_drain");
       sibling.find(library.ranks, "epload_npu_ranks");
+      sibling.find(library.abort, "epload_npu_abort");
       sibling.find(library.plain, "epload_npu_plain");
       sibling.find(library.copy, "epload_npu_copy");
     }
     return library;
   }();
   return opened;
+}
+
+bool has_plain_format(const at::Tensor& tensor) {
+  return tensor.device().type() != c10::DeviceType::PrivateUse1 || npu_library().plain == nullptr ||
+         npu_library().plain(tensor.storage().unsafeGetStorageImpl());
 }
 
 bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
@@ -59,4 +68,23 @@ std::vector<int64_t> ranks_hccl(c10d::Backend& backend) {
   return {ranks.begin(), ranks.end()};
 }
 
+namespace {
+
+// See ops.py.
+bool abort_hccl(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto backend = group->getBackend(c10::DeviceType::PrivateUse1);
+  if (backend->getBackendName() != "hccl" || npu_library().abort == nullptr) {
+    return false;
+  }
+  EploadNpuError error;
+  const int status = npu_library().abort(backend.get(), &error);
+  TORCH_CHECK(status != kEploadNpuThrew, "epload: the abort of a group of HCCL's failed: ", error.text);
+  return status == kEploadNpuDone;
+}
+
+} // namespace
 } // namespace epload
+
+TORCH_LIBRARY_IMPL(epload, CompositeExplicitAutograd, m) {
+  m.impl("abort_hccl", TORCH_FN(epload::abort_hccl));
+}

@@ -16,12 +16,17 @@ struct NpuLibrary {
   decltype(&epload_npu_broadcast) broadcast = nullptr; // all null in a build without it
   decltype(&epload_npu_drain) drain = nullptr;
   decltype(&epload_npu_ranks) ranks = nullptr;
+  decltype(&epload_npu_abort) abort = nullptr;
   decltype(&epload_npu_plain) plain = nullptr;
   decltype(&epload_npu_copy) copy = nullptr;
 };
 
 // Opened by the first call. Throws c10::Error when it is there but does not load.
 const NpuLibrary& npu_library();
+
+// Returns false for a tensor on an NPU whose elements are not where its strides say. True if libepload_npu is not in
+// this build.
+bool has_plain_format(const at::Tensor& tensor);
 
 // Broadcasts contiguous bytes from rank `root` of the group on the current stream of their device. Returns false, and
 // queues nothing, if libepload_npu is not in this build or the group has no communicator yet; its first broadcast makes

@@ -24,9 +24,7 @@ void region_copy_npu(
   for (const auto& copy : copies) {
     const auto& tensor = tensors[copy.tensor];
     const auto s = collapse(tensor, copy);
-    const bool as_it_is =
-        tensor.scalar_type() == copy.dtype && s.size.empty() && library.plain(tensor.storage().unsafeGetStorageImpl());
-    if (!as_it_is) {
+    if (tensor.scalar_type() != copy.dtype || !s.size.empty()) {
       copy_one_aten(bucket, tensor, copy, direction);
     } else if (const auto nbytes = static_cast<uint64_t>(s.run * tensor.element_size()); nbytes > 0) {
       const bool unpack = direction == Direction::kUnpack;

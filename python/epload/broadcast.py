@@ -70,13 +70,13 @@ def coalesced_bcast(
     call, inside = Call("coalesced_bcast()", topology), inside_load(topology)
     with nullcontext() if inside else exclusive(call):
         try:
-            _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check)
+            _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check, watched=not inside)
         except BaseException as error:
             # The others may be in the broadcast: none is to be paired with this rank's next one.
             control = topology.control
             control.agreed.clear()
             if not inside:
-                topology.groups.clear()
+                topology.watched_groups.clear()
                 if check and control.failure is None:
                     control.fail(error)
             raise
@@ -90,6 +90,7 @@ def _broadcast(
     algorithm: str,
     stream: torch.Stream | None,
     check: bool,
+    watched: bool,
 ) -> None:
     options = str((src, bucket_bytes, algorithm))
     if bucket_bytes is None:
@@ -102,7 +103,7 @@ def _broadcast(
         raise failure
     if algorithm == "striped" and not topology.even:
         algorithm = "two_level"
-    route = topology.route(src, algorithm)
+    route = topology.route(src, algorithm, watched)
     ops.coalesced_bcast(tensors, src, route.inter_group, route.intra_group, bucket_bytes, algorithm, stream, leader=route.leader)
 
 

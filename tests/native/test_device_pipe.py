@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from epload.core.copy_table import CopyTable
 from epload.native import ops
+from epload.transfer import host_copies
 from epload.transfer.host_copies import copy_to_host, host_memory_for
 from support import fakedev, ranks
 from support.accelerator import DEVICE
@@ -264,6 +266,9 @@ def numbers(number: int) -> torch.Tensor:
 def copies(rank: int) -> None:
     on_device = [filled((3, 5), F32), torch.tensor(2.5, dtype=BF16), torch.empty(0, 3), torch.arange(24.0).view(4, 6).T > 7]
     tensors = [torch.arange(7), *(tensor.to(DEVICE) for tensor in on_device)]
+    with mock.patch.object(host_copies, "_BLOCK_BYTES", 256):
+        memory = host_memory_for([*tensors, *tensors])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in memory if tensor.numel()}) == 4, "two blocks, two on CPU"
     memory = host_memory_for(tensors)
     assert [(t.shape, t.dtype, t.is_cpu) for t in memory] == [(t.shape, t.dtype, True) for t in tensors]
     assert len({tensor.untyped_storage().data_ptr() for tensor in memory[1:]}) == 1, "they share one pinned block"

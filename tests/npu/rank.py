@@ -50,6 +50,12 @@ def main(rank: int, ranks: int, folder: str, what: str, algorithm: str) -> None:
     reads = step(2)
     torch.npu.synchronize()
     wrong = [name for name, value in state(2).items() if not torch.equal(model[name].detach().cpu(), value)]
+    if "destroy" in Path(os.environ["FAKECANN_TRACE"]).read_text():
+        wrong.append("a communicator has ended")
+    for group in topology.groups._groups.values():
+        group.abort()
+    if Path(os.environ["FAKECANN_TRACE"]).read_text().count("destroy") != len(topology.groups._groups):
+        wrong.append("communicators were not aborted")
     print(json.dumps({"wrong": wrong, "begin": begin, "reads": int(reads), "stream": hex(stream.npu_stream)}), flush=True)
     os._exit(0)  # torch_npu's end asks for more of CANN than there is here
 

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from epload import HierarchicalLoader, Topology, coalesced_bcast, load
 from epload.checkpoint.base import Checkpoint
 from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
+from epload.ranks.groups import Group, GroupStore
 from support import ranks
 from support.checks import all_fine
 from support.failures import Slow, error_of, outcome, raised, raised_by
@@ -43,6 +46,33 @@ def failing_larger_load(rank: int) -> None:
 
 def test_a_larger_load_that_one_rank_cannot_plan_leaves_all_with_the_same_memory() -> None:
     ranks.run(4, failing_larger_load, limit=80)
+
+
+def loading_twice(rank: int) -> None:
+    loader, model = new_loader(Topology.from_nodes(NODES)), meta_net()
+    for number in (1, 2):
+        loader.load(model, only_readers(state_for(number), "one"))
+        assert wrong(model, state_for(number)) == []
+
+
+def test_groups_of_gloo_connect_at_once() -> None:
+    """Else they would look for keys when they first send, which are deleted by then."""
+    ranks.run(4, loading_twice, limit=80, setup=partial(os.environ.__setitem__, "TORCH_GLOO_LAZY_INIT", "1"))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_torch_would_end_the_process_for(watched: bool) -> None:
+    seen, store = [], GroupStore(dist.HashStore(), timedelta(seconds=9))
+
+    def make(self: Group, name: str, *_: Any) -> Any:
+        seen.append((name, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
+        raise ZeroDivisionError
+
+    with mock.patch.object(Group, "_make_backend", make), mock.patch.dict(os.environ, TORCH_NCCL_BLOCKING_WAIT="0"):
+        with pytest.raises(ZeroDivisionError):
+            Group("name", [0], None).make(store, 0, timedelta(seconds=9), {"cuda": "nccl"}, watched=watched)
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert seen == [("nccl", "0" if watched else "1")]
 
 
 def failing_group(rank: int) -> None:

@@ -147,7 +147,8 @@ def at(step: str, action: Callable[..., Any]) -> Iterator[None]:
             action()
         return agree(self, what, *args, **options)
 
-    gloo = action if step == "making groups" else dist.ProcessGroupGloo
+    acting = {"side_effect": lambda *_: action()} if step == "making groups" else {}
+    gloo = mock.Mock(wraps=dist.ProcessGroupGloo, **acting)
     with (
         mock.patch.object(Control, "agree", settle_or_act),
         mock.patch.object(dist, "ProcessGroupGloo", gloo),

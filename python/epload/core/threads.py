@@ -53,12 +53,9 @@ def _stream_setter() -> Callable[[], None]:
     if accelerator is None or not getattr(torch, accelerator.type).is_initialized():
         return lambda: None
     stream = torch.accelerator.current_stream()
-
-    def enter() -> None:
-        if torch.accelerator.current_stream() != stream:
-            torch.accelerator.set_stream(stream)
-
-    return enter
+    if stream.device_index == 0 and stream.stream_id == 0:  # the thread's own
+        return lambda: None
+    return lambda: torch.accelerator.set_stream(stream)
 
 
 def call(name: str, function: Callable[[], T]) -> Future[T]:

@@ -51,6 +51,15 @@ def coalesced_bcast(
     _ops.coalesced_bcast.default(tensors, src, inter_group, intra_group, bucket_bytes, algorithm, stream, leader=leader)
 
 
+def abort_hccl(group: Any) -> bool:
+    """Ends operations of a ``ProcessGroup`` of HCCL's, whose own ``abort()`` does nothing (torch_npu 2.13). May not return.
+
+    Returns:
+        False if it is no such group, or this build lacks the part for NPUs.
+    """
+    return bool(_ops.abort_hccl.default(group.boxed()))
+
+
 def pack(bucket: Tensor, sources: Sequence[Tensor], copies: Tensor) -> None:
     """Copies regions of ``sources`` into ``bucket``; the inverse of :func:`unpack`, with the same copy table."""
     _ops.pack.default(bucket, sources, copies)

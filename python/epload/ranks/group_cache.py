@@ -23,17 +23,21 @@ Ranks = tuple[int, ...]
 class GroupCache:
     """The groups of a topology that this rank is in."""
 
-    def __init__(self, backends: Backends | None, control: Control, device: torch.device | None = None) -> None:
+    def __init__(
+        self, backends: Backends | None, control: Control, device: torch.device | None = None, watched: bool = False
+    ) -> None:
         """
         Args:
             backends: of the groups; None if there are none, as without ``torch.distributed``.
             control: of all ranks of the topology.
             device: on which groups have their communicators as soon as they are made, for ranks that outlive each other.
+            watched: see :meth:`Group.make`.
         """
         self._backends = backends
         self._rank = control.rank
         self._control = control
         self._device = device
+        self._watched = watched
         self._groups: dict[tuple[timedelta, Ranks], Group] = {}
         """Groups that this rank is in, by timeout, which a group is given when it is made, and ranks."""
         self._made: set[tuple[timedelta, tuple[Ranks, ...]]] = set()
@@ -110,7 +114,7 @@ class GroupCache:
 
         def make() -> None:  # in a thread, as a wait for connections between members cannot be canceled
             try:
-                group.make(store, self._rank, timeout, backends, self._device)
+                group.make(store, self._rank, timeout, backends, self._device, self._watched)
             except BaseException as error:
                 errors.append(error)
             ended.set()

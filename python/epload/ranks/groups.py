@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from epload.core import threads
 from epload.errors import LoadError
+from epload.native import ops
 from epload.ranks.connection import connect_again
 
 _MIN_POLL, _MAX_POLL = 0.001, 0.1
@@ -98,7 +99,13 @@ class Group:
         self._device_backends: list[Any] = []
 
     def make(
-        self, store: GroupStore, rank: int, timeout: timedelta, backends: Backends, device: torch.device | None = None
+        self,
+        store: GroupStore,
+        rank: int,
+        timeout: timedelta,
+        backends: Backends,
+        device: torch.device | None = None,
+        watched: bool = False,
     ) -> None:
         """Blocks until all members have called this, in a thread of its own, unless the store's waits are canceled while it makes
         no communicator.
@@ -109,18 +116,22 @@ class Group:
             timeout: of making the group, and of each of its operations.
             backends: of the group.
             device: on which to make its communicator now. Otherwise the first operation makes it, which nothing can end if a
-                member does not come. The process then also survives members that end: nobody but epload ends operations.
+                member does not come.
+            watched: whether torch ends the process when an operation of NCCL fails or takes longer than ``timeout``. Otherwise
+                nobody but epload ends operations.
         """
         self._enter_device()
         index, size = self.ranks.index(rank), len(self.ranks)
         # Other backends wait inside the store, until the timeout, for a member that does not come.
         own = store.inner if set(backends.values()) == {"gloo"} else connect_again(store.inner)
+        if own is not store.inner:
+            own.set_timeout(timeout)  # a sync's store has a shorter one, for other calls
         group = dist.ProcessGroup(PrefixStore("group/", own), index, size)
         built: dict[str, tuple[Any, Any]] = {}
         for kind_of_device, name in backends.items():
             if name not in built:
                 prefix = f"{kind_of_device}/"
-                with _no_error_handling() if device is not None and name == "nccl" else nullcontext():
+                with nullcontext() if watched or name != "nccl" else _unwatched():
                     # Only gloo stops using the store once it is made. Threads of other backends may use theirs until the
                     # process exits, when Python code can no longer run.
                     inner = PrefixStore(prefix, store if name == "gloo" else own)
@@ -140,9 +151,16 @@ class Group:
         """Returns the backend's type and object."""
         types, plugin, backend_type = dist.ProcessGroup.BackendType, dist.Backend._plugins.get(name.upper()), None
         if name == "gloo":
-            gloo = dist.ProcessGroupGloo(store, index, size, timeout)
-            self._describe(gloo.options)
-            return types.GLOO, gloo
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            # With TORCH_GLOO_LAZY_INIT=1, it would read keys when it first sends, when they are deleted.
+            names = os.environ.get("GLOO_SOCKET_IFNAME")
+            devices = [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")] if names else []
+            options._devices = devices or [gloo.create_default_device(lazy_init=False)]
+            options._threads = 2 * len(options._devices)
+            self._describe(options)
+            return types.GLOO, gloo(store, index, size, options)
         if name in ("nccl", "xccl"):
             kind = getattr(distributed_c10d, f"ProcessGroup{name.upper()}")
             options = kind.Options()
@@ -191,12 +209,13 @@ class Group:
 
     def abort(self) -> None:
         """Ends operations that run on devices. In a thread of its own, as that may not return."""
-        backends, self._device_backends = self._device_backends, []
+        group, backends, self._device_backends = self._group, self._device_backends, []
         with suppress(Exception):
             self._enter_device()
         for backend in backends:
             with suppress(Exception):
-                backend.abort()
+                if backend.name() != "hccl" or group is None or not ops.abort_hccl(group):
+                    backend.abort()
 
     def close(self) -> None:
         """Closes connections; may wait for an operation on CPU."""
@@ -216,12 +235,13 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @contextmanager
-def _no_error_handling() -> Iterator[None]:
-    """ProcessGroupNCCL, if it is made inside, does not end the process when a member of another job has ended."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+def _unwatched() -> Iterator[None]:
+    """A ProcessGroupNCCL that is made inside has no watchdog. That would end the process when a member has ended, also a minute
+    after epload has raised; and when an operation has taken too long that epload waits longer for."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
         before = os.environ.pop(name, None)
-        os.environ[name] = "0"
+        os.environ[name] = "1"
         try:
             yield
         finally:

@@ -99,7 +99,7 @@ class Processes:
             if error.errno == errno.ESRCH:
                 self._end(process)
             return
-        if _start_time(pid) == start:
+        if _start_time(pid) in (start, "?"):  # another user's may be hidden
             self._watched[fd] = process
         else:  # the process id has been reused
             os.close(fd)

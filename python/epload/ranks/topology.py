@@ -51,9 +51,13 @@ class Topology:
         self.control = control
         self.made_by = threading.current_thread()
         """The thread that made this topology."""
-        self.groups = GroupCache(backends_of(group) if group is not None else None, control)
+        backends = backends_of(group) if group is not None else None
+        self.groups = GroupCache(backends, control)
         self.host_groups = GroupCache({"cpu": "gloo"} if group is not None else None, control)
         """Groups over host memory, whatever the job's backend."""
+        has_watchdog = backends is not None and "nccl" in backends.values()
+        self.watched_groups = GroupCache(backends, control, watched=True) if has_watchdog else self.groups
+        """Groups for operations that outlive the call that queues them."""
         self._loaders = 0
         self.stale = False
         """True if a load has failed of which this rank learned while another load may have used the groups."""
@@ -151,17 +155,21 @@ class Topology:
         self.check_source(src)
         return tuple(_C.leaders(self.nodes, src))
 
-    def route(self, src: int, algorithm: str = "two_level") -> Route:
+    def route(self, src: int, algorithm: str = "two_level", watched: bool = False) -> Route:
         """Returns the route of a broadcast from ``src``. Collective: makes its groups if they do not exist.
+
+        Args:
+            watched: whether :attr:`watched_groups` are used.
 
         Raises:
             ValueError: ``src`` is in no node.
         """
         self.check_source(src)
         between, leader = groups_between(self.nodes, src, self.rank, algorithm)
-        self.groups.make("route", between, self.nodes)
+        groups = self.watched_groups if watched else self.groups
+        groups.make("watched route" if groups is not self.groups else "route", between, self.nodes)
         inter = next((ranks for ranks in between if self.rank in ranks), (self.rank,))
-        return Route(src, leader, self.groups.name(inter), self.groups.name(self.node))
+        return Route(src, leader, groups.name(inter), groups.name(self.node))
 
     def number_loader(self) -> int:
         """Returns the number of a new loader. All ranks make their loaders in the same order."""

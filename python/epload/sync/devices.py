@@ -59,7 +59,11 @@ class DeviceAccess(NamedTuple):
         backend = str(backends.get(device.type, ""))
         if not can_connect(backend):
             return access
-        version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
+        version = ""
+        if backend == "nccl":
+            version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+            if memory := os.environ.get("NCCL_CUMEM_ENABLE"):  # ranks that differ in it may hang
+                version += f" NCCL_CUMEM_ENABLE={memory}"
         kind = f"{device.type} {backend} {version}".strip()
         return access._replace(backend=backend, kind=kind, identity=tuple(_identity(device)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -11,21 +10,27 @@ from torch import Tensor
 from epload.native import ops
 
 _ALIGNMENT = 64
+_BLOCK_BYTES = 1 << 30
+"""Maximum bytes of a block with several tensors: where torch allocates it, it may take twice as many."""
 
 
 def host_memory_for(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns uninitialized tensors of the same shapes and dtypes in host memory. Those for tensors on a device lie in one pinned
-    block."""
-    begins, sizes = list[int](), Counter[torch.device]()
+    """Returns uninitialized tensors of the same shapes and dtypes in host memory. Those for tensors on a device are pinned, and
+    share blocks."""
+    places, sizes = list[tuple[int, int]](), [0]
     for tensor in tensors:
-        begins.append(sizes[tensor.device])
-        sizes[tensor.device] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    blocks = {device: ops.pinned_memory(max(nbytes, 1), device) for device, nbytes in sizes.items() if device.type != "cpu"}
+        nbytes = 0 if tensor.is_cpu else -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if sizes[-1] and sizes[-1] + nbytes > _BLOCK_BYTES:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += nbytes
+    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+    blocks = [ops.pinned_memory(max(nbytes, 1), device) for nbytes in sizes] if device is not None else []
     return [
         torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         if tensor.is_cpu
-        else blocks[tensor.device][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for begin, tensor in zip(begins, tensors, strict=True)
+        else blocks[block][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for (block, begin), tensor in zip(places, tensors, strict=True)
     ]
 
 
