@@ -139,7 +139,8 @@ c10::intrusive_ptr<DevicePipe> device_pipe(c10::Device device, int64_t threads, 
 }
 
 at::Tensor pinned(int64_t nbytes, c10::Device device) {
-  TORCH_CHECK_VALUE(nbytes > 0, "pinned_memory: expected at least one byte, got ", nbytes);
+  constexpr int64_t kMost = int64_t{1} << 48; // what processes can address
+  TORCH_CHECK_VALUE(nbytes > 0 && nbytes <= kMost, "pinned_memory: expected 1 to ", kMost, " bytes, got ", nbytes);
   TORCH_CHECK_VALUE(
       !device.is_cpu() && device.has_index(), "pinned_memory: expected a device with its index, got ", device);
   return pinned_memory(nbytes, device);

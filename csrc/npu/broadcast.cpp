@@ -72,12 +72,11 @@ namespace {
 
 // See ops.py.
 bool abort_hccl(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const auto backend = group->getBackend(c10::DeviceType::PrivateUse1);
-  if (backend->getBackendName() != "hccl" || npu_library().abort == nullptr) {
+  if (npu_library().abort == nullptr) {
     return false;
   }
   EploadNpuError error;
-  const int status = npu_library().abort(backend.get(), &error);
+  const int status = npu_library().abort(group->getBackend(c10::DeviceType::PrivateUse1).get(), &error);
   TORCH_CHECK(status != kEploadNpuThrew, "epload: the abort of a group of HCCL's failed: ", error.text);
   return status == kEploadNpuDone;
 }

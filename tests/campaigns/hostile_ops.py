@@ -167,9 +167,11 @@ def encoded_regions(setting: Setting) -> Tensor:
 
 CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "coalesced_bcast": lambda s: [s.tensors, 0, GROUP, "", 64, "two_level", None],
+    "abort_hccl": lambda s: [dist.group.WORLD.boxed()],  # type: ignore[union-attr]
     "pack": lambda s: [s.bucket, s.tensors, s.copies],
     "unpack": lambda s: [s.bucket, s.tensors, s.copies],
     "device_pipe": lambda s: [torch.device(DEVICE), 1, 4096],
+    "pinned_memory": lambda s: [4096, torch.device(DEVICE)],
     "write_from_device": lambda s: [s.descriptors, s.files, s.offsets, s.origins, s.on_device, s.copies, s.pipe],
     "upload": lambda s: [[s.bucket], torch.tensor([[0, 0]]), s.on_device, s.copies, s.pipe],
     "download": lambda s: [s.on_device, s.copies, [s.bucket], torch.tensor([[0, 0]]), s.pipe],
@@ -198,7 +200,7 @@ CALLS: dict[str, Callable[[Setting], list[Any]]] = {
     "board_wait": lambda s: [s.board, [0, 1], 0, 0.01],
 }  # fmt: skip
 """For each op the arguments of a call that is right."""
-PIPE_OPS = ("device_pipe", "read_regions", "write_from_device", "upload", "download")
+PIPE_OPS = ("device_pipe", "pinned_memory", "read_regions", "write_from_device", "upload", "download")
 """Those for the fake accelerator."""
 SHARING_OPS = ("share_memory", "open_memory", "close_memory")
 """Ops for a fake accelerator with the library for CUDA, which shares memory."""

@@ -274,7 +274,7 @@ def copies(rank: int) -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in memory[1:]}) == 1, "they share one pinned block"
     copy_to_host(tensors, memory)
     assert all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(memory, tensors, strict=True))
-    must_raise(ValueError, "expected at least one byte", ops.pinned_memory, 0, torch.device(DEVICE))
+    must_raise(ValueError, "expected 1 to 281474976710656 bytes, got 0", ops.pinned_memory, 0, torch.device(DEVICE))
     must_raise(ValueError, "a device with its index, got cpu", ops.pinned_memory, 4, torch.device("cpu"))
 
 

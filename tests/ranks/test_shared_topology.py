@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,9 +54,13 @@ def loading_twice(rank: int) -> None:
         assert wrong(model, state_for(number)) == []
 
 
+def set_lazy() -> None:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+
+
 def test_groups_of_gloo_connect_at_once() -> None:
     """Else they would look for keys when they first send, which are deleted by then."""
-    ranks.run(4, loading_twice, limit=80, setup=partial(os.environ.__setitem__, "TORCH_GLOO_LAZY_INIT", "1"))
+    ranks.run(4, loading_twice, limit=80, setup=set_lazy)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -55,7 +55,10 @@ def abort_hccl(group: Any) -> bool:
     """Ends operations of a ``ProcessGroup`` of HCCL's, whose own ``abort()`` does nothing (torch_npu 2.13). May not return.
 
     Returns:
-        False if it is no such group, or this build lacks the part for NPUs.
+        False if this build lacks the part for NPUs, or the group is no such one.
+
+    Raises:
+        RuntimeError: it has no backend for NPUs, or HCCL fails.
     """
     return bool(_ops.abort_hccl.default(group.boxed()))
 
