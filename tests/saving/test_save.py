@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +65,22 @@ def test_saved_files_have_the_models_tensors(tmp_path: Path) -> None:
             assert files == ["model.safetensors"]
     assert os.listdir(tmp_path) == ["steps"]
     assert len(os.listdir(tmp_path / "steps")) == len(CASES), "nothing is left beside the folders"
+
+
+def test_no_page_is_shared_by_what_an_nfs_client_would_write_over(tmp_path: Path) -> None:
+    """Files have their full size when the first byte is written, cannot be read around a write, and have tensors on other pages
+    than the header."""
+    pwrite, seen = os.pwrite, set()
+
+    def noting(fd: int, data: memoryview, offset: int) -> int:
+        is_write_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        seen.add((offset, len(data), os.fstat(fd).st_size, is_write_only))
+        return pwrite(fd, data, offset)
+
+    with mock.patch.object(os, "pwrite", noting):
+        epload.save({"w": torch.arange(100.0), "v": torch.ones(3)}, tmp_path / "c")
+    assert seen == {(0, 4096, 4508, True), (4096, 400, 4508, True), (4496, 12, 4508, True)}
+    assert load_file(tmp_path / "c" / "model.safetensors")["w"].equal(torch.arange(100.0))
 
 
 def save_states(rank: int, folder: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from epload.core.log import logger
@@ -65,9 +65,13 @@ class NewFolder:
         if nbytes > free:
             raise LoadError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         self.temporary.mkdir()
-        for name, header, size in zip(layout.names, layout.headers, layout.sizes, strict=True):
-            self.add(name, header)
+        for number, (name, header, size) in enumerate(zip(layout.names, layout.headers, layout.sizes, strict=True)):
+            self.add(name, b"")
+            # Before anything is written: an NFS client takes zeros for the rest of the page in which a file ends, and later writes
+            # that page as a whole, over what another node has written to it.
             os.truncate(self.temporary / name, size)
+            with closing(self):
+                self.write(number, 0, memoryview(header))
 
     def add(self, name: str, content: bytes) -> None:
         """Makes a file."""

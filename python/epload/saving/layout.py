@@ -21,8 +21,8 @@ from epload.core.dtypes import SAFETENSORS
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 MODEL, DIFFUSION_MODEL, ADAPTER_MODEL = "model", "diffusion_pytorch_model", "adapter_model"
 """The first part of file names in transformers, and in diffusers."""
-_HEADER_ALIGNMENT = 8
-"""Bytes; a header is padded to a multiple of it, so that tensors are aligned."""
+_DATA_ALIGNMENT = 4096
+"""Bytes; tensors begin at a multiple of it, so that no page has both a part of the header and what other ranks write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def lay_out(
             end += sizes[i]
             entries[name] = {"dtype": _NAMES[dtypes[i]], "shape": shape, "data_offsets": [end - sizes[i], end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
         layout.headers.append(len(text).to_bytes(8, "little") + text)
         layout.sizes.append(8 + len(text) + end)
         offset[shard] += 8 + len(text)
