@@ -107,7 +107,7 @@ def saves_after_an_interrupt(rank: int, folder: str) -> list[str]:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    for place, version in product(("read_model", "_copy_to_host"), (1, 2, 2)):
+    for place, version in product(("read_model", "_copy"), (1, 2, 2)):
         write(model, version)
         with mock.patch.object(run, place, interrupt) if (rank, version) == (1, 1) else nullcontext():
             try:
