@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -220,6 +221,35 @@ def test_a_replaced_object(s3: Servers, tmp_path: Path) -> None:
             s3[0].request("DELETE", f"/{BUCKET}/replaced/{library}/model.safetensors")
             assert checkpoint.changed().endswith("was removed")
             must_raise(CheckpointError, "was removed after it was opened", read_all, checkpoint)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("hidden", [{"etag"}, {"etag", "last-modified"}], ids=len)
+def test_a_replaced_object_without_an_etag(hidden: set[str], library: str, s3: Servers, tmp_path: Path) -> None:
+    """It has the same size and header. The time of its last change has full seconds."""
+    save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
+    prefix = f"no-etag/{library}/{len(hidden)}"
+    put(s3[0], tmp_path, prefix)
+    url = f"{s3[1].address}/{BUCKET}/{prefix}"
+    s3[1].hidden |= hidden
+    with only(library):
+        checkpoint = Checkpoint.open(url)
+        read_all(checkpoint)
+        assert checkpoint.changed() == ""
+        read_all(join_source(url, checkpoint.manifest))
+        time.sleep(1.1)
+        save_file({"x": tensor(2, (3000,))}, tmp_path / "model.safetensors")
+        put(s3[0], tmp_path, prefix)
+        assert ("was replaced" in checkpoint.changed()) == ("last-modified" not in hidden)
+        part = "content" if "last-modified" in hidden else "header"
+        must_raise(CheckpointError, f"source rank has: its {part} differs", join_source, url, checkpoint.manifest)
+
+
+@pytest.mark.parametrize("key", ["ETag", "Last-Modified", "LastModified", "mtime", "modificationTime"])
+def test_what_tells_versions_with_fsspec(key: str, tmp_path: Path) -> None:
+    client = object_clients.FsspecClient(f"file://{tmp_path}")
+    with mock.patch.object(client._fs, "info", return_value={"size": 3, key: 1234}):
+        assert client.head("x") == (3, "1234")
 
 
 def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self.fault: Fault = lambda method, path, number: ""
         self.latency = 0.0
+        self.hidden: set[str] = set()
+        """Headers, in lower case, that answers lack."""
         self.sent: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """Ranges [begin, end) of each object."""
         self.requests = 0
@@ -84,6 +86,7 @@ class Proxy:
 
     def reset(self) -> None:
         self.fault, self.latency, self.requests = (lambda method, path, number: ""), 0.0, 0
+        self.hidden.clear()
         self.sent.clear()
 
     def _answer(self, request: BaseHTTPRequestHandler, port: int) -> None:
@@ -105,7 +108,7 @@ class Proxy:
         connection.request(request.command, request.path, headers=headers)
         answer = connection.getresponse()
         content = answer.read()
-        own = ("connection", "server", "date", "transfer-encoding")
+        own = {"connection", "server", "date", "transfer-encoding", *self.hidden}
         forwarded = {key: value for key, value in answer.getheaders() if key.lower() not in own}
         self._send(request, answer.status, forwarded, content, fault == "truncate")
         if fault == "truncate":

@@ -45,7 +45,9 @@ _TEXTS = (
 """Options of its HTTP client, which follow in the names."""
 _STATUS = re.compile(r"status code: ([45]\d\d)")
 _TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
-_VERSION_KEYS = ("ETag", "etag", "LastModified", "mtime", "last_modified", "created")
+_VERSION_KEYS = (
+    "ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "created",
+)  # fmt: skip
 Version = tuple[int, str]
 """Size of an object, and its ETag, else when it was modified; "" if the server gives neither."""
 
@@ -130,7 +132,8 @@ def _client_options(scheme: str) -> dict[str, Any]:
 
 
 def _version(meta: Any) -> Version:
-    return meta["size"], meta["e_tag"] or str(meta["last_modified"] or "")
+    modified = meta["last_modified"]  # the epoch if the server does not give it
+    return meta["size"], meta["e_tag"] or (str(modified) if modified and modified.timestamp() else "")
 
 
 class FsspecClient:

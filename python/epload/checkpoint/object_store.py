@@ -53,7 +53,7 @@ class ObjectFile(StoredFile):
         except FileNotFoundError:
             raise FileNotFoundError(2, "no such object", url) from None
         self.nbytes, tag = self._version
-        self.identity = f"{tag} {self.nbytes}"
+        self.identity = f"{tag} {self.nbytes}" if tag else ""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         end = min(offset + nbytes, self.nbytes)
