@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -204,3 +205,27 @@ def test_folders_that_cannot_be_synced(case: str, overwrite: bool, tmp_path: Pat
     before = ["old"] * overwrite
     assert (os.listdir(path) if path.exists() else []) == (before if error else ["model.safetensors"])
     assert ("is saved, but may be lost if the machine fails soon" in caplog.text) == (case == "parent")
+
+
+def saves_where_folders_cannot_be_exchanged(rank: int, folder: str) -> str:
+    class Library:
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+        def renameat2(self, *args: object) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    with mock.patch.object(folders.ctypes, "CDLL", Library), mock.patch.object(folders.NewFolder, "write") as write_part:
+        error = error_of(lambda: epload.save({"w": torch.ones(2)}, folder, overwrite=True, timeout=30))
+    write_part.assert_not_called()
+    return error
+
+
+def test_a_file_system_that_cannot_exchange_folders_says_so_before_anything_is_written(tmp_path: Path) -> None:
+    path = old(tmp_path / "c")
+    first, second = ranks.run(2, saves_where_folders_cannot_be_exchanged, str(path))
+    assert first == second
+    assert f"cannot make {path}: " in first
+    assert "this file system cannot replace a folder in one step; save to another path" in first
+    assert os.listdir(path) == ["old"]
+    assert os.listdir(tmp_path) == ["c"]

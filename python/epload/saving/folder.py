@@ -51,11 +51,12 @@ class NewFolder:
         path, layout = self.path, self.layout
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
-        if not self._overwrite and path.exists() and any(path.iterdir()):
+        replaces = path.exists() and any(path.iterdir())
+        if replaces and not self._overwrite:
             raise ValueError(
                 f"{path} exists and is not empty; pass another path, or overwrite=True, which replaces the whole folder"
             )
-        if path.exists() and any(path.iterdir()) and _holds_current_directory(path):
+        if replaces and _holds_current_directory(path):
             raise ValueError(
                 f"{path} is the current directory, or contains it, and overwrite=True replaces the whole folder; pass another "
                 "path"
@@ -65,6 +66,8 @@ class NewFolder:
         if nbytes > free:
             raise LoadError(f"{path.parent} has {free / 1e9:.1f} GB free, and the checkpoint {nbytes / 1e9:.1f} GB")
         self.temporary.mkdir()
+        if replaces:
+            self._check_exchange()
         for number, (name, header, size) in enumerate(zip(layout.names, layout.headers, layout.sizes, strict=True)):
             self.add(name, b"")
             # Before anything is written: an NFS client takes zeros for the rest of the page in which a file ends, and later writes
@@ -72,6 +75,15 @@ class NewFolder:
             os.truncate(self.temporary / name, size)
             with closing(self):
                 self.write(number, 0, memoryview(header))
+
+    def _check_exchange(self) -> None:
+        """Raises OSError if :meth:`commit` could not replace a folder here, before anything is written."""
+        one, other = (self.temporary / name for name in ("one", "other"))
+        one.mkdir()
+        other.mkdir()
+        _exchange(one, other)
+        one.rmdir()
+        other.rmdir()
 
     def add(self, name: str, content: bytes) -> None:
         """Makes a file."""
