@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_little_is_written_where_little_has_changed(tmp_path: Path) -> None:
     text = f"saved what has changed of 2 tensors, 16.0 MB in 1 file, {report.written / 1e3:.1f} kB by this rank"
     assert text in str(report)
     assert report.nbytes == sum(tensor.nbytes for tensor in new.values())
+
+
+def test_sizes_that_a_network_file_system_does_not_know_yet(tmp_path: Path) -> None:
+    """The attributes that the first rank has cached of another rank's file are those of the empty one."""
+    stat, state = Path.stat, {"w": torch.ones(1000), "same": torch.ones(3)}
+    epload.save(state, tmp_path / "1")
+
+    def cached(path: Path, **options: bool) -> os.stat_result:
+        found = stat(path, **options)
+        return os.stat_result((*found[:6], 0, *found[7:])) if path.suffix == ".epload" else found
+
+    new = {**state, "w": state["w"] + 1}
+    with mock.patch.object(Path, "stat", cached):
+        epload.save(new, tmp_path / "2", base=tmp_path / "1")
+    assert_same(read_all(epload.Checkpoint.open(tmp_path / "2")), new)
 
 
 def test_other_libraries_find_no_weights(tmp_path: Path) -> None:

@@ -161,10 +161,12 @@ class DeltaBase:
         chunks: list[list[delta.DeltaChunk]] = [[] for _ in manifest.names]
         files = []
         for number, name in enumerate(folder.layout.names):
-            files.append((name, folder.path_of(number).stat().st_size))
-            table = _table(folder, number)
+            table, end = _table(folder, number), 0
             for tensor, *row in json.loads(table.read_bytes()):
-                chunks[tensor].append(delta.DeltaChunk.from_row(row, len(manifest.shapes[tensor])))
+                chunk = delta.DeltaChunk.from_row(row, len(manifest.shapes[tensor]))
+                chunks[tensor].append(chunk)
+                end = chunk.offset + chunk.nbytes
+            files.append((name, end))  # NFS may know the size only seconds later
             table.unlink()
         kinds = zip(manifest.dtypes, manifest.shapes, chunks, strict=True)
         tensors = dict(zip(manifest.names, kinds, strict=True))
