@@ -139,6 +139,17 @@ def test_sets_of_weights(library: str, s3: Servers, tmp_path: Path) -> None:
         must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
+def test_a_folder_that_may_not_be_listed(s3: Servers, tmp_path: Path) -> None:
+    """S3 denies access to what is absent then."""
+    folder_with_index(tmp_path, small_state())
+    put(s3[0], tmp_path, "unlisted")
+    url, there = f"{s3[1].address}/{BUCKET}/unlisted", {path.name for path in tmp_path.iterdir()}
+    s3[1].fault = lambda method, path, number: "" if path.rpartition("/")[2] in there else "403"
+    assert_same(read_all(Checkpoint.open(url)), small_state())
+    there.clear()
+    clean(must_raise(CheckpointError, r"cannot read http://.*/unlisted: access is denied \(403\)", Checkpoint.open, url))
+
+
 def test_dcp_folders(s3: Servers, tmp_path: Path) -> None:
     ranks.run(2, save_all, tmp_path)
     for form in FORMATS:

@@ -47,7 +47,9 @@ class Moto:
 
 
 Fault = Callable[[str, str, int], str]
-"""From the method, the path and the number of the request to "", "latency", "503", "slow down", "truncate" or "reset"."""
+"""From the method, the path and the number of the request to "", "latency", "403", "503", "slow down", "truncate" or "reset"."""
+
+_ERRORS = {"403": (403, "AccessDenied"), "503": (503, "ServiceUnavailable"), "slow down": (503, "SlowDown")}
 
 
 class Proxy:
@@ -99,9 +101,9 @@ class Proxy:
             request.connection.shutdown(socket.SHUT_RDWR)
             request.close_connection = True
             return
-        if fault in ("503", "slow down"):
-            code = "SlowDown" if fault == "slow down" else "ServiceUnavailable"
-            self._send(request, 503, {}, f"<Error><Code>{code}</Code></Error>".encode())
+        if fault in _ERRORS:
+            status, code = _ERRORS[fault]
+            self._send(request, status, {}, f"<Error><Code>{code}</Code></Error>".encode())
             return
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         headers = {key: value for key, value in request.headers.items() if key.lower() not in ("connection", "host")}

@@ -135,18 +135,28 @@ class ObjectStore(ByteStore):
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         if self._address.startswith("http"):  # such a server cannot list
             present = _in_threads(self._exists, standard)
-            return sorted(name for name, is_present in zip(standard, present, strict=True) if is_present)
+            denied = next((found for found in present if isinstance(found, PermissionError)), None)
+            if denied is not None and True not in present:
+                raise CheckpointError(f"cannot read {self}: {denied}")
+            return sorted(name for name, found in zip(standard, present, strict=True) if found is True)
         try:
             return sorted(retried(self._client.list, str(self)))
         except FileNotFoundError:
             return []
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._open_file(name)
-        except FileNotFoundError:
-            return False
-        return True
+    def _exists(self, name: str) -> bool | PermissionError:
+        """Returns the error if the server denies access, as S3 does for absent objects to those who may not list the bucket."""
+
+        def exists() -> bool | PermissionError:
+            try:
+                self._client.head(name)
+            except FileNotFoundError:
+                return False
+            except PermissionError as denied:
+                return denied
+            return True
+
+        return retried(exists, self.path_of(name))
 
     def path_of(self, name: str) -> str:
         return f"{self._address}/{name}"
