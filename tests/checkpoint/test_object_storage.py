@@ -139,6 +139,22 @@ def test_sets_of_weights(library: str, s3: Servers, tmp_path: Path) -> None:
         must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_signed_url(library: str, s3: Servers, tmp_path: Path) -> None:
+    """The signature is that of GET."""
+    save_file(small_state(), tmp_path / "model.safetensors")
+    put(s3[0], tmp_path, f"signed/{library}")
+    url = f"{s3[1].address}/{BUCKET}/signed/{library}/model.safetensors?signature=a%2Fb"
+    s3[1].fault = lambda method, path, number: "403" if method == "HEAD" else ""
+    with only(library):
+        checkpoint = Checkpoint.open(url)
+        assert_same(read_all(checkpoint), small_state())
+        assert checkpoint.changed() == ""
+        save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
+        put(s3[0], tmp_path, f"signed/{library}")
+        assert "was replaced by another object" in checkpoint.changed()
+
+
 def test_a_folder_that_may_not_be_listed(s3: Servers, tmp_path: Path) -> None:
     """S3 denies access to what is absent then."""
     folder_with_index(tmp_path, small_state())

@@ -127,7 +127,8 @@ class Proxy:
         for key, value in ({"Content-Length": str(len(content))} | headers).items():
             request.send_header(key, value)
         request.end_headers()
-        request.wfile.write(content[: len(content) // 2] if half else content)
+        if request.command != "HEAD":
+            request.wfile.write(content[: len(content) // 2] if half else content)
 
 
 def environment(address: str) -> dict[str, str]:

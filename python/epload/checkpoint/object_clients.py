@@ -80,12 +80,15 @@ class ObstoreClient:
         if not scheme.startswith("http"):
             bucket, slash, key = address.partition("/")
             address = f"{bucket}{slash}{key.replace('%', '%25')}"  # keys are not quoted
+        self._is_signed = scheme.startswith("http") and "?" in address
         self._store = stores.from_url(
             f"{scheme}://{address}", retry_config={"max_retries": 0}, client_options=_client_options(scheme)
         )
 
     def head(self, name: str) -> Version:
-        """Returns the object's version."""
+        """Returns the object's version. A signature in a URL is one of GET, and does not allow HEAD."""
+        if self._is_signed:
+            return _version(self._call(lambda: self._obstore.get(self._store, name, options={"range": (0, 1)})).meta)
         return _version(self._call(lambda: self._obstore.head(self._store, name)))
 
     def get(self, name: str, begin: int, end: int, version: Version) -> Any:
