@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -211,11 +212,31 @@ def test_faults_that_pass(fault: str, library: str, s3: Servers, tmp_path: Path)
 def test_faults_that_stay(library: str, s3: Servers, tmp_path: Path) -> None:
     save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
     url = put(s3[0], tmp_path, f"stay/{library}")
-    with mock.patch.object(object_store, "ATTEMPTS", 2), only(library):
+    with mock.patch.multiple(object_store, ATTEMPTS=2, BUSY_SECONDS=0.2), only(library):
         checkpoint = Checkpoint.open(url)
-        for fault in ("503", "reset"):
+        for fault, attempts in (("503", r"\d+"), ("slow down", r"\d+"), ("500", 2), ("reset", 2)):
             s3[1].fault = lambda method, path, number, fault=fault: fault
-            clean(must_raise(CheckpointError, "cannot read s3://.*: 2 attempts failed, the last: ", read_all, checkpoint))
+            text = f"cannot read s3://.*: {attempts} attempts failed, the last: "
+            clean(must_raise(CheckpointError, text, read_all, checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("library", "fault"),
+    [*product((*LIBRARIES, "web"), ("503", "slow down", "500")), ("obstore", "429"), ("web", "429")],  # s3fs does not tell 429
+)
+def test_a_busy_server_is_asked_more_often(library: str, fault: str, s3: Servers, tmp_path: Path) -> None:
+    save_file({"x": tensor(1, (3000,))}, tmp_path / "model.safetensors")
+    url = put(s3[0], tmp_path, f"busy/{library}/{fault.replace(' ', '-')}")
+    if library == "web":
+        url, library = url.replace("s3:/", s3[1].address), "fsspec"
+    with mock.patch.multiple(object_store, ATTEMPTS=2, MAX_PAUSE=0.01), only(library):
+        checkpoint = Checkpoint.open(url)
+        first = s3[1].requests
+        s3[1].fault = lambda method, path, number: fault if number < first + 12 else ""
+        if fault == "500":
+            must_raise(CheckpointError, "2 attempts failed", read_all, checkpoint)
+        else:
+            assert_same(read_all(checkpoint), {"x": tensor(1, (3000,))})
 
 
 def clean(error: BaseException) -> None:

@@ -47,9 +47,12 @@ class Moto:
 
 
 Fault = Callable[[str, str, int], str]
-"""From the method, the path and the number of the request to "", "latency", "403", "503", "slow down", "truncate" or "reset"."""
+"""From the method, the path and the number of the request to "", "latency", one of _ERRORS, "truncate" or "reset"."""
 
-_ERRORS = {"403": (403, "AccessDenied"), "503": (503, "ServiceUnavailable"), "slow down": (503, "SlowDown")}
+_ERRORS = {
+    "403": (403, "AccessDenied"), "429": (429, "TooManyRequests"), "500": (500, "InternalError"),
+    "503": (503, "ServiceUnavailable"), "slow down": (503, "SlowDown"),
+}  # fmt: skip
 
 
 class Proxy:

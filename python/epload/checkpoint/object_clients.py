@@ -2,12 +2,13 @@
 
 Both take credentials from their own chain (environment variables, instance metadata, configuration files), are thread-safe, and
 have three methods, which take names relative to the client's address. These raise FileNotFoundError; PermissionError if the
-request failed in a way that no retry helps with; or another exception. No message quotes what a client says in full, as that may
-contain a signed address.
+request failed in a way that no retry helps with; Busy if the server asks for fewer requests; or another exception. No message
+quotes what a client says in full, as that may contain a signed address.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -48,8 +49,13 @@ _TIMEOUT = re.compile(r"operation timed out|kind: timeout|timedout")
 _VERSION_KEYS = (
     "ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "modificationTime", "created",
 )  # fmt: skip
+_BUSY = (429, 503)
 Version = tuple[int, str]
 """Size of an object, and its ETag, else when it was modified; "" if the server gives neither."""
+
+
+class Busy(ConnectionError):
+    """The server has too many requests, and asks for them again later."""
 
 
 def connect(url: str) -> Client:
@@ -175,6 +181,10 @@ class FsspecClient:
             raise FileNotFoundError from error
         except PermissionError as error:
             raise PermissionError("access is denied") from error
+        except Exception as error:
+            if getattr(error, "status", 0) in _BUSY or getattr(error, "errno", 0) == errno.EBUSY:  # of aiohttp, of s3fs
+                raise Busy("the server is busy") from error
+            raise
 
 
 Client: TypeAlias = ObstoreClient | FsspecClient
@@ -186,8 +196,9 @@ def _described(text: str) -> Exception:
         status = int(match[1])
         if status == 404:
             return FileNotFoundError()
-        refused = status < 500 and status not in (408, 425, 429)
-        return (PermissionError if refused else ConnectionError)(f"the server answered {status}")
+        refused = status < 500 and status not in (408, 425)
+        kind = Busy if status in _BUSY else PermissionError if refused else ConnectionError
+        return kind(f"the server answered {status}")
     if "certificate" in text or "unknownissuer" in text:
         return PermissionError("its certificate is not valid for it, or not signed by an authority that this machine trusts")
     if "builder error" in text:

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from torch import Tensor
 
 from epload.checkpoint.byte_store import ByteStore, Progress, Shared, Source, StoredFile
-from epload.checkpoint.object_clients import Client, connect
+from epload.checkpoint.object_clients import Busy, Client, connect
 from epload.core import threads
 from epload.core.buffers import as_memoryview
 from epload.errors import CheckpointError, redact_url
@@ -25,6 +25,8 @@ MIN_REQUEST_BYTES = 2 << 20
 REQUESTS = 16
 """Number of requests that each read runs at once."""
 ATTEMPTS = 7
+BUSY_SECONDS = 180.0
+"""Seconds for which a request is repeated, instead of ATTEMPTS times, while the server is busy, as with many ranks."""
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt, on average; each pause is twice the one before, up to MAX_PAUSE."""
 MAX_PAUSE = 8.0
@@ -99,17 +101,14 @@ class ObjectFile(StoredFile):
 
 
 def retried(call: Callable[[], T], what: str) -> T:
-    """Returns the result of ``call``, after up to ATTEMPTS attempts. Clients' own retries do not cover the bodies of responses.
+    """Returns the result of ``call``, after several attempts. Clients' own retries do not cover the bodies of responses.
 
     Raises:
         FileNotFoundError: there is no such object.
-        CheckpointError: it was refused, or failed in each of ATTEMPTS attempts.
+        CheckpointError: it was refused, failed in ATTEMPTS attempts, or the server was busy for BUSY_SECONDS.
     """
-    last = ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            pause = min(FIRST_PAUSE * 2 ** (attempt - 1), MAX_PAUSE)
-            time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
+    began, attempts, failures = time.monotonic(), 0, 0
+    while True:
         try:
             return call()
         except (FileNotFoundError, CheckpointError):
@@ -117,8 +116,13 @@ def retried(call: Callable[[], T], what: str) -> T:
         except PermissionError as denied:
             raise CheckpointError(f"cannot read {what}: {denied}") from None
         except Exception as error:  # each client has its own; what they say may quote credentials
-            last = str(error) if type(error) is ConnectionError else type(error).__name__
-    raise CheckpointError(f"cannot read {what}: {ATTEMPTS} attempts failed, the last: {last}; load again later")
+            is_busy = isinstance(error, Busy)
+            last = str(error) if is_busy or type(error) is ConnectionError else type(error).__name__
+        attempts, failures = attempts + 1, failures + (not is_busy)
+        if failures == ATTEMPTS or (is_busy and time.monotonic() - began > BUSY_SECONDS):
+            raise CheckpointError(f"cannot read {what}: {attempts} attempts failed, the last: {last}; load again later")
+        pause = min(FIRST_PAUSE * 2 ** (attempts - 1), MAX_PAUSE)
+        time.sleep(pause * random.uniform(0.5, 1.5))  # so that ranks do not come back together
 
 
 class ObjectStore(ByteStore):
