@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.checkpoint.delta import BATCH_BYTES
+from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
 from measure import PeakMemory
 from support import fakedev, ranks
@@ -130,11 +134,36 @@ def test_another_file_system_is_refused(
     if not others:
         assert texts[0] == ""
         assert os.listdir(tmp_path / "a" / "step") == ["1"]
+        assert os.listdir(tmp_path / "a" / "step" / "1") == ["model.safetensors"]
         return
     assert texts[0].startswith("LoadError")
     assert f"{others} not see the folder that rank 0 has made there, and nothing was saved" in texts[0]
     assert "save to a folder that all nodes share" in texts[0]
     assert not [name for disk in tmp_path.iterdir() for name in os.listdir(disk) if os.listdir(disk / name)]
+
+
+def save_where_a_byte_is_lost(rank: int, folder: str) -> list[str]:
+    """Another node writes the whole page, as rank 2 has not written to it."""
+    model, texts = build("fsdp", dist.get_world_size()), []
+    write(model, 3)
+    epload.save(model, f"{folder}/base", topology=epload.Topology.from_nodes([[0, 1, 2]]), timeout=30)
+    with mock.patch.object(shared, "_write", return_value=None) if rank == 2 else nullcontext():
+        for nodes in ([[0, 1], [2]], [[2], [0, 1]], [[0, 1, 2]]):
+            options: dict[str, Any] = {"topology": epload.Topology.from_nodes(nodes), "timeout": 30}
+            texts.append(error_of(partial(epload.save, model, f"{folder}/new-{len(texts)}", **options)))
+        options["topology"] = epload.Topology.from_nodes([[0, 1], [2]])
+        texts.append(error_of(partial(epload.save, model, f"{folder}/changes", base=f"{folder}/base", **options)))
+    return texts
+
+
+def test_a_mount_that_loses_what_nodes_write_to_one_file_is_refused(tmp_path: Path) -> None:
+    first, *others = ranks.run(3, save_where_a_byte_is_lost, str(tmp_path))
+    assert others == [first] * 2
+    for text in first[:2]:
+        assert text.startswith(f"LoadError: {tmp_path} does not keep what several nodes write to one file")
+        assert "a byte of each of ranks 2 is lost, and nothing was saved; save to a file system that keeps it" in text
+    assert first[2:] == ["", ""]
+    assert sorted(os.listdir(tmp_path)) == ["base", "changes", "new-2"]
 
 
 def save_on_one_node(rank: int, disks: list[str]) -> None:

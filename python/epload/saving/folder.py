@@ -7,13 +7,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from epload.core.log import logger
 from epload.errors import LoadError
-from epload.observe.render import list_first
 from epload.saving.layout import FilesLayout
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -70,8 +69,8 @@ class NewFolder:
             self._check_exchange()
         for number, (name, header, size) in enumerate(zip(layout.names, layout.headers, layout.sizes, strict=True)):
             self.add(name, b"")
-            # Before anything is written: an NFS client takes zeros for the rest of the page in which a file ends, and later writes
-            # that page as a whole, over what another node has written to it.
+            # Before anything is written: an NFS client takes zeros for the rest of the page in which a file ends, and later
+            # writes that page as a whole, over what another node has written to it.
             os.truncate(self.temporary / name, size)
             with closing(self):
                 self.write(number, 0, memoryview(header))
@@ -154,19 +153,6 @@ def discard(temporary: Path) -> None:
     with suppress(OSError):
         os.rename(temporary, discarded)
     shutil.rmtree(discarded, ignore_errors=True)
-
-
-def check_seen_by_all(parent: Path, seen: Mapping[int, bool]) -> None:
-    """Raises LoadError unless every rank sees the hidden folder that the first rank has made in ``parent``.
-
-    The folder's name is that of no other save, so that a rank does not see another one in its place.
-    """
-    if others := [rank for rank, sees in seen.items() if not sees]:
-        raise LoadError(
-            f"{parent} is on several file systems: ranks {list_first(others)} do not see the folder that rank "
-            f"{min(seen)} has made there, and nothing was saved; save to a folder that all nodes share, or to the disk of one "
-            "node, with topology=Topology.discover(group) over that node's ranks"
-        )
 
 
 @contextmanager

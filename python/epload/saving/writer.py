@@ -24,9 +24,10 @@ from epload.native import ops
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.checksums import hash_files, publish
-from epload.saving.folder import NewFolder, check_seen_by_all, discard, hidden_path
+from epload.saving.folder import NewFolder, discard, hidden_path
 from epload.saving.layout import FilesLayout
 from epload.saving.plan import WritePlan
+from epload.saving.shared import check_shared
 from epload.transfer.device_pipe import DevicePipe
 
 CALL_BYTES = 128 << 20
@@ -121,8 +122,7 @@ def write_checkpoint(
         created = Attempt(create)
         control.agree("making the folder", created.failure)
         folder = created.value
-        is_seen = folder.temporary.is_dir()
-        control.agree("finding the folder", None, is_seen, lambda views: check_seen_by_all(path.parent, views))
+        check_shared(topology, folder)
         control.agree("writing the checkpoint", Attempt(write_part).failure)
         digests = hash_files(folder, control) if checksums else {}
         control.doing = "completes the checkpoint"
