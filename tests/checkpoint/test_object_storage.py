@@ -321,6 +321,14 @@ def test_what_is_not_there(s3: Servers, monkeypatch: pytest.MonkeyPatch) -> None
         must_raise(CheckpointError, text, Checkpoint.open, url)
 
 
+def test_a_bucket_in_another_region(s3: Servers) -> None:
+    s3[1].fault = lambda method, path, number: "301"
+    for source in (f"s3://{BUCKET}/a", f"s3://{BUCKET}/a/model.safetensors"):
+        before = s3[1].requests
+        clean(must_raise(CheckpointError, "in another region; set AWS_REGION to it", Checkpoint.open, source))
+        assert s3[1].requests == before + 1
+
+
 def test_a_certificate_that_does_not_verify(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3)}, tmp_path / "model.safetensors")
     with untrusted(tmp_path, tmp_path) as address:

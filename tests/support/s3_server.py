@@ -50,8 +50,8 @@ Fault = Callable[[str, str, int], str]
 """From the method, the path and the number of the request to "", "latency", one of _ERRORS, "truncate" or "reset"."""
 
 _ERRORS = {
-    "403": (403, "AccessDenied"), "429": (429, "TooManyRequests"), "500": (500, "InternalError"),
-    "503": (503, "ServiceUnavailable"), "slow down": (503, "SlowDown"),
+    "301": (301, "PermanentRedirect"), "403": (403, "AccessDenied"), "429": (429, "TooManyRequests"),
+    "500": (500, "InternalError"), "503": (503, "ServiceUnavailable"), "slow down": (503, "SlowDown"),
 }  # fmt: skip
 
 

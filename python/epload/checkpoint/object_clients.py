@@ -201,6 +201,8 @@ def _described(text: str) -> Exception:
         return kind(f"the server answered {status}")
     if "certificate" in text or "unknownissuer" in text:
         return PermissionError("its certificate is not valid for it, or not signed by an authority that this machine trusts")
+    if "redirect without location" in text:
+        return PermissionError("the bucket is in another region; set AWS_REGION to it")
     if "builder error" in text:
         return PermissionError(
             "the client does not take its address; an http:// endpoint has to be allowed, e.g. by AWS_ALLOW_HTTP=true"
