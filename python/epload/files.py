@@ -24,6 +24,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         fd = os.open(path, flags | os.O_NONBLOCK)  # it may have become a FIFO since
     except BlockingIOError:  # a regular file with a lease, whose holder the kernel gives time to release it
         fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            error.strerror = f"{error.strerror}; raise the limit on open files (ulimit -n)"
+        raise
     try:
         _check(path, os.fstat(fd))
         os.set_blocking(fd, True)

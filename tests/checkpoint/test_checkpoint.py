@@ -227,6 +227,21 @@ def test_short_reads_are_continued(most: int, tmp_path: Path) -> None:
     assert len(traced.requests) >= sum(value.nbytes for value in state.values()) / most
 
 
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """Also those of a closed checkpoint, which are opened again."""
+    path = one_file(tmp_path, small_state())
+    checkpoint = Checkpoint.open(path)
+    checkpoint.close()
+
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    with mock.patch.object(os, "open", refuse):
+        for call in (lambda: Checkpoint.open(path), lambda: read_all(checkpoint)):
+            text = f"cannot read {path}: Too many open files; raise the limit on open files (ulimit -n)"
+            must_raise(CheckpointError, re.escape(text), call)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = one_file(tmp_path, {"a": tensor(1, (100,))})
     traced = fill(path, [Piece(0, 0, 0, 400)], 400, error=errno.EIO)
