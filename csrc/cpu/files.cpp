@@ -58,9 +58,10 @@ bool is_cold(int file, int64_t offset, int64_t nbytes) {
 // Whether a file is on a disk of this machine. Other file systems may depend on what the kernel reads ahead, and of
 // overlayfs the kernel does not say what is cached.
 bool is_on_disk(int file) {
+  constexpr uint32_t kXfs = 0x58465342; // which older headers lack
   struct statfs status{};
   const auto type = fstatfs(file, &status) == 0 ? static_cast<uint32_t>(status.f_type) : 0;
-  return type == EXT4_SUPER_MAGIC || type == XFS_SUPER_MAGIC || type == BTRFS_SUPER_MAGIC;
+  return type == EXT4_SUPER_MAGIC || type == kXfs || type == BTRFS_SUPER_MAGIC;
 }
 
 } // namespace

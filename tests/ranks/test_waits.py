@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -185,6 +186,17 @@ def test_a_rank_killed_at_a_step_is_named(victim: int, step: str, nodes: list[li
     which nobody shares buffers: others of its machine watch its process."""
     world = sum(map(len, nodes))
     check(ranks.run(world, killed_at, victim, step, nodes, victim == 3, dying=(victim,), limit=80), f"rank {victim}")
+
+
+def killed_unseen(rank: int) -> Raised | None:
+    """The system does not allow ranks to watch one another's processes, whose names are no text."""
+    Path("/proc/self/comm").write_bytes("epload::训练任务".encode()[:15])
+    with mock.patch.object(os, "pidfd_open", side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM))):
+        return killed_at(rank, 2, "planning", NODES)
+
+
+def test_a_rank_is_named_where_processes_cannot_be_watched() -> None:
+    check(ranks.run(4, killed_unseen, dying=(2,), limit=80), "rank 2")
 
 
 def store_dies(rank: int, step: str) -> Raised | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from epload.core import system_calls
 from epload.native.info import build_info
 from epload.observe.render import count, show_bytes
 from epload.planning.schedule import SYNC_WAVE_BYTES
@@ -72,7 +73,7 @@ def check_shared_memory(memory: Path = Path("/proc/meminfo"), group: Path = Path
     """Checks the staging buffers of a node: two waves, in anonymous files, which need no space in /dev/shm. ``memory``,
     ``group``: as in procfs, and in version 2 of cgroups."""
     try:
-        os.close(os.memfd_create("epload"))
+        os.close(system_calls.memfd_create("epload"))
     except OSError as error:
         advice = "ranks of a node will not share staging buffers; allow the system call memfd_create"
         return "warn", f"memfd_create: {error.strerror}", advice

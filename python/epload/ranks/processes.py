@@ -7,14 +7,18 @@ import hashlib
 import os
 import select
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from epload.core import system_calls
 from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
 
+_LOOK_SECONDS = 1.0
+"""Between two looks at processes of which the system does not tell when they end."""
 _Process = tuple[int, int, str]
 """A rank, the id of its process, and the time at which that started, which together with the id is unique in its namespace."""
 
@@ -33,6 +37,9 @@ class Processes:
         self._unwatched: list[_Process] = []
         self._watched: dict[int, _Process] = {}
         """Processes that are watched, by file descriptor."""
+        self._polled: list[_Process] = []
+        """Processes that the system does not allow to watch."""
+        self._next_look = 0.0
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
@@ -82,24 +89,28 @@ class Processes:
             if fd in self._watched:
                 self._end(self._watched.pop(fd))
                 os.close(fd)
+        if self._polled and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            for process in [process for process in self._polled if _has_ended(process)]:
+                self._polled.remove(process)
+                self._end(process)
 
     def _end(self, process: _Process) -> None:
         self.ended = {**self.ended, process[0]: process[1]}
 
     def _watch(self, process: _Process) -> None:
-        """Watches a process, unless the system does not allow that."""
-        if not hasattr(os, "pidfd_open"):
-            return
         _, pid, start = process
         try:
-            fd = os.pidfd_open(pid)
+            fd = system_calls.pidfd_open(pid)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
             if error.errno == errno.ESRCH:
                 self._end(process)
+            else:  # an old kernel, or a container that forbids it
+                self._polled.append(process)
             return
-        if _start_time(pid) in (start, "?"):  # another user's may be hidden
+        if "?" in (seen := _start_time(pid), start) or seen == start:
             self._watched[fd] = process
         else:  # the process id has been reused
             os.close(fd)
@@ -111,13 +122,31 @@ class Processes:
             fd, process = self._watched.popitem()
             os.close(fd)
             self._unwatched.append(process)
+        self._unwatched += self._polled
+        self._polled = []
 
     def __del__(self) -> None:
         self.close()
 
 
-def _start_time(pid: int) -> str:
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat behind the name; empty if it cannot be read, as another user's may not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].decode().split()
     except (OSError, IndexError):
-        return "?"
+        return []
+
+
+def _start_time(pid: int) -> str:
+    return next(iter(_stat(pid)[19:]), "?")
+
+
+def _has_ended(process: _Process) -> bool:
+    _, pid, start = process
+    if fields := _stat(pid):
+        return fields[0] in "ZX" or ("?" not in (start, _start_time(pid)) and _start_time(pid) != start)
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return False

@@ -22,10 +22,11 @@ _SYSFS = Path("/sys")
 def read_threads(readers: int) -> int:
     """Returns the number of threads that each of ``readers`` ranks of this node reads with, from 2 to 16: one a CPU of the rank.
 
-    A rank that may use all CPUs shares them with the others. One that may not has its own, as launchers assign them.
+    A rank that may use the same CPUs as the process that has started it shares them with the others. Else it has its own, as
+    launchers assign them.
     """
-    cpus = len(_allowed())
-    if cpus >= (os.cpu_count() or 1):
+    allowed, cpus = _allowed(), len(_allowed())
+    if allowed == _allowed(os.getppid()) or cpus >= (os.cpu_count() or 1):
         cpus //= readers
     return max(MIN_READ_THREADS, min(MAX_READ_THREADS, cpus))
 
@@ -79,10 +80,10 @@ def pci_address(device: torch.device) -> str:
         return ""
 
 
-def _allowed() -> frozenset[int]:
-    """Returns the CPUs that the calling thread may use; none if the system does not say."""
+def _allowed(pid: int = 0) -> frozenset[int]:
+    """Returns the CPUs that a process, by default the calling thread, may use; none if the system does not say."""
     try:
-        return frozenset(os.sched_getaffinity(0))  # 0 is the calling thread, not the process
+        return frozenset(os.sched_getaffinity(pid))
     except (AttributeError, OSError):
         return frozenset()
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epload.core import system_calls
 from epload.errors import RemoteFailure, WaitTimeout
 from epload.native import ops
 from epload.ranks.control import Control
@@ -159,7 +160,7 @@ def _total(ranks: int, nbytes: int, count: int) -> int:
 
 def _make(nbytes: int) -> tuple[int, mmap.mmap, str]:
     """Returns a descriptor, its mapping and the token at its end, by which others know that they have opened the same."""
-    fd = os.memfd_create("epload", os.MFD_CLOEXEC)
+    fd = system_calls.memfd_create("epload")
     try:
         os.ftruncate(fd, nbytes)
         memory = mmap.mmap(fd, nbytes)
