@@ -58,6 +58,7 @@ CONFIGS = {
         **(SMALL | {"num_key_value_heads": 4}),
     ),
     "llama": LlamaConfig(vocab_size=323, tie_word_embeddings=False, **SMALL),
+    "llama_biased": LlamaConfig(vocab_size=323, tie_word_embeddings=False, attention_bias=True, **SMALL),
     "llama_tied": LlamaConfig(vocab_size=323, tie_word_embeddings=True, **SMALL),
     # A Qwen2 with a layer that predicts a second token, which is the engine's draft.
     "mimo": Qwen2Config(vocab_size=323, tie_word_embeddings=False, num_nextn_predict_layers=1, **SMALL),

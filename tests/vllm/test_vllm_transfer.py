@@ -201,9 +201,13 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
         recording = recorded()
         apply(version)
         differs += differences(model, config, {name: tensor + version for name, tensor in weights.items()})
-    part = {name: tensor for name, tensor in weights.items() if "q_proj" in name}
-    with pytest.raises(epload.ModelMismatch, match=r"leaves 4 tensors: .*qkv_proj\.weight unwritten.*send these layers as a"):
-        target.sync_target(strict=False).record(manifest_of(part))
+    biases = {name for name in weights if name.endswith(".bias")}
+    for part, unwritten in (
+        ({name for name in weights if "q_proj" in name}, r"qkv_proj\.bias.*qkv_proj\.weight"),
+        (weights.keys() - biases, r"o_proj\.bias.*qkv_proj\.bias"), (biases, r"o_proj\.weight.*qkv_proj\.weight"),
+    ):  # fmt: skip
+        with pytest.raises(epload.ModelMismatch, match=rf"leaves 8 tensors: .*{unwritten}.* unwritten.*send these layers as a"):
+            target.sync_target(strict=False).record(manifest_of({name: weights[name] for name in sorted(part)}))
     return {
         "changed by recording": sorted(before.keys() - set(unchanged)),
         "differs": differs,
@@ -232,7 +236,7 @@ class Failing:
 
 
 def test_a_version_can_be_applied_after_one_that_could_not(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, CONFIGS["llama"])
+    make_checkpoint(tmp_path, CONFIGS["llama_biased"])
     nothing: dict[str, Any] = {"changed by recording": [], "differs": [], "moved": [], "failures left": 0}
     assert ranks.run(1, fail_and_retry, tmp_path) == [nothing]
 

@@ -243,11 +243,13 @@ class VllmModel(EngineModel):
 
     def filled_as_a_whole(self) -> list[list[str]]:
         """Returns those of each layer that is processed: values that a version leaves as they are would be processed twice."""
-        return [
-            [f"{path}.{name}" for name in get_layerwise_info(layer).restore_metadata[0]]
-            for path, layer in self.model.named_modules(remove_duplicate=False)
-            if _is_processed(layer)
-        ]
+        groups = []
+        for path, layer in self.model.named_modules(remove_duplicate=False):
+            if _is_processed(layer):
+                # Some methods permute the bias, which stays in the layer, and which vLLM's metadata lack.
+                names = get_layerwise_info(layer).restore_metadata[0].keys() | (layer._parameters.keys() & {"bias"})
+                groups.append([f"{path}.{name}" for name in names])
+        return groups
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = list(weights) if len(self._parts) > 1 else weights  # of which each takes what it has
