@@ -7,7 +7,9 @@ import json
 import threading
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from support import ranks
 from support.jobs import Job, Meeting, run
 from support.pretrained import published
 from support.recordings import copy_regions, manifest_of, poison, same_bits, tensors_of
+from support.small_syncs import outcome
 
 VERSIONS = (1, 2)
 
@@ -260,6 +263,27 @@ def test_engines_that_move_experts_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["qwen3_moe"])
     (text,) = ranks.run(1, balance, tmp_path)
     assert "moves experts of model.layers.0.mlp.experts while it runs (enable_eplb)" in text
+
+
+@pytest.mark.parametrize(
+    ("tag", "asleep", "stage"),
+    [("weights", True, "host"), ("weights", True, "none"), ("kv_cache", True, "none"), ("weights", False, "none")],
+)
+def test_an_engine_whose_weights_sleep_is_woken_up_first(tag: str, asleep: bool, stage: str) -> None:
+    from vllm.device_allocator import AllocationData
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from epload.integrations.vllm.transfer import EploadInitInfo, EploadWeightTransferEngine
+
+    engine = object.__new__(EploadWeightTransferEngine)
+    engine.model = engine._default_model = None
+    engine._info, engine._receiver = EploadInitInfo("127.0.0.1:1", stage=stage), mock.Mock()
+    allocator = SimpleNamespace(pointer_to_data={1: AllocationData((0, 1, 1, 1), tag, is_asleep=asleep)})
+    with mock.patch.object(CuMemAllocator, "instance", allocator):
+        found = [outcome(call) for call in (engine.start_weight_update, engine.finish_weight_update)]
+    refused = [tag == "weights" and asleep and stage == "none", tag == "weights" and asleep]
+    assert ["call wake_up(tags=['weights']) first" in text for text in found] == refused
+    assert engine._receiver.commit.called is not refused[1]
 
 
 class LocalClient:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -39,6 +40,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
 
+from epload.errors import LoadError
 from epload.integrations.engine.model import EngineModel
 from epload.integrations.engine.recording import Recording
 from epload.mapping.mapping import AnyMapping
@@ -99,6 +101,8 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 else "expected start_weight_update: pass draft=True in the trainer's EploadTrainerInitInfo to update the draft, "
                 "together with the model"
             )
+        if info.stage == "none":
+            _check_awake()
         if self._receiver is None:
             self._connect(info)
 
@@ -115,7 +119,9 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._connected().receive_weights(update_info.version)
 
     def finish_weight_update(self) -> None:
-        self._connected().commit()
+        receiver = self._connected()
+        _check_awake()
+        receiver.commit()
 
     def shutdown(self) -> None:
         if self._receiver is not None:
@@ -210,6 +216,13 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
 
     def shutdown(self) -> None:
         self._sender.close()
+
+
+def _check_awake() -> None:
+    """Raises LoadError if vLLM sleeps, so that its weights have no memory."""
+    allocator = CuMemAllocator.instance
+    if allocator is not None and any(data.is_asleep for data in allocator.pointer_to_data.values() if data.tag == "weights"):
+        raise LoadError("the engine sleeps, and its weights have no memory; call wake_up(tags=['weights']) first")
 
 
 def _options(init_info: Any, *names: str) -> dict[str, Any]:
