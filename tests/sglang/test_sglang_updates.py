@@ -252,6 +252,9 @@ def refuse(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         layer.use_intel_amx_backend = True
     texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
     layer.use_intel_amx_backend = False
+    layer.quant_method.w13_swiglu_interleaved = True
+    texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
+    layer.quant_method.w13_swiglu_interleaved = False
     backend = binding._backend
     binding._backend = lambda: "amd"
     texts.append(outcome(partial(receive, "127.0.0.1:1", 1)))
@@ -268,6 +271,7 @@ def test_what_an_engine_cannot_update_is_refused_by_name_on_all_ranks(tmp_path: 
     expected = [
         "got stage", "got 'one'", "pp_size=1, got 2", "dp_size=1, got 2", "--enable-eplb", "--elastic-ep-backend",
         "disaggregation", "--hicache-storage-backend", "models that this engine has",
-        "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX", "monokernel", "cached splits",
+        "rank 1: model.layers.0.self_attn.qkv_proj of LlamaForCausalLM is packed for AMX",
+        "is interleaved for its MoE kernel (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)", "monokernel", "cached splits",
     ]  # fmt: skip
     assert [part for part, text in zip(expected, first, strict=True) if part not in text] == []

@@ -106,6 +106,8 @@ def check_updatable(model: nn.Module) -> None:
             unquant._use_aiter and isinstance(method, unquant.UnquantizedFusedMoEMethod)
         ):
             reason = "is shuffled for its MoE kernel"
+        elif getattr(method, "w13_swiglu_interleaved", False):
+            reason = "is interleaved for its MoE kernel (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)"
         if reason:
             name = next(name for name, other in model.named_modules() if other is module)
             raise ModelMismatch(
