@@ -151,6 +151,8 @@ def test_each_version_is_as_sglang_loads_it(name: str, drafts: bool, tmp_path: P
 
 def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
     """Versions that cannot be committed at once, or break off on one rank; returns what is wrong."""
+    from sglang.srt.managers import mm_schedule
+
     from epload.integrations.sglang import model as models
     from epload.integrations.sglang.updates import EngineUpdates
 
@@ -179,7 +181,10 @@ def fail(rank: int, meeting: Meeting, folder: Path) -> list[str]:
         check(part, part in outcome(partial(updates.commit, wait=100)) and scheduler.taken()[-1] == "continue")
         undo()
     check("the old weights are kept", differences(loaded(config, folder), model) == [])
+    mm_schedule.init_mm_embedding_cache(1 << 20)
+    mm_schedule.embedding_cache.set(1, mm_schedule.EmbeddingResult(embedding=torch.ones(2, 2)))
     updates.commit()
+    check("embeddings of the old weights", len(mm_schedule.embedding_cache) == 0)
     check("the first", differences(loaded(config, folder / "version-1"), model) == [])
 
     scheduler.taken()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
@@ -151,7 +152,7 @@ class EngineUpdates:
     def commit(self, wait: float = 60.0) -> None:
         """Copies the version that was received into the models, between two batches. Collective over the engine's ranks.
 
-        Running requests return to the queue, and the cache of what the old weights computed is cleared. Requests go on with the
+        Running requests return to the queue, and the caches of what the old weights computed are cleared. Requests go on with the
         new weights, unless generation was paused before.
 
         Args:
@@ -208,6 +209,8 @@ class EngineUpdates:
             raise LoadError("a weight-update session is open; call end_weight_update first")
         if not self._scheduler.flush_cache():
             raise LoadError("the engine has requests that cannot be retracted, so that its cache cannot be cleared; commit later")
+        if mm_schedule.embedding_cache is not None:  # what the old weights made of images, which flush_cache() keeps
+            mm_schedule.embedding_cache.clear()
 
     def _copy(self, receiver: WeightReceiver) -> None:
         """Copies the version into the models. Raises LoadError if these are now partially updated."""
