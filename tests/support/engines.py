@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import epload
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -150,6 +153,54 @@ def unique(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float3
         made[name] = values[at : at + count].reshape(shape)
         at += count
     return made
+
+
+class Processing(epload.EngineModel):
+    """Computes with negated parameters, and has those that ``load_weights`` fills only while these come."""
+
+    def __init__(self, model: nn.Module, load_weights: Any = None, device: str = "cpu") -> None:
+        super().__init__(model, load_weights)
+        self.device = torch.device(device)
+        self.most = 0
+        """Number of parameters that the engine had twice at once."""
+        self._kept: dict[str, nn.Parameter] = {}
+
+    @contextmanager
+    def recordable(self) -> Iterator[None]:
+        self._open(dict(self.model.named_parameters()), torch.device("meta"))
+        yield
+        self._close()
+
+    def filled_as_a_whole(self) -> list[list[str]]:
+        return [[name] for name, _ in self.model.named_parameters()]
+
+    def begin(self, written: Collection[str] | None) -> None:
+        self._open(dict(self.model.named_parameters()).keys() & (written or ()), self.device)
+        self.most = max(self.most, len(self._kept))
+
+    def process(self) -> None:
+        for name, kept in self._kept.items():
+            kept.data.copy_(-self.model.get_parameter(name))
+        self._close()
+
+    def finish(self) -> None:
+        self.process()
+
+    def _open(self, names: Iterable[str], device: torch.device) -> None:
+        for name in names:
+            kept = self._kept.setdefault(name, self.model.get_parameter(name))
+            filled = nn.Parameter(torch.full_like(kept, torch.nan, device=device), requires_grad=False)
+            filled.__dict__.update(kept.__dict__)
+            self._set(name, filled)
+
+    def _close(self) -> None:
+        for name, kept in self._kept.items():
+            self._set(name, kept)
+        self._kept.clear()
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(path), leaf, parameter)
 
 
 class Loader(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import epload
 from epload.integrations.engine.model import EngineTarget
 from support.checks import fill
-from support.engines import Computing, Engine, Loader, Weights, engine_checkpoint, unique
+from support.engines import Computing, Engine, Loader, Processing, Weights, engine_checkpoint, unique
 from support.fp8 import Tree
 from support.jobs import Job, Meeting, run
 from support.ranks import RankFailed
 from support.recordings import manifest_of, same_bits, tensors_of
 from support.small_syncs import receiving, sending, take
 
-ENGINES = {"views": Engine, "computing": Computing}
+ENGINES = {"views": Engine, "computing": Computing, "processing": Computing}
 
 
 def values(version: int) -> dict[str, Tensor]:
@@ -53,11 +54,15 @@ def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str =
 
 def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, expected = ENGINES[kind](rank, dtype), ENGINES[kind](rank, dtype)
-    with receiving(meeting, epload.EngineModel(model), timeout=30, **options) as receiver:
+    engine = Processing(model) if kind == "processing" else epload.EngineModel(model)
+    with receiving(meeting, engine, timeout=30, **options) as receiver:
         for version in (1, 2, 3):
             take(receiver)
             expected.load_weights((name, tensor.clone()) for name, tensor in values(version).items())
             theirs = tensors_of(model)
+            if isinstance(engine, Processing):
+                assert engine.most == (8 if options.get("stage") == "none" else 1)
+                theirs |= {name: -parameter for name, parameter in model.named_parameters()}
             wrong = [name for name, tensor in tensors_of(expected).items() if not same_bits(tensor, theirs[name])]
             assert wrong == [], f"version {version}"
         meeting.say(f"done-{rank}")
@@ -67,7 +72,8 @@ def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options:
     ("kind", "dtype", "options"),
     [
         ("views", torch.float32, {}), ("computing", torch.float32, {"stage": "device"}), ("computing", torch.float32, {}),
-        ("views", torch.bfloat16, {"stage": "none"}),
+        ("views", torch.bfloat16, {"stage": "none"}), ("processing", torch.float32, {}),
+        ("processing", torch.float32, {"stage": "none"}),
     ],
 )  # fmt: skip
 def test_an_engine_holds_what_its_own_load_weights_gives(kind: str, dtype: torch.dtype, options: Any) -> None:
@@ -112,6 +118,29 @@ def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_
     local_target(Loader(load, **shapes), unique({"a": (1,)}), strict=False).finish()
     if not partly:
         local_target(Loader(load, **shapes), unique(shapes)).finish()
+
+
+def test_full_tensors_are_made_when_load_weights_takes_them() -> None:
+    events: list[str] = []
+
+    def load(model: Loader, weights: Weights) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor * 2)
+            events.append(name)
+
+    model = Loader(load, a=(1,), b=(1,))
+    target = epload.EngineModel(model).sync_target(strict=True)
+    target.holdings(manifest_of(unique({"b": (1,), "a": (1,)})))
+    events.clear()
+
+    def copy(tensors: Mapping[int, Tensor]) -> None:
+        for number, tensor in tensors.items():
+            events.append(str(number))
+            tensor.fill_(number)
+
+    target.fill(copy)
+    assert events == ["0", "b", "1", "a"]
+    assert (model.a.item(), model.b.item()) == (2, 0)
 
 
 def test_a_map_that_has_changed_since_it_was_recorded_is_an_error() -> None:

@@ -61,6 +61,8 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
         UnquantizedLinearMethod.process_weights_after_loading = reverse_columns
     elif processing == "untraced":
         read_values_after_loading()
+    start = transfer.VllmModel._start
+    started = mock.patch.object(transfer.VllmModel, "_start", autospec=True, side_effect=start).start()
     draft_options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
     drafted = is_drafted(folder)
     model, config = make_engine(
@@ -100,6 +102,8 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
                 weights[name] = weights[name] + 1
             found.append([name for part, part_config in parts for name in differences(part, config, weights, part_config)])
     engine.shutdown()
+    if processing == "reversing":
+        assert max(len(call.args[1]) for call in started.call_args_list) == 1, "layers that are open at once"
     found.append([name for name, tensor in tensors.items() if tensor.data_ptr() != pointers[name]])
     return found
 
@@ -186,12 +190,16 @@ def fail_and_retry(rank: int, folder: Path) -> dict[str, Any]:
             return record(target.load_weights, manifest_of(weights), target.tensors())
 
     def apply(version: int) -> None:
-        target.begin(recording)
+        target.begin(recording.written)
         recording.fill_constants(target.tensors())
         copy_regions(recording, target.tensors(), {name: tensor + version for name, tensor in weights.items()})
         target.finish()
 
     recording = recorded()
+    error = torch.OutOfMemoryError("out of memory")
+    text = r"processes 18 layers .* take 786\.4 kB on cpu .* put the KV cache to sleep"
+    with mock.patch.object(transfer, "materialize_layer", side_effect=[None, error]), pytest.raises(epload.LoadError, match=text):
+        target.begin(recording.written)
     unchanged = [name for name, tensor in model.named_parameters() if same_bits(tensor, before[name][1])]
     for _ in range(2):  # while layers are opened, then while they are processed
         failing.left = 1

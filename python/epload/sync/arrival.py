@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,16 +29,15 @@ class Arrival:
             LoadError: there is not enough memory.
         """
         self._layouts = list(layouts)
-        boxes: dict[tuple[int, Box], None] = {}
+        boxes: dict[int, dict[Box, None]] = {}
         for tensor, number in enumerate(holdings.class_of.tolist()):
             for part in holdings.parts[number] if number != NO_PART else ():
-                boxes[holdings.targets[tensor][part.place], part.within(*part.box)] = None
-        self._filled = list(boxes)
-        """The boxes that a version fills, each with the number of its local tensor."""
-        filled = {number for number, _ in boxes}
+                boxes.setdefault(holdings.targets[tensor][part.place], {})[part.within(*part.box)] = None
+        self._boxes = boxes
+        """The boxes that a version fills, by the number of their local tensor."""
         try:
             self.tensors = [
-                torch.empty(shape if i in filled else (0,), dtype=dtype, device=device)
+                torch.empty(shape if i in boxes else (0,), dtype=dtype, device=device)
                 for i, (shape, dtype, device) in enumerate(layouts)
             ]
         except torch.OutOfMemoryError as error:
@@ -47,8 +46,8 @@ class Arrival:
                 f"model is not used meanwhile: {message_of(error)}"
             ) from error
 
-    def copy_into(self, targets: Sequence[Tensor], verify: bool) -> None:
-        """Copies what has arrived into the target's tensors, and nothing else. It is there when this returns.
+    def copy_into(self, targets: Mapping[int, Tensor], verify: bool) -> None:
+        """Copies what has arrived into some of the target's tensors, by number, and nothing else. It is there when this returns.
 
         Args:
             verify: whether to compare them afterwards.
@@ -56,13 +55,14 @@ class Arrival:
         Raises:
             LoadError: the tensors are others than when the version came, or differ from what has arrived.
         """
-        if list(map(layout_of, targets)) != self._layouts:
+        if any(layout_of(tensor) != self._layouts[i] for i, tensor in targets.items()):
             raise LoadError("the receiver's model has other tensors than when the version came; receive the next one")
-        into, out_of = ([tensors[i].detach()[box_slices(*box)] for i, box in self._filled] for tensors in (targets, self.tensors))
+        boxes = [(i, box_slices(*box)) for i in targets for box in self._boxes.get(i, ())]
+        into, out_of = ([tensors[i].detach()[box] for i, box in boxes] for tensors in (targets, self.tensors))
         with torch.inference_mode(any(target.is_inference() for target in into)):
             if into:
                 torch._foreach_copy_(into, out_of)
-        for device in {device for *_, device in self._layouts if device.type != "cpu"}:
+        for device in {tensor.device for tensor in into if not tensor.is_cpu}:
             # The memory of what has arrived is free afterwards, for streams that do not know of this one.
             torch.accelerator.current_stream(device).synchronize()
         for target, source in zip(into, out_of, strict=True) if verify else ():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from epload.core.columns import column
+from epload.core.default_device import on_cpu
 from epload.core.pieces import Metadata
 from epload.native import ops
 from epload.planning.buckets import HEADER_BYTES
@@ -73,13 +76,35 @@ class NodeVersion:
                 tensors += plan.layout.tensors([buckets[number] for number in sorted(buckets)])
         return holdings, tensors
 
-    def unpack(self, tensors: list[Tensor]) -> None:
-        """Copies the version into this rank's tensors."""
+    @cached_property
+    def _buckets_of(self) -> list[dict[int, list[int]]]:
+        """The numbers of the buckets that have something of each of this rank's tensors, for each part."""
+        parts: list[dict[int, list[int]]] = []
         for plan, buckets in self._parts():
-            shards = Shards(plan, tensors, self._verify, self._who, len(self.memory.ranks))
+            parts.append(defaultdict(list))
+            for number in buckets:
+                for target in plan.buckets[number].targets:
+                    parts[-1][target].append(number)
+        return parts
+
+    @on_cpu
+    def unpack(self, tensors: Mapping[int, Tensor]) -> None:
+        """Copies the version into some of this rank's tensors, by their numbers in the holdings."""
+        given = sorted(tensors)
+        numbers, local = torch.tensor(given, dtype=torch.int64), [tensors[number] for number in given]
+        counted = given == list(range(len(given)))
+        for (plan, buckets), buckets_of in zip(self._parts(), self._buckets_of, strict=True):
+            used = sorted({number for target in given for number in buckets_of.get(target, ())})
+            planned = [plan.buckets[number] for number in used]
+            for i, bucket in enumerate(planned):
+                if not (counted and tensors.keys() >= set(bucket.targets)):
+                    rows = bucket.rows.select(torch.isin(bucket.rows.target, numbers))
+                    rows.target.copy_(torch.searchsorted(numbers, rows.target.contiguous()))
+                    planned[i] = replace(bucket, rows=rows)
+            shards = Shards(replace(plan, buckets=planned), local, self._verify, self._who, len(self.memory.ranks))
             with shards.entered():
-                for number, bucket in buckets.items():
-                    shards.unpack(number, bucket)
+                for i, number in enumerate(used):
+                    shards.unpack(i, buckets[number])
 
     # ---- as the base of the next version ----
 

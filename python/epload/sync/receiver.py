@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as MappingOf
 from datetime import timedelta
 from itertools import chain
 from time import perf_counter
@@ -277,6 +278,7 @@ class WeightReceiver(Endpoint):
         if generation.node_version is not None:
             self._holder.hold(report.version, generation.node_version)
         if in_place:
+            self._target.finish()
             self._finish(report.version)
         else:
             self.staged = report.version
@@ -292,7 +294,9 @@ class WeightReceiver(Endpoint):
             self._arrival = Arrival(self._holdings, self._target.layouts())
             tensors = self._arrival.tensors
         else:
-            tensors = self._target_tensors()
+            if self._target.changes_on_prepare:
+                self._mark_partially_updated()
+            tensors = self._target.tensors()
         if device is not None and {tensor.device for tensor in tensors} != {device}:
             raise LoadError(
                 f"the receiver's tensors are no longer all on {device}, to which versions came; the next version finds them "
@@ -314,13 +318,18 @@ class WeightReceiver(Endpoint):
         if self._stage == "none":
             return
         generation, version = self._staged_version()
-        tensors = self._target_tensors()
-        self._mark_partially_updated()
-        if self._arrival is not None:
-            self._arrival.copy_into(tensors, self._verify)
-        else:
-            assert generation.node_version is not None
-            generation.node_version.unpack(tensors)
+
+        def copy(tensors: MappingOf[int, Tensor]) -> None:
+            self._mark_partially_updated()
+            if self._arrival is not None:
+                self._arrival.copy_into(tensors, self._verify)
+            else:
+                assert generation.node_version is not None
+                generation.node_version.unpack(tensors)
+
+        if self._target.changes_on_prepare:
+            self._mark_partially_updated()
+        self._target.fill(copy)
         self._finish(version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -353,16 +362,10 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected a version that was received and not committed; call receive_weights() first")
         return self._generation, self.staged
 
-    def _target_tensors(self) -> list[Tensor]:
-        if self._target.changes_on_prepare:
-            self._mark_partially_updated()
-        return self._target.tensors()
-
     def _mark_partially_updated(self) -> None:
         self.version, self.partially_updated = None, True
 
     def _finish(self, version: int) -> None:
-        self._target.finish()
         self.version, self.partially_updated = version, False
         self._discard()
 

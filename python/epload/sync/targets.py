@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Mapping as MappingOf
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,6 +65,11 @@ class Target(ABC):
     def finish(self) -> None:
         """Called after a version was copied into the tensors."""
         return
+
+    def fill(self, copy: Callable[[MappingOf[int, Tensor]], None]) -> None:
+        """Fills the local tensors, and finishes. ``copy`` copies a version that has arrived into some of them, by number."""
+        copy(dict(enumerate(self.tensors())))
+        self.finish()
 
 
 @runtime_checkable

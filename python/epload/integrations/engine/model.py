@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -78,15 +80,19 @@ class EngineModel:
         return nullcontext()
 
     def filled_as_a_whole(self) -> list[list[str]]:
-        """Returns groups of parameters, each of which a version has to fill as a whole, or none of it."""
+        """Returns groups of parameters, each of which a version has to fill as a whole, or none of it. They are filled one after
+        the other, each with all that its layers have."""
         return []
 
-    def begin(self, recording: Recording) -> None:
-        """Called before a version is copied in; afterwards the model has the tensors that ``load_weights`` fills. Called again
-        without :meth:`finish` if the version could not be copied."""
+    def begin(self, written: Collection[str] | None) -> None:
+        """Called before a version is copied in; afterwards the model has the tensors that ``load_weights`` fills, those that are
+        ``written`` (all if None). Called again without :meth:`process` or :meth:`finish` if the version could not be copied."""
+
+    def process(self) -> None:
+        """Called when these have the version, before :meth:`begin` is called for others of it."""
 
     def finish(self) -> None:
-        """Called when they have the version."""
+        """Called when all have the version, in place of :meth:`process` for the last."""
 
 
 class EngineTarget(Target):
@@ -123,9 +129,14 @@ class EngineTarget(Target):
             self._check(tensors, self.recording.written)
         return tensors
 
-    def load_rest(self, full: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills everything that ``load_weights`` does not just copy; ``full`` are the tensors in ``recording.passed_through``."""
-        tensors = self._engine.tensors()
+    def load_rest(self, full: Iterable[tuple[str, Tensor]], done: Collection[str] = ()) -> None:
+        """Fills everything that ``load_weights`` does not just copy.
+
+        Args:
+            full: the tensors in ``recording.passed_through``.
+            done: names of those of the engine that need nothing any more.
+        """
+        tensors = {name: tensor for name, tensor in self._engine.tensors().items() if name not in done}
         self.recording.fill_constants(tensors)
         if not self.recording.passed_through:
             return
@@ -188,21 +199,32 @@ class EngineTarget(Target):
         return holdings_of_targets(manifest.shapes, targets, placed)
 
     def tensors(self) -> list[Tensor]:
-        with callers_default_device():
-            self._engine.begin(self.recording)
-        tensors = self._engine.tensors()
-        filled = [tensors[name].detach() for name in self._filled if name in tensors]
-        if [layout_of(tensor)[:2] for tensor in filled] != [layout[:2] for layout in self._filled.values()]:
-            raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
-        if changed := self.recording.changed_input(tensors):
+        self._check_inputs()
+        tensors = self._begin(self.recording.written)
+        self._received = {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in self._full.items()
+        }
+        return [*(tensors[name] for name in self._filled), *self._received.values()]
+
+    def _check_inputs(self) -> None:
+        if changed := self.recording.changed_input(self._engine.tensors()):
             raise LoadError(
                 f"{changed} of the engine's model has other values than when load_weights was recorded, so that weights would "
                 "go to other places; make a new WeightReceiver"
             )
-        self._received = {
-            name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in self._full.items()
-        }
-        return [*filled, *self._received.values()]
+
+    def _begin(self, written: Collection[str] | None) -> dict[str, Tensor]:
+        """Returns these of the tensors that ``load_weights`` fills, once the engine has them."""
+        with callers_default_device():
+            self._engine.begin(written)
+        try:
+            found = {name: attrgetter(name)(self._engine.model).detach() for name in written or ()}
+            same = all(layout_of(found[name])[:2] == self._filled[name][:2] for name in self._filled.keys() & found)
+        except AttributeError:
+            same = False
+        if not same:
+            raise LoadError("the engine's model has other tensors than when it was recorded; make a new WeightReceiver")
+        return found
 
     def layouts(self) -> list[TensorLayout]:
         own = {device for *_, device in self._filled.values()}
@@ -214,10 +236,49 @@ class EngineTarget(Target):
         return [*self._filled.values(), *self._full.values()]
 
     def finish(self) -> None:
-        self.load_rest(self._received.items())
+        self._finish(self._received.items())
         self._received = {}
+
+    def _finish(self, full: Iterable[tuple[str, Tensor]], done: Collection[str] = ()) -> None:
+        self.load_rest(full, done)
         with callers_default_device():
             self._engine.finish()
+
+    def fill(self, copy: Callable[[Mapping[int, Tensor]], None]) -> None:
+        """Fills what the engine processes group after group, so that it needs memory for one at a time, and then the rest. Full
+        tensors are made when ``load_weights`` takes them."""
+        self._check_inputs()
+        numbers, done = {name: number for number, name in enumerate(self._filled)}, set[str]()
+        of_layers: dict[str, list[str]] = defaultdict(list)
+        for name in self.recording.written or ():
+            of_layers[_layer_of(name)].append(name)
+
+        def fill_directly(names: Collection[str] | None) -> None:
+            tensors = self._begin(names)
+            copy({numbers[name]: tensor for name, tensor in tensors.items() if name in numbers})
+            self.recording.fill_constants(tensors)
+
+        def full() -> Iterator[tuple[str, Tensor]]:
+            for number, (name, (shape, dtype, device)) in enumerate(self._full.items(), len(numbers)):
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                copy({number: tensor})
+                yield name, tensor
+
+        for group in self._engine.filled_as_a_whole():
+            # With all that their layers have, such as buffers, or these would be opened once more.
+            names = [name for layer in dict.fromkeys(map(_layer_of, group)) for name in of_layers.pop(layer, ())]
+            if names and self.recording.computed.isdisjoint(names):
+                fill_directly(names)
+                with callers_default_device():
+                    self._engine.process()
+                done.update(names)
+        written = self.recording.written
+        fill_directly(None if written is None else [name for name in written if name not in done])
+        self._finish(full(), done)
+
+
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 class _WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -38,6 +38,8 @@ class Recording:
     written: Mapping[str, Sequence[Box]] | None = None
     """Boxes that ``load_weights`` writes, by target. None if it cannot be traced: then ``passed_through`` has all tensors."""
 
+    computed: frozenset[str] = frozenset()
+    """Targets that tensors in ``passed_through`` fill, also in part."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """Values of the integer targets that ``load_weights`` reads, such as a map of experts, for which alone this is its effect."""
 
@@ -47,9 +49,10 @@ class Recording:
         return next((name for name, values in inputs if name not in targets or targets[name].tolist() != values), None)
 
     def fill_constants(self, targets: Mapping[str, Tensor]) -> None:
-        """Writes the constants."""
+        """Writes the constants of these targets."""
         for target, box, value in self.constants:
-            targets[target].detach()[box_slices(*box)].fill_(value)
+            if target in targets:
+                targets[target].detach()[box_slices(*box)].fill_(value)
 
 
 def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, Tensor]) -> Recording:
@@ -92,6 +95,7 @@ def record(load_weights: LoadWeights, tensors: Metadata, targets: Mapping[str, T
         {tensors.names[number]: passed_through[number] for number in sorted(passed_through)},
         tuple(constants),
         {target: [write.box for write in writes] for target, (writes, _) in written.items()},
+        frozenset(write.target for write in trace.writes if write.sources & passed_through.keys()),
         {name: table.tensors[name].tolist() for name in sorted(trace.inputs)},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from epload.errors import ModelMismatch
 from epload.integrations.engine.model import EngineModel
-from epload.integrations.engine.recording import Recording
 
 _PLAIN = (unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod, unquant.UnquantizedFusedMoEMethod)
 _HOOK = "post_load_weights"
@@ -65,7 +64,7 @@ class SglangModel(EngineModel):
             for module in modules:
                 del module.__dict__[_HOOK]
 
-    def begin(self, recording: Recording) -> None:
+    def begin(self, written: Collection[str] | None) -> None:
         for model in self._models:
             DefaultModelLoader.restore_weights_before_loading(model, self._device)
 

@@ -7,7 +7,8 @@ engine.send_weights()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ from vllm.platforms import current_platform
 
 from epload.errors import LoadError
 from epload.integrations.engine.model import EngineModel
-from epload.integrations.engine.recording import Recording
 from epload.mapping.mapping import AnyMapping
+from epload.observe.render import count, show_bytes
 from epload.sync.endpoint import Deltas, Stages
 from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
@@ -239,10 +240,15 @@ class VllmModel(EngineModel):
         models = [part for part, _ in self._parts]
         super().__init__(nn.ModuleList(models) if drafts else model, self._load)
         self._config = config
-        self._device = device
+        self.device = device
         self._open: set[nn.Module] = set()
         """Layers that have the tensors that ``load_weights`` fills. vLLM's information about each keeps those that it computes
         with, also after a failure."""
+        self._begun: list[nn.Module] = []
+        """Layers that :meth:`process` processes."""
+        counts = Counter(id(tensor) for layer in self.model.modules() for tensor in _computed_with(layer)[0].values())
+        self._tied = {tensor for tensor, number in counts.items() if number > 1}
+        """Identities of the parameters that several layers have."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All but what attention layers compute from other weights after loading, such as the matrices of MLA."""
@@ -272,7 +278,7 @@ class VllmModel(EngineModel):
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with set_current_vllm_config(self._config), torch.device(self._device):
+        with set_current_vllm_config(self._config), torch.device(self.device):
             yield
 
     @contextmanager
@@ -284,24 +290,39 @@ class VllmModel(EngineModel):
                 self._put_aside(layer)
             yield
         finally:
-            for layer in self._open - still_open:
-                _place_kernel_tensors(layer, get_layerwise_info(layer))
-                self._close(layer)
+            self._put_back(self._open - still_open)
 
-    def begin(self, recording: Recording) -> None:
-        filled = {name.rpartition(".")[0] for name in recording.written or ()}
-        opened: list[nn.Module] = []
+    def begin(self, written: Collection[str] | None) -> None:
+        paths = None if written is None else dict.fromkeys(name.rpartition(".")[0] for name in written)
+        layers = self.model.modules() if paths is None else map(self.model.get_submodule, paths)
+        self._start([layer for layer in dict.fromkeys(layers) if _is_processed(layer)])
+
+    def _start(self, layers: list[nn.Module]) -> None:
+        """Gives layers the tensors that ``load_weights`` fills. Those that are open after a failure begin again, from any state.
+
+        Raises:
+            LoadError: there is no memory for these tensors. The layers have those that they had.
+        """
+        still_open, begun = frozenset(self._open), set(layers)
+        self._begun = layers
         shared: dict[int, Tensor] = {}
-        for name, layer in self.model.named_modules():
-            if layer in self._open or (_is_processed(layer) and (recording.written is None or name in filled)):
-                opened.append(layer)
-            else:
-                shared |= {id(tensor): tensor for tensor in layer.parameters(recurse=False)}
-        for layer in opened:
-            # Those that are open after a failure begin again, from whatever state.
+        if any(id(tensor) in self._tied for layer in layers for tensor in _computed_with(layer)[0].values()):
+            others = (layer for layer in self.model.modules() if layer not in begun)
+            shared = {id(tensor): tensor for layer in others for tensor in layer.parameters(recurse=False)}
+        for layer in layers:
             self._put_aside(layer)
             info = get_layerwise_info(layer)
-            materialize_layer(layer, info)
+            try:
+                materialize_layer(layer, info)
+            except torch.OutOfMemoryError as error:
+                self._put_back(self._open - still_open)
+                metadata = [part for layer in layers for part in get_layerwise_info(layer).restore_metadata]
+                nbytes = sum(tensor.nbytes for part in metadata for tensor in part.values())
+                raise LoadError(
+                    f"vLLM processes {count(len(layers), 'layer')} after loading, whose weights take {show_bytes(nbytes)} on "
+                    f"{self.device} until then, for which there is no room; put the KV cache to sleep, lower "
+                    "gpu_memory_utilization, or replace stage='none' by stage='host', which processes one layer at a time"
+                ) from error
             parameters, buffers = info.kernel_tensors
             before = parameters | buffers
             for key, tensor in get_layer_tensors(layer).items():
@@ -326,14 +347,20 @@ class VllmModel(EngineModel):
             if hasattr(tensor, "weight_loader"):  # vLLM's reload leaves its own, which does nothing outside of one
                 tensor.weight_loader = _get_original_loader(tensor)
 
+    def _put_back(self, layers: Iterable[nn.Module]) -> None:
+        """Gives open layers the tensors that they compute with."""
+        for layer in layers:
+            _place_kernel_tensors(layer, get_layerwise_info(layer))
+            self._close(layer)
+
     def _close(self, layer: nn.Module) -> None:
         get_layerwise_info(layer).reset()
         self._open.remove(layer)
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def process(self) -> None:
+        layers: list[Any] = self._begun
         with self._context():
-            layers: list[Any] = [layer for layer in self.model.modules() if layer in self._open]
             for layer in layers:
                 # As vLLM's reload does: some methods process a layer only once.
                 layer.__dict__.pop("_already_called_process_weights_after_loading", None)
@@ -342,12 +369,25 @@ class VllmModel(EngineModel):
                     layer.update_param_tp_status()
                 _copy_and_restore_kernel_tensors(layer, get_layerwise_info(layer))
                 self._close(layer)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.process()
+        if self._open:  # since a failure, and not part of this version
+            self._start([layer for layer in self.model.modules() if layer in self._open])
+            self.process()
+        with self._context():
             for model, model_config in self._parts:
                 for module in model.modules():
                     if is_deferred_attention_layer(module):
                         module.process_weights_after_loading(model_config.dtype)
                 if hasattr(model, "process_weights_after_loading"):
                     model.process_weights_after_loading()
+
+
+def _computed_with(layer: nn.Module) -> Any:
+    """Returns the parameters and the buffers that vLLM computes with, also of a layer that is open."""
+    return get_layerwise_info(layer).kernel_tensors or get_layer_params_buffers(layer)
 
 
 def _is_processed(layer: nn.Module) -> bool:
