@@ -73,7 +73,7 @@ def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options:
     [
         ("views", torch.float32, {}), ("computing", torch.float32, {"stage": "device"}), ("computing", torch.float32, {}),
         ("views", torch.bfloat16, {"stage": "none"}), ("processing", torch.float32, {}),
-        ("processing", torch.float32, {"stage": "none"}),
+        ("processing", torch.bfloat16, {"stage": "device"}), ("processing", torch.float32, {"stage": "none"}),
     ],
 )  # fmt: skip
 def test_an_engine_holds_what_its_own_load_weights_gives(kind: str, dtype: torch.dtype, options: Any) -> None:

@@ -24,6 +24,7 @@ from support import fakedev
 from support.accelerator import DEVICE
 from support.checkpoints import assert_same
 from support.device_syncs import CCL, mapped_of, on_machine, send_versions, topology_of
+from support.engines import Processing
 from support.jobs import Job, Meeting, run
 from support.small_syncs import outcome, receiving, take
 from support.sync_jobs import send_model
@@ -91,6 +92,25 @@ def receive_beside_others(rank: int, meeting: Meeting, stage: str, kind: str) ->
 @pytest.mark.parametrize(("kind", "stage"), [("padded", "host"), ("own", "device"), ("padded", "none")])
 def test_what_the_sender_does_not_have_stays(kind: str, stage: str) -> None:
     exchange(receive_beside_others, stage, kind)
+
+
+def receive_processed(rank: int, meeting: Meeting, stage: str) -> None:
+    model = build("plain", 1, where=DEVICE)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            model.get_parameter(name).detach().copy_(tensor)
+
+    with receiving(meeting, Processing(model, load_weights, DEVICE), stage=stage) as receiver:
+        for version in (1, 2):
+            assert take(receiver).pulled > 0
+            for name, parameter in model.named_parameters():
+                assert torch.equal(-parameter.detach().cpu(), values(name, version)), name
+
+
+@pytest.mark.parametrize("stage", ["host", "device", "none"])
+def test_an_engine_that_has_what_it_loads_only_then(stage: str) -> None:
+    exchange(receive_processed, stage)
 
 
 def receive_held(rank: int, meeting: Meeting, stage: str) -> None:

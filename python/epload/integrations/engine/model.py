@@ -75,6 +75,9 @@ class EngineModel:
 
     # What engines override that change parameters after loading, for example to quantize or repack them.
 
+    device = torch.device("meta")
+    """Device on which :meth:`begin` makes those that are on meta while ``load_weights`` is recorded."""
+
     def recordable(self) -> AbstractContextManager[None]:
         """The model has the tensors that ``load_weights`` fills, perhaps on meta."""
         return nullcontext()
@@ -182,7 +185,7 @@ class EngineTarget(Target):
                 "WeightReceiver(None, address)"
             )
         tensors, recording = self.record(manifest), self.recording
-        self._filled = {name: layout_of(tensors[name]) for places in recording.regions for name, _ in places}
+        self._filled = {name: self._layout_of(tensors[name]) for places in recording.regions for name, _ in places}
         self._full, whole = {}, cache(View.whole)
         placed = list(recording.regions)
         for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True)):
@@ -197,6 +200,10 @@ class EngineTarget(Target):
             [dtype for _, dtype, _ in layouts],
         )
         return holdings_of_targets(manifest.shapes, targets, placed)
+
+    def _layout_of(self, tensor: Tensor) -> TensorLayout:
+        """Returns that of a tensor that was recorded, once the engine has made it."""
+        return tensor.shape, tensor.dtype, self._engine.device if tensor.is_meta else tensor.device
 
     def tensors(self) -> list[Tensor]:
         self._check_inputs()
