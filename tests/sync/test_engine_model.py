@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_
     local_target(Loader(load, **shapes), unique({"a": (1,)}), strict=False).finish()
     if not partly:
         local_target(Loader(load, **shapes), unique(shapes)).finish()
+
+
+@pytest.mark.parametrize("padding", [1, 2])
+def test_padding_that_an_engine_declares_needs_no_values(padding: int) -> None:
+    model = Loader(lambda model, weights: [model.a.data[:, :2].copy_(tensor) for _, tensor in weights], a=(3, 4))
+    model.a.weight_loader_numel = 3 * (4 - padding)
+    unwritten = nullcontext() if padding == 2 else pytest.raises(epload.ModelMismatch, match=r"unwritten, .* \(a\)")
+    with unwritten:
+        local_target(model, unique({"a": (3, 2)}))
 
 
 def test_full_tensors_are_made_when_load_weights_takes_them() -> None:

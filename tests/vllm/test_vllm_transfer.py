@@ -59,6 +59,8 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
         transfer._is_processed = lambda layer: False
     elif processing == "reversing":
         UnquantizedLinearMethod.process_weights_after_loading = reverse_columns
+    elif processing == "padded":
+        pad_experts()
     elif processing == "untraced":
         read_values_after_loading()
     start = transfer.VllmModel._start
@@ -119,6 +121,21 @@ def reverse_columns(method: Any, layer: Any) -> None:
     replace_parameter(layer, "weight", layer.weight.data.flip(-1).contiguous())
 
 
+def pad_experts() -> None:
+    """Has vLLM pad the experts of CPUs as it pads those of a GPU, where it makes the padding zero after loading."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as module
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    module.unquantized_round_up_hidden_size_and_intermediate_size = lambda backend, hidden, inner: (hidden, inner + 32)
+    process = module.UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def process_zeros(method: Any, layer: Any) -> None:
+        unquantized._zero_intermediate_padding(method.moe, layer.w13_weight.data, layer.w2_weight.data)
+        process(method, layer)
+
+    module.UnquantizedFusedMoEMethod.process_weights_after_loading = process_zeros
+
+
 def read_values_after_loading() -> None:
     """Makes Llama's load_weights one that cannot be recorded, so that all weights go through it, as Zamba2's and Whisper's do."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -148,8 +165,8 @@ def differences(model: Any, config: Any, weights: dict[str, torch.Tensor], model
 
 
 CASES = [
-    ("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 4, "own"), ("llama_tied", 2, "own"),
-    ("llama_tied", 2, "untraced"), ("deepseek_v3", 2, "own"),
+    ("qwen3_moe", 2, "reversing"), ("qwen3_moe", 2, "none"), ("qwen3_moe", 2, "padded"), ("qwen3_moe", 4, "own"),
+    ("llama_tied", 2, "own"), ("llama_tied", 2, "untraced"), ("deepseek_v3", 2, "own"),
     ("mimo", 2, "reversing"),
 ]  # fmt: skip
 

@@ -159,7 +159,7 @@ class EngineTarget(Target):
 
         def is_unwritten(name: str) -> bool:
             is_reached = name not in written and self._identity.get(name) in reached  # by a tied one
-            return name in tensors and not is_reached and not covers(tensors[name].shape, written.get(name, ()))
+            return name in tensors and not is_reached and not covers(tensors[name], written.get(name, ()))
 
         groups = [group for group in self._engine.filled_as_a_whole() if not written.keys().isdisjoint(group)]
         if torn := sorted({name for group in groups for name in group if is_unwritten(name)}):

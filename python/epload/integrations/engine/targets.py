@@ -92,6 +92,13 @@ class Cells:
             self.overlaps += [(other, i) for other in torch.unique(covered).tolist() if other >= 0]
             covered.fill_(i)
 
+    def covered(self) -> int:
+        """Returns the number of elements in boxes."""
+        sizes = torch.ones((), dtype=torch.int64)
+        for cuts in self._cuts:
+            sizes = sizes[..., None] * torch.tensor(cuts, dtype=torch.int64).diff()
+        return int(sizes[self.last >= 0].sum())
+
     def boxes_of(self, index: int) -> list[Box]:
         """Returns the cells that a box covers last."""
         boxes = []
@@ -101,6 +108,8 @@ class Cells:
         return boxes
 
 
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Returns True if boxes cover a tensor."""
-    return 0 in shape or bool((Cells(shape, boxes).last >= 0).all())
+def covers(tensor: Tensor, boxes: Sequence[Box]) -> bool:
+    """Returns True if boxes cover a tensor but for padding, which vLLM declares by the number of elements that it loads."""
+    if 0 in tensor.shape:
+        return True
+    return Cells(tensor.shape, boxes).covered() >= getattr(tensor, "weight_loader_numel", tensor.numel())
