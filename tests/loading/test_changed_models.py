@@ -258,3 +258,11 @@ def test_another_file_or_commit_that_looks_alike(rank: int, tmp_path: Path, read
         load(tmp_path / "own", 2.0)
         for commit, value in (("a", 1.0), ("b", 2.0), ("a", 1.0)):
             load(f"hf://org/name@{commit * 40}", value)
+
+
+def test_what_autocast_has_cast_is_cast_anew() -> None:
+    model = nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        for value in (1.0, 2.0):
+            epload.load(model, {"weight": torch.full((4, 4), value), "bias": torch.zeros(4)}, progress=False)
+            assert model(torch.ones(4)).tolist() == [4 * value] * 4

@@ -15,6 +15,7 @@ from epload.loading.engines import make_engine
 from epload.loading.missing import fill_missing, finishing, warn_of_attributes
 from epload.loading.request import Request
 from epload.loading.resources import Resources
+from epload.model.casts import forget_casts, wait_for_copies
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace
@@ -29,8 +30,10 @@ from epload.verify.digests import digest_shards, verify_digests
 
 def run_load(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     """Carries out a load. Collective. Raises LoadError; tensors may have been materialized and partly written."""
+    wait_for_copies(load.inputs.targets.tensors)
     with finishing(load.inputs.targets, load.missing):
         _run(resources, request, load, report, show_progress)
+    forget_casts(request.model)
 
 
 def _run(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:

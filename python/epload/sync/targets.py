@@ -25,6 +25,7 @@ from epload.mapping.wrappers import (
     names_added_by_adapters,
     unwrap,
 )
+from epload.model.casts import forget_casts
 from epload.model.megatron import MegatronChunks, as_module
 from epload.model.targets import Targets
 from epload.native import ops
@@ -124,6 +125,7 @@ class ModelTarget(Target):
         return targets.local()
 
     def finish(self) -> None:
+        forget_casts(self._model)
         if self.scope.adapters == MERGED:
             merged_bases.add(self._base)
         elif self.scope.adapter is None and not self.scope.left_out:

@@ -1,0 +1,30 @@
+"""Copies of weights, on other devices and in other dtypes, which torch and frameworks make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from epload.model.megatron import MegatronChunks
+
+
+def forget_casts(model: nn.Module) -> None:
+    """Makes the next forward pass cast weights anew: ``torch.autocast`` keeps what it has cast until its region ends, and Megatron
+    keeps fp8 weights for the microbatches of a step."""
+    torch.clear_autocast_cache()
+    chunks: Iterable[Any] = model if isinstance(model, MegatronChunks) else ()
+    for chunk in chunks:
+        chunk.set_is_first_microbatch()
+
+
+def wait_for_copies(tensors: Iterable[Tensor]) -> None:
+    """Waits until the device has read the parameters that FSDP offloads to the CPU: its copies are asynchronous."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not getattr(torch, accelerator.type).is_initialized():
+        return
+    if any(isinstance(t, DTensor) and t.is_cpu and t.device_mesh.device_type != "cpu" for t in tensors):
+        torch.accelerator.synchronize()
