@@ -9,6 +9,7 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,7 +147,10 @@ def kinds(rank: int, device: str) -> list[str]:
         model = meta_net(where=device, offload_policy=CPUOffloadPolicy(pin_memory=False))
         buffers = [name for name, _ in model.named_buffers()]
         for number in (1, 2):
-            loader.load(model, for_readers(state_for(number), readers))
+            with mock.patch.object(torch.accelerator, "synchronize", wraps=torch.accelerator.synchronize) as waits:
+                loader.load(model, for_readers(state_for(number), readers))
+            if on_device and number == 2 and not waits.called:
+                problems.append("a load does not wait for the device to read what is offloaded")
             check("offloaded", model, state_for(number), on_cpu=[name for name in one if name not in buffers])
 
         model = Net().to(device)

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
+from epload.model.casts import forget_casts
+from epload.model.megatron import MegatronChunks
 from support import ranks
 from support.on_ranks import on_ranks
 from support.readers import saved
@@ -258,6 +260,19 @@ def test_another_file_or_commit_that_looks_alike(rank: int, tmp_path: Path, read
         load(tmp_path / "own", 2.0)
         for commit, value in (("a", 1.0), ("b", 2.0), ("a", 1.0)):
             load(f"hf://org/name@{commit * 40}", value)
+
+
+class Chunk(nn.Module):
+    is_first = False
+
+    def set_is_first_microbatch(self) -> None:
+        self.is_first = True
+
+
+def test_what_megatron_has_cast_is_cast_anew() -> None:
+    model = MegatronChunks([Chunk(), Chunk()])
+    forget_casts(model)
+    assert [chunk.is_first for chunk in model] == [True, True]
 
 
 def test_what_autocast_has_cast_is_cast_anew() -> None:

@@ -234,6 +234,19 @@ def test_what_cannot_be_dequantized_is_refused(case: str, tmp_path: Path) -> Non
                 load(source, *tensors["w"].shape, **options)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"l.weight": WIDE, "l.weight_scale": TWO}, "weight_scale is a scale, but l.weight is bfloat16 in the checkpoint"),
+        ({"l.weight": fp8(6, 4), "l.weight_scale": TWO, "l.pre_quant_scale": TWO}, "it has l.pre_quant_scale besides its scale"),
+    ],
+)
+def test_other_scales_are_refused(tensors: dict[str, Tensor], message: str) -> None:
+    model = Tree({"l.weight": torch.empty(tensors["l.weight"].shape, dtype=BF16)})
+    with pytest.raises(ModelMismatch, match=message):
+        epload.load(model, tensors, strict=False, progress=False)
+
+
 def test_an_integer_in_the_model_is_refused() -> None:
     model = Tree({"w": torch.empty(6, 4, dtype=torch.int32)})
     for options in ({}, {"strict": False}, LAX):

@@ -127,7 +127,7 @@ def test_no_argument_ends_the_process(op: str) -> None:
     lines = output.splitlines()
     assert status == 0, f"ended with {status} after:\n" + "\n".join(lines[-12:])
     calls, refused = map(int, lines[-1].split())
-    assert calls >= 7
+    assert calls >= (7 if op == "abort_hccl" else 10)  # which has one argument
     assert 0 < refused <= calls
 
 

@@ -141,6 +141,35 @@ def test_the_configuration_lists_what_is_not_quantized(
                 assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Others have, such as those that predict more tokens: what is quantized there, and kept in float32, they decide by names."""
+    build("deepseek_v3").save_pretrained(tmp_path / "bf16")
+    file = tmp_path / "bf16" / "model.safetensors"
+    matrices = {f"model.layers.9.{name}.weight": torch.ones(32, 32, dtype=BF16) for name in ("eh_proj", "mlp.gate", "head")}
+    bias = {"model.layers.9.mlp.gate.e_score_correction_bias": torch.tensor([0.1, 0.2])}
+    save_file(load_file(file) | matrices | bias, file, {"format": "pt"})
+    epload.convert(tmp_path / "bf16", tmp_path / "fp8", quantize=Quantize(BLOCKS))
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    assert_same({name: written[name] for name in matrices}, matrices)
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == FP8
+    declared = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert {name.removesuffix(".weight") for name in matrices} < {*declared["modules_to_not_convert"]}
+    epload.convert(tmp_path / "bf16", tmp_path / "narrow", dtype="bfloat16")
+    assert_same({name: load_file(tmp_path / "narrow" / "model.safetensors")[name] for name in bias}, bias)
+
+
+def test_experts_with_their_inputs_in_rows(tmp_path: Path) -> None:
+    experts = torch.nn.Module()
+    experts.down_proj, experts.is_transposed = torch.nn.Parameter(torch.ones(2, 32, 16, dtype=BF16)), True
+    model = torch.nn.ModuleDict({"experts": experts})
+    channels = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"all": {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "targets": ["Linear"]}}}  # fmt: skip
+    text = r"experts\.down_proj has its inputs in rows, so that blocks of 1 x 16 would divide it along its outputs"
+    must_raise(ValueError, text, epload.save, model, tmp_path / "new", mapping=Quantize(channels))
+    epload.save(model, tmp_path / "new", mapping=Quantize(BLOCKS))
+
+
 def test_a_dequantized_model_is_no_longer_declared_as_quantized(tmp_path: Path) -> None:
     epload.save(build("llama"), tmp_path / "fp8", mapping=Quantize(BLOCKS))
     with torch.device("meta"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def send(rank: int, meeting: Meeting, world: int, receivers: int, without: str =
 def receive(rank: int, meeting: Meeting, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, expected = ENGINES[kind](rank, dtype), ENGINES[kind](rank, dtype)
     engine = Processing(model) if kind == "processing" else epload.EngineModel(model)
-    with receiving(meeting, engine, timeout=30, **options) as receiver:
+    one_by_one = mock.patch("epload.integrations.engine.model.BATCH_BYTES", 0)
+    with one_by_one, receiving(meeting, engine, timeout=30, **options) as receiver:
         for version in (1, 2, 3):
             take(receiver)
             expected.load_weights((name, tensor.clone()) for name, tensor in values(version).items())

@@ -65,6 +65,7 @@ def serve(rank: int, meeting: Meeting, folder: Path, tensor_parallel: int, proce
         read_values_after_loading()
     start = transfer.VllmModel._start
     started = mock.patch.object(transfer.VllmModel, "_start", autospec=True, side_effect=start).start()
+    mock.patch("epload.integrations.engine.model.BATCH_BYTES", 0).start()
     draft_options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
     drafted = is_drafted(folder)
     model, config = make_engine(

@@ -16,7 +16,9 @@ _MX_GROUP = (1, 32)
 _SQUARE = (128, 128)
 _ALGORITHMS = {"MXFP8": _MX_GROUP, "FP8_PB_WO": _SQUARE, "FP8_BLOCK_SCALES": _SQUARE}
 """ModelOpt's names of algorithms with blocks."""
-_COMPANION = re.compile(r"scale|SCB|absmax|quant_map|quant_state|zero|codebook|centroid|lookup_table|tables|_?biases$|qbiases$")
+_COMPANION = re.compile(
+    r"scale|SCB|absmax|quant_map|quant_state|zero|codebook|centroid|lookup_table|tables|_?biases$|qbiases$|^s[uv]h$"
+)
 """Leaf of the name of a tensor that a quantized weight next to it is decoded with."""
 
 

@@ -1,4 +1,4 @@
-"""Starting threads, with a helpful error where the process has reached its limit."""
+"""Starts threads, on their caller's device and stream, with a helpful error where the process has reached its limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
     enter = _stream_setter()
 
     def run() -> None:
-        enter()
+        with suppress(Exception):  # an earlier error of the device, which what runs here meets, too
+            enter()
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -16,7 +16,7 @@ from epload.transfer.affinity import read_threads
 from epload.transfer.context import TransferContext
 from epload.transfer.device_ring import DeviceRing
 from epload.transfer.direct_read import DirectRead
-from epload.transfer.engine import Engine, filler, through_memory
+from epload.transfer.engine import Engine, filler, message_timeout, through_memory
 from epload.transfer.local import Local
 from epload.transfer.movers import collective
 from epload.transfer.received import ReceivedCheckpoint, Receiving
@@ -59,6 +59,8 @@ def make_engine(
         return through_memory(context, resources.memory, waves, local, routes, chunk)
     assert staging is not None
     phase, moves = "inter_node" if flow.crosses else "intra_node", bool(routes)
-    ring = DeviceRing(staging, context, phase, moves=moves)
+    waves = make_waves(plan.sizes)
+    seconds = message_timeout(topology.control, waves).total_seconds()
+    ring = DeviceRing(staging, context, phase, seconds, moves=moves)
     mover = collective(context, flow, ring, routes) if moves else None
-    return Engine(context, make_waves(plan.sizes), ring, mover, local)
+    return Engine(context, waves, ring, mover, local)

@@ -40,6 +40,8 @@ from epload.model.targets import Targets
 
 SUFFIXES = ("_scale_inv", "_scale")
 """Appended to a weight's name, the name of its scale. Both multiply; the first is DeepSeek's, the second llm-compressor's."""
+_SCALE = ".weight_scale"
+"""End of the name of a scale; other parameters end in ``_scale``, too."""
 _REFINEMENTS = ("_zero_point", "_scale_2", "_global_scale", "_g_idx")
 """Appended to a weight's name, the names of tensors with which a product of weight and scale is not yet the value."""
 _USUAL_BLOCKS = (16, 32, 64, 128, 256)
@@ -84,7 +86,7 @@ def with_scales(manifest: Metadata, targets: Targets, placed: list[tuple[Place, 
 
     Raises ModelMismatch for a weight without its scale, a scale without its weight, of another dtype or of the wrong shape, and
     for two tensors under two names of a weight, of which one has a scale."""
-    if set(dtypes.FP8).isdisjoint(manifest.dtypes) and not any(n.endswith(SUFFIXES[0]) for n in manifest.names):
+    if set(dtypes.FP8).isdisjoint(manifest.dtypes) and not any(n.endswith((SUFFIXES[0], _SCALE)) for n in manifest.names):
         return targets, ()
     number = {name: i for i, name in enumerate(manifest.names)}
     _check_orphans(manifest, placed, number)
@@ -296,7 +298,7 @@ def add_maxima(scaling: Scaling, local: Tensor, maxima: Tensor) -> None:
 def _check_orphans(manifest: Metadata, placed: Sequence[tuple[Place, ...]], number: dict[str, int]) -> None:
     """Raises ModelMismatch for a scale whose weight is not in the checkpoint, or is not quantized there."""
     for name, places in zip(manifest.names, placed, strict=True):
-        weight = name.removesuffix(SUFFIXES[0])
+        weight = name.removesuffix(SUFFIXES[1] if name.endswith(_SCALE) else SUFFIXES[0])
         if weight == name or places:
             continue
         if weight not in number:
@@ -314,7 +316,8 @@ def _scale_of(manifest: Metadata, number: dict[str, int], weight: int, into: Seq
     ``into``: dtypes of the weight's targets."""
     name = manifest.names[weight]
     scales = [name + suffix for suffix in SUFFIXES if name + suffix in number]
-    others = scales[1:] + [name + suffix for suffix in _REFINEMENTS if name + suffix in number]
+    siblings = [name + suffix for suffix in _REFINEMENTS] + [name.removesuffix("weight") + "pre_quant_scale"]
+    others = scales[1:] + [sibling for sibling in siblings if sibling in number]
     if not scales:
         raise ModelMismatch(
             f"{name} is {dtypes.name(manifest.dtypes[weight])} in the checkpoint and {dtypes.name(into[0])} in the model, but "

@@ -13,8 +13,8 @@ from epload.model.megatron import MegatronChunks
 
 
 def forget_casts(model: nn.Module) -> None:
-    """Makes the next forward pass cast weights anew: ``torch.autocast`` keeps what it has cast until its region ends, and Megatron
-    keeps fp8 weights for the microbatches of a step."""
+    """Makes the next forward pass cast weights anew: ``torch.autocast`` keeps what it has cast until its region ends, and
+    Megatron keeps fp8 weights for the microbatches of a step."""
     torch.clear_autocast_cache()
     chunks: Iterable[Any] = model if isinstance(model, MegatronChunks) else ()
     for chunk in chunks:

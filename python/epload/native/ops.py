@@ -106,6 +106,7 @@ def pinned_memory(nbytes: int, device: torch.device) -> Tensor:
         device: with its index.
 
     Raises:
+        ValueError: ``nbytes`` is none that a process can have, or the device is the CPU.
         RuntimeError: there is not as much memory.
     """
     memory: Tensor = _ops.pinned_memory.default(nbytes, device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,8 @@ FAILED = "failed"
 """Tag of a message within a node: the prefix of an attempt, and its failure."""
 _CONNECT_SECONDS = 10.0
 """Maximum seconds that the store's host takes to answer."""
+_IDLE_SECONDS = 60
+"""Seconds without a message after which the system asks whether the other end is there."""
 
 
 class NodeConnection:
@@ -263,4 +266,19 @@ def connect_again(store: Store) -> Store:
         socket.create_connection((base.host, base.port), _CONNECT_SECONDS).close()
     except OSError as error:
         raise DistNetworkError(f"no connection to the store at {base.host}:{base.port}: {error}") from error
-    return store.clone()  # type: ignore[attr-defined, no-any-return]  # torch does not declare it
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+    keep_alive(base.port)
+    return clone
+
+
+def keep_alive(port: int) -> None:
+    """Has the system send something from time to time on this process's connections to a port: firewalls forget those on which
+    nothing comes for minutes, as while a thread waits for a key."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            fd = int(name)
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.getpeername()[1:2] == (port,):
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)

@@ -97,6 +97,7 @@ class Group:
         self._device = device
         self._group: dist.ProcessGroup | None = None
         self._device_backends: list[Any] = []
+        self._is_hccl = False
 
     def make(
         self,
@@ -178,6 +179,7 @@ class Group:
             backend = plugin.creator_fn(arguments, None)
         else:
             backend = plugin.creator_fn(store, index, size, timeout)
+        self._is_hccl = name == "hccl"
         self._device_backends.append(backend)
         return backend_type or types.CUSTOM, backend
 
@@ -214,7 +216,7 @@ class Group:
             self._enter_device()
         for backend in backends:
             with suppress(Exception):
-                if backend.name() != "hccl" or group is None or not ops.abort_hccl(group):
+                if not self._is_hccl or group is None or not ops.abort_hccl(group):
                     backend.abort()
 
     def close(self) -> None:

@@ -65,6 +65,7 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
         if call.topology.stale:
             call.topology.stale = False
             call.topology.groups.clear()
+            call.topology.watched_groups.clear()
         control.begin(timeout, number)  # before another thread can find this load, and fail it
         _current = call
     try:

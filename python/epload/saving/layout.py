@@ -22,7 +22,7 @@ _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 MODEL, DIFFUSION_MODEL, ADAPTER_MODEL = "model", "diffusion_pytorch_model", "adapter_model"
 """The first part of file names in transformers, and in diffusers."""
 _DATA_ALIGNMENT = 4096
-"""Bytes; tensors begin at a multiple of it, so that no page has both a part of the header and what other ranks write."""
+"""Bytes; the first tensor begins at a multiple of it, so that no page has a part of the header and what other ranks write."""
 
 
 @dataclass(frozen=True, eq=False)

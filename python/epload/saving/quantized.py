@@ -248,13 +248,14 @@ def select_weights(
     weights: dict[int, TargetViews] = {
         i: regions[i]
         for i, (name, shape, dtype) in enumerate(zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True))
-        if {target for target, _ in regions[i]} <= chosen and rule.selects(name, shape, dtype)
+        if (regions[i] or rule.weights) and {target for target, _ in regions[i]} <= chosen and rule.selects(name, shape, dtype)
     }
     if not weights and not is_part:
         raise ValueError(
             "found no weights to quantize: expected Linear layers, or stacks of experts, in bfloat16, float16 or float32; pass "
             "weights=, regular expressions of their names, to Quantize"
         )
+    _check_not_transposed(model, targets, manifest, weights, rule)
     owners = {target: i for i in weights for target, _ in regions[i]}
     for i, of_tensor in enumerate(regions):
         for target in {target for target, _ in of_tensor} & owners.keys() if i not in weights else ():
@@ -265,9 +266,28 @@ def select_weights(
     modules = {
         i: {module_of(name)}.union(*(layers[number] for number in layers.keys() & {target for target, _ in regions[i]}))
         for i, name in enumerate(manifest.names)
-        if _NOT_QUANTIZED.search(module_of(name)) or any(target in layers for target, _ in regions[i])
+        if _NOT_QUANTIZED.search(module_of(name))
+        or any(target in layers for target, _ in regions[i])
+        # The model has no place for it; another library may.
+        or (not regions[i] and len(manifest.shapes[i]) > 1)
     }
     return weights, declare(rule, modules, weights)
+
+
+def _check_not_transposed(
+    model: nn.Module, targets: Targets, manifest: Manifest, weights: Mapping[int, TargetViews], rule: Quantize
+) -> None:
+    """Raises ValueError if blocks would be of columns of stacks of experts that the model stores as [experts, in, out]."""
+    stacks = (m.parameters(recurse=False) for m in model.modules() if getattr(m, "is_transposed", False))
+    transposed = {id(parameter) for parameters in stacks for parameter in parameters}
+    for i, regions in weights.items():
+        rows, columns = rule.format.blocks(manifest.shapes[i])[-2:]
+        is_whole = (rows, columns) == tuple(manifest.shapes[i][-2:])
+        if rows != columns and not is_whole and any(id(targets.tensors[target]) in transposed for target, _ in regions):
+            raise ValueError(
+                f"{manifest.names[i]} has its inputs in rows, so that blocks of {rows} x {columns} would divide it along its "
+                "outputs; use blocks of 128 x 128, or list its module among those that are not converted"
+            )
 
 
 def _linear_targets(model: nn.Module, targets: Targets, rule: Quantize, layers: Mapping[int, Collection[str]]) -> set[int]:

@@ -115,8 +115,11 @@ def kept_in_converted(checkpoint: Checkpoint, dtype: torch.dtype) -> set[str]:
     names = checkpoint.manifest.names
     try:
         model, placed = model_by_config(config, checkpoint.manifest, dtype)
-        in_fp32 = left_in_fp32(model, list(model.state_dict()), dtype)
-        return {n for n, places in zip(names, placed, strict=True) if any(target in in_fp32 for target, _ in places)}
+        # Of layers that the model does not have, such as those for the prediction of more tokens, other libraries keep the same.
+        unplaced = {name for name, places in zip(names, placed, strict=True) if not places}
+        in_fp32 = left_in_fp32(model, [*model.state_dict(), *unplaced], dtype)
+        kept = {n for n, places in zip(names, placed, strict=True) if any(target in in_fp32 for target, _ in places)}
+        return kept | (in_fp32 & unplaced)
     except ValueError as error:
         raise ValueError(
             f"cannot tell which tensors from_pretrained(dtype={dtype_names.name(dtype)}) keeps in float32: the config.json next "

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -30,7 +31,7 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint, write_regions
-from epload.transfer.host_copies import copy_to_host, host_memory_for
+from epload.transfer.host_copies import copy_to_host
 
 
 class PendingSave:
@@ -192,6 +193,7 @@ class PendingSave:
 
 
 def _copy(tensors: list[Tensor]) -> list[Tensor]:
-    copies = host_memory_for(tensors)
+    """Returns copies in host memory, of which torch keeps what is pinned for the next save."""
+    copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=not t.is_cpu) for t in tensors]
     copy_to_host(tensors, copies)
     return copies

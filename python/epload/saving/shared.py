@@ -29,7 +29,7 @@ def check_shared(topology: Topology, folder: NewFolder) -> None:
     is_seen = folder.temporary.is_dir()
     control.agree("finding the folder", made.failure, is_seen, lambda views: _check_seen(folder.path.parent, views))
     if is_probed:
-        wrote = Attempt(lambda: _write(path, nodes.index(topology.node)) if is_leader else None)
+        wrote = Attempt(lambda: _write(path, nodes.index(topology.node), folder.path.parent) if is_leader else None)
         control.agree("writing a byte of each node", wrote.failure)
         found = Attempt(lambda: _check_written(path, folder.path.parent, nodes) if is_first else None)
         control.agree("reading the byte of each node", found.failure)
@@ -52,13 +52,20 @@ def _make(path: Path, nbytes: int) -> None:
         stream.truncate(nbytes)  # without a write, as in NewFolder.create()
 
 
-def _write(path: Path, offset: int) -> None:
-    fd = os.open(path, os.O_WRONLY)
+def _write(path: Path, offset: int, parent: Path) -> None:
+    """Raises LoadError if the byte cannot be written."""
     try:
-        os.pwrite(fd, b"\1", offset)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            os.pwrite(fd, b"\1", offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise LoadError(
+            f"{parent} does not let several nodes write to one file ({error.strerror}), and nothing was saved; save to a file "
+            f"system that does, such as NFS or Lustre, or {_ONE_NODE}"
+        ) from error
 
 
 def _check_written(path: Path, parent: Path, nodes: Sequence[Sequence[int]]) -> None:

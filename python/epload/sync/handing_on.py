@@ -44,7 +44,6 @@ from epload.sync.participants import (
     call_key,
     in_order,
     read_engines,
-    wait_for_key,
 )
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
@@ -344,7 +343,7 @@ class Holder:
         with suppress(RuntimeError):  # the sender's store has ended
             store = self._calls
             while not self._closed:
-                wait_for_key(store, self._key, _FOREVER)
+                store.wait([self._key], _FOREVER)
                 content = store.get(self._key)
                 store.delete_key(self._key)
                 if not content:  # the end

@@ -40,6 +40,8 @@ class NodeVersion:
         self._generation = generation
         self._who = who
         self._verify = verify
+        self._pipe: object = None
+        """Kept from one call of :meth:`unpack` to the next, as making one takes long."""
 
     def _staged(self, waves: Sequence[Wave]) -> dict[int, Tensor]:
         return {
@@ -102,6 +104,7 @@ class NodeVersion:
                     rows.target.copy_(torch.searchsorted(numbers, rows.target.contiguous()))
                     planned[i] = replace(bucket, rows=rows)
             shards = Shards(replace(plan, buckets=planned), local, self._verify, self._who, len(self.memory.ranks))
+            self._pipe = shards.pipe or self._pipe
             with shards.entered():
                 for i, number in enumerate(used):
                     shards.unpack(i, buckets[number])

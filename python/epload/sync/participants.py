@@ -35,8 +35,6 @@ from epload.sync.store import answered
 
 T = TypeVar("T")
 _BEAT_SECONDS = 2.0
-_SILENCE_SECONDS = 30.0
-"""Maximum seconds for which nothing is sent on a connection on which a thread waits."""
 _ACKNOWLEDGMENT_SECONDS = 5.0
 """Maximum seconds that the store outlives the last version: killed ranks do not say that they know how it ended."""
 _CLOSED = "the sender has been closed, and sends no more versions"
@@ -179,30 +177,13 @@ class Announcements:
 
     def _wait(self, key: str, timeout: timedelta, why: str) -> bytes:
         def wait() -> bytes:
-            wait_for_key(self._store, key, timeout)
+            self._store.wait([key], timeout)
             return self._store.get(key)
 
         try:
             return answer_of_sender(wait, timeout + timedelta(seconds=_BEAT_SECONDS))
         except DistStoreError:
             raise WaitTimeout(f"{why} within {timeout.total_seconds():.0f} s") from None
-
-
-def wait_for_key(store: Store, key: str, timeout: timedelta) -> None:
-    """Waits for a key. Asks again from time to time, as firewalls forget connections on which nothing comes for minutes.
-
-    Raises:
-        DistStoreError: nobody has set it within ``timeout``.
-    """
-    until = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = until - time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=max(0.0, min(left, _SILENCE_SECONDS))))
-            return
-        except DistStoreError:
-            if left <= _SILENCE_SECONDS:
-                raise
 
 
 def answer_of_sender(call: Callable[[], T], timeout: timedelta) -> T:

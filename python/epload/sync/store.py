@@ -19,6 +19,7 @@ from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
+from epload.ranks.connection import keep_alive
 from epload.sync.token import (
     ENVIRONMENT,
     LOOPBACK,
@@ -174,6 +175,8 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
             target = (LOOPBACK, tunnel(host, port, where, token)) if token else (host, port)
             store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=seconds)), timeout)
             store.set_timeout(timedelta(seconds=_CALL_SECONDS))
+            for to in {port, target[1]}:
+                keep_alive(to)
             break
         except (OSError, RuntimeError) as error:
             if isinstance(error, LoadError):

@@ -25,7 +25,7 @@ from epload.mapping.wrappers import (
     names_added_by_adapters,
     unwrap,
 )
-from epload.model.casts import forget_casts
+from epload.model.casts import forget_casts, wait_for_copies
 from epload.model.megatron import MegatronChunks, as_module
 from epload.model.targets import Targets
 from epload.native import ops
@@ -122,6 +122,7 @@ class ModelTarget(Target):
         if self._filled is not None and not targets.matches(self._filled):
             raise LoadError("the receiver's model has other tensors or layouts than when it joined; make a new WeightReceiver")
         self._check_mixing()
+        wait_for_copies(targets.tensors)
         return targets.local()
 
     def finish(self) -> None:

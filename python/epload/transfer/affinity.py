@@ -25,8 +25,9 @@ def read_threads(readers: int) -> int:
     A rank that may use the same CPUs as the process that has started it shares them with the others. Else it has its own, as
     launchers assign them.
     """
-    allowed, cpus = _allowed(), len(_allowed())
-    if allowed == _allowed(os.getppid()) or cpus >= (os.cpu_count() or 1):
+    allowed, parent = _allowed(), os.getppid()  # 0 in another namespace
+    cpus = len(allowed)
+    if (parent and allowed == _allowed(parent)) or cpus >= (os.cpu_count() or 1):
         cpus //= readers
     return max(MIN_READ_THREADS, min(MAX_READ_THREADS, cpus))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,15 +27,15 @@ class DeviceRing:
         staging: DeviceStaging,
         context: TransferContext,
         phase: str,
+        seconds: float,
         moves: bool = True,
-        seconds: float = math.inf,
         verifies: bool = True,
     ) -> None:
         """
         Args:
             phase: of the report, that waiting for a wave from another rank counts as.
-            moves: False if this rank passes nothing on and receives nothing.
             seconds: within which a wave has to arrive once it is its turn.
+            moves: False if this rank passes nothing on and receives nothing.
             verifies: whether checksums are of what is in these buffers, and not of what the sink has made of it.
         """
         # Where transfers end in order, no rank may begin to move a wave before the headers of the one before are checked: its
@@ -75,7 +74,7 @@ class DeviceRing:
         elif step == "read":
             self._wait_until("unpack", wave.index - BUFFERS + 1)
             if not self._ended:
-                wait_for(staging.used[number], self._check)
+                self._wait_for(staging.used[number], f"wave {wave.index - BUFFERS}")
                 staging.copies.wait_event(staging.used[number])
         elif step == "unpack" and not fills:
             with self._report.timed(self._phase):

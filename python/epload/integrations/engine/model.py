@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,9 @@ from epload.observe.render import list_first, list_keys
 from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
+
+BATCH_BYTES = 1 << 30
+"""Maximum bytes of several groups of parameters that an engine processes at once."""
 
 
 class EngineModel:
@@ -252,7 +256,7 @@ class EngineTarget(Target):
             self._engine.finish()
 
     def fill(self, copy: Callable[[Mapping[int, Tensor]], None]) -> None:
-        """Fills what the engine processes group after group, so that it needs memory for one at a time, and then the rest. Full
+        """Fills what the engine processes batch after batch, so that it needs memory for one at a time, and then the rest. Full
         tensors are made when ``load_weights`` takes them."""
         self._check_inputs()
         numbers, done = {name: number for number, name in enumerate(self._filled)}, set[str]()
@@ -271,17 +275,33 @@ class EngineTarget(Target):
                 copy({number: tensor})
                 yield name, tensor
 
-        for group in self._engine.filled_as_a_whole():
-            # With all that their layers have, such as buffers, or these would be opened once more.
-            names = [name for layer in dict.fromkeys(map(_layer_of, group)) for name in of_layers.pop(layer, ())]
-            if names and self.recording.computed.isdisjoint(names):
-                fill_directly(names)
-                with callers_default_device():
-                    self._engine.process()
-                done.update(names)
+        # With all that their layers have, such as buffers, or these would be opened once more.
+        groups = (
+            [name for layer in dict.fromkeys(map(_layer_of, group)) for name in of_layers.pop(layer, ())]
+            for group in self._engine.filled_as_a_whole()
+        )
+        for names in self._batches(names for names in groups if self.recording.computed.isdisjoint(names)):
+            fill_directly(names)
+            with callers_default_device():
+                self._engine.process()
+            done.update(names)
         written = self.recording.written
         fill_directly(None if written is None else [name for name in written if name not in done])
         self._finish(full(), done)
+
+    def _batches(self, groups: Iterable[list[str]]) -> Iterator[list[str]]:
+        """Yields the names of consecutive groups that have at most ``BATCH_BYTES`` together, or of one group: for each batch, all
+        buckets are looked at that have some of it."""
+        batch, total = list[str](), 0
+        for names in groups:
+            layouts = [self._filled[name] for name in names if name in self._filled]
+            nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype, _ in layouts)
+            if batch and total + nbytes > BATCH_BYTES:
+                yield batch
+                batch, total = [], 0
+            batch, total = batch + names, total + nbytes
+        if batch:
+            yield batch
 
 
 def _layer_of(name: str) -> str:

@@ -51,7 +51,10 @@ class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
             ValueError: the model needs what only SGLang's own loader does.
         """
         model = engine.model
-        if reason := _unsupported(model, model_config):
+        reason = _unsupported(model, model_config)
+        if getattr(self.load_config, "draft_model_idx", None) is not None:
+            reason = "is one of several layers that predict tokens, of which SGLang's own loader selects the weights"
+        if reason:
             raise ValueError(f"{type(model).__name__} {reason}; use --load-format auto")
         fill(engine, _source(model_config), model_config.quantization is not None, self._options)
 
