@@ -166,7 +166,7 @@ def load_late(rank: int, meeting: Meeting) -> bool:
 
     def unpack_and_open(self: Shards, number: int, bucket: torch.Tensor) -> None:
         unpack(self, number, bucket)
-        if not opener.is_alive():
+        if opener.ident is None:
             opener.start()
 
     with caller, mock.patch.object(Shards, "unpack", unpack_and_open):
