@@ -17,6 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import epload
 from epload import Checkpoint, CheckpointError, HierarchicalLoader, Topology
@@ -234,6 +237,19 @@ def test_what_is_wrong_is_named(what: str, tmp_path: Path) -> None:
     caught = must_raise(CheckpointError, message, Checkpoint.open, tmp_path / "saved")
     assert len(str(caught).splitlines()) == 1
     assert not (tmp_path / "saved" / "executed").exists()
+
+
+def test_two_chunks_of_a_rank_in_one_file(tmp_path: Path) -> None:
+    """Torch writes the last one alone if the file is of safetensors."""
+    wrapper = LocalShardsWrapper([tensor(1, (2, 2)), tensor(2, (2, 2))], [(0, 0), (0, 2)])
+    for format in (SerializationFormat.TORCH_SAVE, SerializationFormat.SAFETENSORS):
+        writer = FileSystemWriter(tmp_path / format.name, serialization_format=format)
+        dcp.save({"w": wrapper}, storage_writer=writer, no_dist=True)
+    whole = {"w": torch.zeros(2, 4)}
+    epload.load_state(whole, tmp_path / "TORCH_SAVE", progress=False)
+    assert torch.equal(whole["w"], torch.cat([tensor(1, (2, 2)), tensor(2, (2, 2))], 1))
+    text = r"has one of a rank's several chunks, as torch writes them; save the checkpoint again, without"
+    must_raise(CheckpointError, text, epload.load_state, whole, tmp_path / "SAFETENSORS", progress=False)
 
 
 def test_chunks_that_overlap(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from epload import CheckpointError
 from epload.integrations.dcp import StorageReader
@@ -71,6 +74,16 @@ def test_dcp_folders_load_as_with_torchs_reader(tmp_path: Path) -> None:
     ranks.run(4, save_all, tmp_path)
     for world in (2, 4):
         ranks.run(world, same_as_torch, tmp_path)
+
+
+def test_the_nesting_of_what_was_saved_is_known(tmp_path: Path) -> None:
+    saved = {"model": {"a.w": torch.arange(2.0), "l": [torch.zeros(1), torch.ones(1)]}, "step": 3}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    states: list[dict[str, Any]] = [{}, {}]
+    for state, reader in zip(states, (FileSystemReader(tmp_path), StorageReader(tmp_path)), strict=True):
+        _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert states[0]["model"]["l"][1].item() == 1
+    assert tree_map_only(Tensor, Tensor.tolist, states[0]) == tree_map_only(Tensor, Tensor.tolist, states[1])
 
 
 def save_whole(folder: Path) -> None:

@@ -122,9 +122,48 @@ def test_an_adapter_that_comes_from_other_base_weights(
     """PEFT computes some adapters from the base weights, and a load of other base weights says that they no longer fit."""
     config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **options)
     model = peft.get_peft_model(base(), config)
-    assert any("keeps values that PEFT has computed" in text for text in load_base(model, saved).warnings) == stale
+    expected = ("keeps values that PEFT has computed", "has changed the base weights when it was made")
+    warned = load_base(model, saved).warnings
+    assert any(text in warning for text in expected for warning in warned) == stale
     peft.get_peft_model(LlamaForCausalLM.from_pretrained(saved), config).save_pretrained(tmp_path / "adapter")
     assert not load_base(model, tmp_path / "adapter").warnings
+
+
+def test_an_adapter_that_changes_base_weights_is_made_after_they_are_loaded(saved: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights="pissa")
+    trained = peft.get_peft_model(LlamaForCausalLM.from_pretrained(saved), config)
+    trained.save_pretrained(tmp_path / "adapter")
+    wanted = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(saved), tmp_path / "adapter")
+    model = base()
+    load_base(model, saved)
+    model = peft.get_peft_model(model, config)
+    assert not load_base(model, tmp_path / "adapter").warnings
+    assert differing(model, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "values"), [("LoHa", "alpha", (8, 64)), ("LoKr", "alpha", (8, 64)), ("FourierFT", "scaling", (1.0, 2.0))]
+)
+def test_what_scales_an_adapter_is_that_of_the_file(kind: str, field: str, values: Any, saved: Path, tmp_path: Path) -> None:
+    models = []
+    for value in values:
+        options: dict[str, Any] = {"n_frequency": 4} if kind == "FourierFT" else {}
+        config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **options | {field: value})
+        models.append(peft.get_peft_model(LlamaForCausalLM.from_pretrained(saved), config))
+    for model, name in zip(models, "ab", strict=True):
+        model.save_pretrained(tmp_path / name)
+    load(models[0], tmp_path / "a")
+    text = f"the checkpoint's adapter has {field}={values[1]} and the model's {values[0]}"
+    with pytest.raises(epload.ModelMismatch, match=text):
+        load(models[0], tmp_path / "b")
+
+
+def test_two_peft_models_side_by_side(saved: Path, tmp_path: Path) -> None:
+    parts = {name: adapted("lora") for name in ("actor", "critic")}
+    parts["critic"].save_pretrained(tmp_path)
+    with pytest.raises(epload.ModelMismatch, match="the model has several PEFT models, actor and critic"):
+        load(torch.nn.ModuleDict(parts), tmp_path)
+    load(parts["critic"], tmp_path)
 
 
 def test_a_merged_adapter_is_warned_of(saved: Path) -> None:

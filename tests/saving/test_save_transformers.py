@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 import epload
 from epload.cli.main import main
@@ -51,6 +54,38 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random(kind, 2).save_pretrained(folder / f"{kind}-base")
     ranks.run(4, save, str(folder), limit=300)
     return folder
+
+
+def wrapped(how: str) -> Any:
+    torch.manual_seed(0)
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "projection_dim": 8, "num_hidden_layers": 2}
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    text = small | {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_hidden_layers": 1, "num_key_value_heads": 1}
+    text |= {"head_dim": 8, "vocab_size": 32, "num_experts": 2, "num_experts_per_tok": 1}
+    settings = transformers.LlavaConfig(
+        vision_config=vision | small, text_config=text, image_token_index=3, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(settings)
+    inner = model.model
+    if how == "compiled":
+        inner.language_model = torch.compile(inner.language_model)
+    elif how == "adapted":
+        lora = LoraConfig(r=2, target_modules=["q_proj"])
+        inner.language_model = get_peft_model(inner.language_model, lora)
+        inner.language_model.merge_adapter()
+    elif how == "copied":
+        lora = LoraConfig(r=2, target_modules=r".*vision_tower.*q_proj", modules_to_save=["language_model"])
+        model = get_peft_model(model, lora)
+        model.merge_adapter()
+    return model
+
+
+@pytest.mark.parametrize("how", ["compiled", "adapted", "copied"])
+def test_conversions_reach_a_wrapped_part(how: str, tmp_path: Path) -> None:
+    """Experts of a text model inside another are separate in its checkpoints."""
+    wrapped("").save_pretrained(tmp_path / "theirs")
+    epload.save(wrapped(how), tmp_path / "ours")
+    assert load_file(tmp_path / "ours/model.safetensors").keys() == load_file(tmp_path / "theirs/model.safetensors").keys()
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -123,6 +123,14 @@ def test_parameters_that_nothing_writes_are_an_error_also_beside_what_cannot_be_
         local_target(Loader(load, **shapes), unique(shapes)).finish()
 
 
+def test_a_head_that_the_engine_ties_and_the_sender_does_not() -> None:
+    model = Loader(lambda model, weights: [model.a.data.copy_(tensor) for name, tensor in weights if name == "a"], a=(3,))
+    model.head = model.a
+    local_target(model, unique({"a": (3,)}))
+    with pytest.raises(epload.ModelMismatch, match="takes nothing from head, which the engine ties to another parameter"):
+        local_target(model, unique({"a": (3,), "head": (3,)}))
+
+
 @pytest.mark.parametrize("padding", [1, 2])
 def test_padding_that_an_engine_declares_needs_no_values(padding: int) -> None:
     model = Loader(lambda model, weights: [model.a.data[:, :2].copy_(tensor) for _, tensor in weights], a=(3, 4))

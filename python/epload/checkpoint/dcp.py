@@ -53,8 +53,8 @@ class DcpMetadata(NamedTuple):
     """Dtype, shape and chunks of each tensor, by name."""
     others: list[str]
     """Names of the entries that are no tensors."""
-    paths: dict[str, tuple[str, ...]]
-    """Keys of each entry in the nested state dict, by the entry's name; empty if they were not recorded."""
+    paths: dict[str, tuple[str | int, ...]]
+    """Keys and indices of each entry in the nested state dict, by the entry's name; empty if they were not recorded."""
     items: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
     """File name, offset and length of each chunk, by the tensor's name and the start of the chunk; None for other entries."""
 
@@ -89,7 +89,8 @@ def read(opened: OpenFiles) -> FileCheckpoint:
     if not isinstance(index, DcpIndex):
         raise CheckpointError(f"{source} has files of a DCP checkpoint without their {DCP}: pass the folder that has it")
     metadata = index.metadata
-    names, siblings = _select(list(metadata.tensors), metadata.paths, index.prefix, source)
+    paths = {name: tuple(map(str, path)) for name, path in metadata.paths.items()}
+    names, siblings = _select(list(metadata.tensors), paths, index.prefix, source)
     number_of = {file.name: i for i, file in enumerate(opened.store.files)}
     items = []
     shapes = {}
@@ -151,7 +152,7 @@ def _parse(root: Any) -> DcpMetadata:
     planned = metadata["planner_data"] if isinstance(metadata["planner_data"], list) else []
     for name, path in _pairs(planned):
         if path and isinstance(path, tuple):
-            parsed.paths[str(name)] = tuple(map(str, path))
+            parsed.paths[str(name)] = tuple(key if type(key) is int else str(key) for key in path)
     return parsed
 
 
@@ -263,9 +264,12 @@ def _locate(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:
             if key not in headers:
                 item.nbytes = item.file.nbytes - item.chunk.offset
                 headers[key] = {tensor.name: tensor for tensor in safetensors.read_layout(item)}
-            if item.saved_name not in headers[key]:
-                raise CheckpointError(f"{item}: the header there does not contain it; save the checkpoint again")
-            yield item.locate(headers[key][item.saved_name])
+            if (found := headers[key].pop(item.saved_name, None)) is None:
+                raise CheckpointError(
+                    f"{item}: the header there does not contain it, or has one of a rank's several chunks, as torch writes them; "
+                    "save the checkpoint again, without SerializationFormat.SAFETENSORS"
+                )
+            yield item.locate(found)
 
 
 def _in_archives(items: Sequence[_Item], store: ByteStore) -> Iterator[StoredTensor]:

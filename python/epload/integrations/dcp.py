@@ -88,7 +88,7 @@ class StorageReader(TorchStorageReader):
         if self._path is None:
             raise ValueError("expected a path: pass it to StorageReader(path), or as checkpoint_id= to dcp.load")
         self._close()
-        self._checkpoint, others = _open(self._path)
+        self._checkpoint, others, paths = _open(self._path)
         manifest = self._checkpoint.manifest
         self._number_of = {name: number for number, name in enumerate(manifest.names)}
         entries: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in others}
@@ -96,7 +96,7 @@ class StorageReader(TorchStorageReader):
             size, origin = torch.Size(shape), torch.Size([0] * len(shape))
             chunks = [ChunkStorageMetadata(origin, size)]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-        return Metadata(entries)
+        return Metadata(entries, planner_data={name: path for name, path in paths.items() if name in entries} or None)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -219,18 +219,18 @@ def _box_of(item: ReadItem) -> Box:
     return tuple(item.storage_offsets), tuple(item.lengths)
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str]]:
-    """Returns the checkpoint, and the names of its entries that are no tensors.
+def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[str], dict[str, tuple[str | int, ...]]]:
+    """Returns the checkpoint, the names of its entries that are no tensors, and the keys of entries in the nested state dict.
 
     Names in a DCP folder are as they were saved, with the keys of the state dict that the entries were in.
     """
     root = Path(path).expanduser()
     if not (root / DCP).is_file():
-        return Checkpoint.open(path), []
+        return Checkpoint.open(path), [], {}
     store = LocalStore(root)
     try:
         index = dcp.DcpIndex(store.open_description(DCP), DCP_ROOT)
         facts = list(map(FileFacts.of, store.open(index.file_names)))
-        return dcp.read(OpenFiles(store, facts, str(store), index)), index.metadata.others
+        return dcp.read(OpenFiles(store, facts, str(store), index)), index.metadata.others, index.metadata.paths
     except OSError as error:
         raise unreadable(error) from error

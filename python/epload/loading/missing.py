@@ -25,6 +25,7 @@ from epload.model.initialization import (
     is_adapter,
     params_ignoring_meta,
     refresh_token_rows,
+    residual_adapters,
     stale_adapters,
 )
 from epload.model.initialization import compute_missing as compute
@@ -239,6 +240,12 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
             f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before: load its "
             "checkpoint next or, as those of FRoD, OSF and PSOFT lack some of these values, make a new adapter now that the base "
             "weights are loaded"
+        )
+    if residual := residual_adapters(model, missing.unfilled):
+        report.warnings.append(
+            f"adapter {', '.join(residual)} has changed the base weights when it was made (init_lora_weights), and this load has "
+            "replaced them, so that the adapter does not fit: call get_peft_model after the base weights are loaded, then load "
+            "the adapter's checkpoint"
         )
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
     tensors |= {name: tensor_at(model, name) for name in {*targets.unsaved_meta, *targets.unsaved_buffers}}

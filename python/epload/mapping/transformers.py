@@ -17,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from epload.errors import ModelMismatch
 from epload.mapping.mapping import Convert, Mapping, Rename
 from epload.mapping.operations import Operation, TargetShapes, TensorLists
 from epload.mapping.tracking import ElementTracker, track
+from epload.mapping.wrappers import TRAINED_COPY, strip_wrappers, unwrap
 from epload.model.initialization import class_before_fsdp
 
 _SCALES = "_scale_inv"
@@ -46,7 +47,7 @@ def from_transformers(model: Any) -> Mapping:
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
     modules = list(model.named_modules())
-    transforms = get_model_conversion_mapping(_without_fsdp(modules))
+    transforms = get_model_conversion_mapping(_without_fsdp(model))
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     _check_tensor_parallel(model, converters)
     unexpected, missing = _ignored_patterns(model, modules)
@@ -73,7 +74,7 @@ def checkpoint_form(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    stand_in = _without_fsdp(model.named_modules())
+    stand_in = _without_fsdp(model)
 
     def saved_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         # Some conversions depend on the shape of the model's tensor.
@@ -142,20 +143,23 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
     return tuple(sorted(unexpected)), tuple(sorted(missing))
 
 
-def _without_fsdp(modules: Iterable[tuple[str, Any]]) -> Any:
-    """Returns a stand-in for a model, given by its ``named_modules()``, with the original classes, by which the library looks up
-    declarations, and which ``fully_shard`` replaces."""
+def _without_fsdp(model: nn.Module) -> Any:
+    """Returns a stand-in for a model, with the original classes, by which the library looks up declarations, and which
+    ``fully_shard`` replaces; its modules have their paths without wrappers."""
     from transformers import PreTrainedModel
 
-    stand_ins = []
+    modules = list(model.named_modules())
+    aliases = (*unwrap(model, [f"{name}." for name, _ in modules])[1], TRAINED_COPY, Rename(r"\.original_module\.", "."))
+    stand_ins = dict[str, Any]()
     for name, module in modules:
-        if isinstance(module, PreTrainedModel):
+        path = strip_wrappers(f"{name}.", aliases).removesuffix(".")
+        if isinstance(module, PreTrainedModel) and path not in stand_ins:
             original: Any = class_before_fsdp(type(module))
-            stand_ins.append((name, original.__new__(original)))
-            vars(stand_ins[-1][1]).update(config=module.config, _modules={}, _parameters={}, _buffers={})
-    model = stand_ins[0][1]
-    vars(model)["named_modules"] = lambda: iter(stand_ins)
-    return model
+            stand_ins[path] = stand_in = original.__new__(original)
+            vars(stand_in).update(config=module.config, _modules={}, _parameters={}, _buffers={})
+    whole = stand_ins[""]
+    vars(whole)["named_modules"] = lambda: iter(stand_ins.items())
+    return whole
 
 
 def rename_of(transform: Any) -> Rename:

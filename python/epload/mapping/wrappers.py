@@ -41,6 +41,11 @@ _IN_PLACE = tuple(f"peft.tuners.{name}." for name in ("lora", "adalora", "loha",
 _DATA_PARALLEL = (DistributedDataParallel, nn.DataParallel)
 _SCALES = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """Fields of an adapter's configuration on which it depends what is computed with its tensors."""
+_OTHER_SCALES = (
+    "alpha", "scaling", "random_loc_seed", "randlora_alpha", "apply_GS", "use_cayley_neumann", "num_cayley_neumann_terms",
+    "group_size", "projection_prng_key", "alora_invocation_tokens",
+)  # fmt: skip
+"""Those of other methods than LoRA, which files of older versions may lack."""
 
 
 def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[Rename, ...], NamePairs]:
@@ -215,7 +220,10 @@ def check_same_scale(model: nn.Module, config: dict[str, Any], whose: str, own_w
     configuration. ``whose``, ``own_whose``: whose the other and its own are, for the message."""
     _, adapted = _find_peft_model(model)
     own = adapted.peft_config[_active(adapted)[0]] if adapted is not None else None
-    for field in _SCALES if own is not None else ():
+    fields = [*_SCALES, *(field for field in _OTHER_SCALES if field in config and hasattr(own, field))]
+    if config.get("save_projection", True) and "projection_prng_key" in fields:
+        fields.remove("projection_prng_key")  # the file has what follows from it
+    for field in fields if own is not None else ():
         if (value := getattr(own, field, None)) != (other := config.get(field)) and (value or other):
             raise ModelMismatch(
                 f"{whose} adapter has {field}={other!r} and {own_whose} {value!r}, so that it would compute something "
@@ -224,9 +232,17 @@ def check_same_scale(model: nn.Module, config: dict[str, Any], whose: str, own_w
 
 
 def _find_peft_model(model: nn.Module) -> tuple[str, Any]:
-    """Returns the prefix of the outermost PEFT model's names and the PEFT model; None if there is none."""
+    """Returns the prefix of the outermost PEFT model's names and the PEFT model; None if there is none. Raises ModelMismatch if
+    there are two side by side."""
     is_peft = (pair for pair in Modules(model).named if is_from_package(pair[1], "peft"))
-    return next((pair for pair in is_peft if hasattr(pair[1], "peft_config")), ("", None))
+    found: list[tuple[str, Any]] = [pair for pair in is_peft if hasattr(pair[1], "peft_config")] or [("", None)]
+    prefix = found[0][0]
+    if other := next((path for path, _ in found if not path.startswith(prefix)), ""):
+        raise ModelMismatch(
+            f"the model has several PEFT models, {prefix[:-1]} and {other[:-1]}, and it is not known whose adapter is meant; "
+            "pass the one that has it"
+        )
+    return found[0]
 
 
 def _active(module: Any) -> list[str]:

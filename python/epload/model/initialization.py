@@ -206,13 +206,28 @@ def stale_adapters(model: nn.Module, kept: Collection[str]) -> list[str]:
     """
     stale = []
     for adapter, config in getattr(model, "peft_config", {}).items():
-        method = getattr(config, "init_lora_weights", True)
-        of_weights = isinstance(method, str) and method not in ("gaussian", "orthogonal")
+        of_weights = getattr(config, "init_lora_weights", True) == "eva"
         of_weights |= getattr(config, "peft_type", None) in _COMPUTED_ADAPTERS
         of_weights |= any(getattr(config, name, None) for name in ("use_dora", "trainable_token_indices"))
         if of_weights and any(adapter in name.split(".") for name in kept):
             stale.append(adapter)
     return stale
+
+
+def residual_adapters(model: nn.Module, unfilled: Collection[str]) -> list[str]:
+    """Returns the adapters of PEFT that have changed the base weights when they were made, which a load has replaced.
+
+    Args:
+        unfilled: names of tensors that the load has not filled.
+    """
+    residual = []
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        method = getattr(config, "init_lora_weights", True)
+        changes_base = isinstance(method, str) and method not in ("gaussian", "orthogonal", "eva")
+        base = {name for name, _ in model.named_parameters() if ".base_layer." in name} if changes_base else set()
+        if base - set(unfilled) and any(adapter in name.split(".") for name in unfilled):
+            residual.append(adapter)
+    return residual
 
 
 def refresh_token_rows(model: nn.Module) -> None:

@@ -189,6 +189,13 @@ class EngineTarget(Target):
                 "WeightReceiver(None, address)"
             )
         tensors, recording = self.record(manifest), self.recording
+        places = zip(manifest.names, recording.regions, strict=True)
+        skipped = [n for n, of_tensor in places if not of_tensor and n not in recording.passed_through and n in self._identity]
+        if skipped and self._strict:
+            raise ModelMismatch(
+                f"load_weights takes nothing from {skipped[0]}, which the engine ties to another parameter, and the sender has a "
+                "tensor of its own for it: serve with tie_word_embeddings=False, or tie the sender's (tie_weights())"
+            )
         self._filled = {name: self._layout_of(tensors[name]) for places in recording.regions for name, _ in places}
         self._full, whole = {}, cache(View.whole)
         placed = list(recording.regions)
