@@ -45,7 +45,7 @@ _OTHER_SCALES = (
     "alpha", "scaling", "random_loc_seed", "randlora_alpha", "apply_GS", "use_cayley_neumann", "num_cayley_neumann_terms",
     "group_size", "projection_prng_key", "alora_invocation_tokens",
 )  # fmt: skip
-"""Those of other methods than LoRA, which files of older versions may lack."""
+"""Fields of other methods than LoRA, which files of older versions may lack."""
 
 
 def unwrap(model: nn.Module, names: Collection[str]) -> tuple[nn.Module, tuple[Rename, ...], NamePairs]:
