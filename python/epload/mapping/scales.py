@@ -298,8 +298,9 @@ def add_maxima(scaling: Scaling, local: Tensor, maxima: Tensor) -> None:
 def _check_orphans(manifest: Metadata, placed: Sequence[tuple[Place, ...]], number: dict[str, int]) -> None:
     """Raises ModelMismatch for a scale whose weight is not in the checkpoint, or is not quantized there."""
     for name, places in zip(manifest.names, placed, strict=True):
-        weight = name.removesuffix(SUFFIXES[1] if name.endswith(_SCALE) else SUFFIXES[0])
-        if weight == name or places:
+        is_inverse = not name.endswith(_SCALE)  # else the weight may be packed, under another name
+        weight = name.removesuffix(SUFFIXES[0] if is_inverse else SUFFIXES[1])
+        if weight == name or places or (weight not in number and not is_inverse):
             continue
         if weight not in number:
             raise ModelMismatch(f"{name} is a scale without a weight: {weight} is not in the checkpoint")
