@@ -235,18 +235,7 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
     computed = missing.computed
     if not computed and not missing.unfilled:
         return
-    if stale := stale_adapters(model, missing.unfilled - missing.uninitialized):
-        report.warnings.append(
-            f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before: load its "
-            "checkpoint next or, as those of FRoD, OSF and PSOFT lack some of these values, make a new adapter now that the base "
-            "weights are loaded"
-        )
-    if residual := residual_adapters(model, missing.unfilled):
-        report.warnings.append(
-            f"adapter {', '.join(residual)} has changed the base weights when it was made (init_lora_weights), and this load has "
-            "replaced them, so that the adapter does not fit: call get_peft_model after the base weights are loaded, then load "
-            "the adapter's checkpoint"
-        )
+    report.warnings += _unfit_adapters(model, missing)
     tensors = dict(zip(targets.names, targets.tensors, strict=True))
     tensors |= {name: tensor_at(model, name) for name in {*targets.unsaved_meta, *targets.unsaved_buffers}}
 
@@ -275,4 +264,20 @@ def fill_missing(request: Request, inputs: LocalInputs, missing: Missing, rank: 
         raise LoadError(
             f"rank {rank}: init_missing left {list_first(unwritten, 10)} unfilled; it is called as "
             "hook(module, path, names) and must write to each of these names of the module, in place"
+        )
+
+
+def _unfit_adapters(model: nn.Module, missing: Missing) -> Iterator[str]:
+    """Yields warnings of adapters that do not fit the base weights that were loaded."""
+    if stale := stale_adapters(model, missing.unfilled - missing.uninitialized):
+        yield (
+            f"adapter {', '.join(stale)} keeps values that PEFT has computed from the base weights of before: load its "
+            "checkpoint next or, as those of FRoD, OSF and PSOFT lack some of these values, make a new adapter now that the base "
+            "weights are loaded"
+        )
+    if residual := residual_adapters(model, missing.unfilled):
+        yield (
+            f"adapter {', '.join(residual)} has changed the base weights when it was made (init_lora_weights), and this load has "
+            "replaced them, so that the adapter does not fit: call get_peft_model after the base weights are loaded, then load "
+            "the adapter's checkpoint"
         )
