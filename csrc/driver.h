@@ -33,6 +33,9 @@ struct Driver {
       const std::vector<RegionCopy>& copies,
       Direction direction) = nullptr;
 
+  // Whether a tensor's elements lie where its strides say; null if they always do.
+  bool (*plain)(const at::Tensor& tensor) = nullptr;
+
   // Pins memory that is there already; false if it cannot, with no trace of it.
   bool (*pin)(void* memory, size_t nbytes) = nullptr;
   void (*unpin)(void* memory) = nullptr;

@@ -1,6 +1,6 @@
 #include "tensor_memory.h"
 
-#include "npu/broadcast.h"
+#include "driver.h"
 
 #include "dtypes.h"
 
@@ -74,8 +74,9 @@ void check_memory(const char* op, const at::Tensor& tensor, size_t index) {
                             : c10::str(tensor.layout()));
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), op, ": tensor ", index, " is on meta and holds no data; materialize it first (to_empty)");
+  const auto plain = driver_of(tensor.device().type()).plain;
   TORCH_CHECK_VALUE(
-      has_plain_format(tensor),
+      plain == nullptr || plain(tensor),
       op,
       ": the elements of tensor ",
       index,

@@ -40,7 +40,8 @@ void region_copy_npu(
   }
 }
 
-const RegisterDriver registered_npu(c10::DeviceType::PrivateUse1, {.region_copy = region_copy_npu});
+const RegisterDriver registered_npu(
+    c10::DeviceType::PrivateUse1, {.region_copy = region_copy_npu, .plain = has_plain_format});
 
 } // namespace
 } // namespace epload
