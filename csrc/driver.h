@@ -33,9 +33,6 @@ struct Driver {
       const std::vector<RegionCopy>& copies,
       Direction direction) = nullptr;
 
-  // Whether a tensor's elements lie where its strides say; null if they always do.
-  bool (*plain)(const at::Tensor& tensor) = nullptr;
-
   // Pins memory that is there already; false if it cannot, with no trace of it.
   bool (*pin)(void* memory, size_t nbytes) = nullptr;
   void (*unpin)(void* memory) = nullptr;
@@ -43,6 +40,9 @@ struct Driver {
   std::string (*share)(const void* memory, SharedAllocation& allocation) = nullptr; // the one that the memory is in
   std::string (*open)(const std::array<char, kHandleBytes>& handle, void*& memory) = nullptr;
   void (*close)(void* memory) = nullptr;
+
+  // Whether a tensor's elements lie where its strides say; null if they always do.
+  bool (*plain)(const at::Tensor& tensor) = nullptr;
 };
 
 Driver& driver_of(c10::DeviceType device);

@@ -29,8 +29,7 @@ const NpuLibrary& npu_library() {
 }
 
 bool has_plain_format(const at::Tensor& tensor) {
-  return tensor.device().type() != c10::DeviceType::PrivateUse1 || npu_library().plain == nullptr ||
-         npu_library().plain(tensor.storage().unsafeGetStorageImpl());
+  return npu_library().plain == nullptr || npu_library().plain(tensor.storage().unsafeGetStorageImpl());
 }
 
 bool broadcast_hccl(c10d::Backend& backend, const at::Tensor& flat, int root) {
