@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 import epload
 from epload.core.attempt import Attempt
 from epload.errors import CheckpointError, LoadError, ManifestMismatch, ModelMismatch, RankExited
+from epload.ranks.connection import connect_again
 from epload.ranks.control import Control
 from epload.ranks.groups import Group
 from epload.ranks.links import Link, address_of, connect_node
@@ -252,3 +253,17 @@ def late_to_refused_loads(rank: int) -> list[str]:
 
 def test_a_late_rank_hears_why_a_load_was_refused() -> None:
     assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3
+
+
+def test_connections_to_a_store_are_kept_alive() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = connect_again(dist.TCPStore("127.0.0.1", host.port, is_master=False))
+    descriptors, alive = os.listdir("/proc/self/fd"), []
+    for name in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.getpeername()[1:2] == (host.port,):
+                alive.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+    assert len(alive) >= 2
+    assert all(alive)
+    client.set("key", "value")
+    assert host.get("key") == b"value"

@@ -274,6 +274,8 @@ def connect_again(store: Store) -> Store:
 def keep_alive(port: int) -> None:
     """Has the system send something from time to time on this process's connections to a port: firewalls forget those on which
     nothing comes for minutes, as while a thread waits for a key."""
+    if socket.getdefaulttimeout() is not None:  # which Python would give these connections, too
+        return
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             fd = int(name)
