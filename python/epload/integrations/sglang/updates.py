@@ -252,7 +252,7 @@ def _check_runners(runners: list[Any]) -> None:
         if error := _unsupported_derived_weight_cache_error(runner.model):
             raise ValueError(error)
         check_updatable(runner.model)
-        if runner.draft_model_idx is not None:
+        if getattr(runner, "draft_model_idx", None) is not None:
             raise ValueError(
                 f"{type(runner.model).__name__} is one of several layers that predict tokens, each of which would get weights "
                 'of the last one; pass selector="target"'
