@@ -189,8 +189,10 @@ class EngineTarget(Target):
                 "WeightReceiver(None, address)"
             )
         tensors, recording = self.record(manifest), self.recording
-        places = zip(manifest.names, recording.regions, strict=True)
-        skipped = [n for n, of_tensor in places if not of_tensor and n not in recording.passed_through and n in self._identity]
+        unread = {
+            n for n, p in zip(manifest.names, recording.regions, strict=True) if not p and n not in recording.passed_through
+        }
+        skipped = [name for name in manifest.names if name in unread & self._identity.keys() and tensors[name].numel()]
         if skipped and self._strict:
             raise ModelMismatch(
                 f"load_weights takes nothing from {skipped[0]}, which the engine ties to another parameter, and the sender has a "
