@@ -189,9 +189,8 @@ class EngineTarget(Target):
                 "WeightReceiver(None, address)"
             )
         tensors, recording = self.record(manifest), self.recording
-        unread = {
-            n for n, p in zip(manifest.names, recording.regions, strict=True) if not p and n not in recording.passed_through
-        }
+        places = dict(zip(manifest.names, recording.regions, strict=True))
+        unread = {name for name, of_tensor in places.items() if not of_tensor} - recording.passed_through.keys()
         skipped = [name for name in manifest.names if name in unread & self._identity.keys() and tensors[name].numel()]
         if skipped and self._strict:
             raise ModelMismatch(
