@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
-from epload.model.casts import forget_casts
+from epload.model.copies import forget_casts
 from epload.model.megatron import MegatronChunks
 from support import ranks
 from support.on_ranks import on_ranks

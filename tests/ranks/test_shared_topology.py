@@ -59,7 +59,7 @@ def set_lazy() -> None:
 
 
 def test_groups_of_gloo_connect_at_once() -> None:
-    """Else they would look for keys when they first send, which are deleted by then."""
+    """They do not look for keys when they first send, which are deleted by then."""
     ranks.run(4, loading_twice, limit=80, setup=set_lazy)
 
 

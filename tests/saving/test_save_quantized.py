@@ -142,7 +142,7 @@ def test_the_configuration_lists_what_is_not_quantized(
 
 
 def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
-    """Others have, such as those that predict more tokens: what is quantized there, and kept in float32, they decide by names."""
+    """Other libraries have them, such as those that predict more tokens, and decide by names what is quantized in them."""
     build("deepseek_v3").save_pretrained(tmp_path / "bf16")
     file = tmp_path / "bf16" / "model.safetensors"
     matrices = {f"model.layers.9.{name}.weight": torch.ones(32, 32, dtype=BF16) for name in ("eh_proj", "mlp.gate", "head")}

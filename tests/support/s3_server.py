@@ -47,7 +47,7 @@ class Moto:
 
 
 Fault = Callable[[str, str, int], str]
-"""From the method, the path and the number of the request to "", "latency", one of _ERRORS, "truncate" or "reset"."""
+"""Takes the method, the path and the number of a request. Returns "", "latency", one of _ERRORS, "truncate" or "reset"."""
 
 _ERRORS = {
     "301": (301, "PermanentRedirect"), "403": (403, "AccessDenied"), "429": (429, "TooManyRequests"),

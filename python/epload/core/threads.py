@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from epload.core import accelerator
 from epload.errors import LoadError
 
 T = TypeVar("T")
@@ -50,8 +51,7 @@ def _stream_setter() -> Callable[[], None]:
     """Returns a function that makes the caller's current stream, and its device, current in another thread. A thread begins on
     device 0, where what it queues would make a context of some 0.5 GB for each rank, and on a stream that does not wait for the
     caller's."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not getattr(torch, accelerator.type).is_initialized():
+    if not accelerator.is_in_use():
         return lambda: None
     stream = torch.accelerator.current_stream()
     if stream.device_index == 0 and stream.stream_id == 0:  # the thread's own

@@ -15,7 +15,7 @@ from epload.loading.engines import make_engine
 from epload.loading.missing import fill_missing, finishing, warn_of_attributes
 from epload.loading.request import Request
 from epload.loading.resources import Resources
-from epload.model.casts import forget_casts, wait_for_copies
+from epload.model.copies import forget_casts, wait_for_copies
 from epload.model.materialize import materialize
 from epload.observe.progress import Progress
 from epload.observe.slow import describe_slow, pace

@@ -298,11 +298,13 @@ def add_maxima(scaling: Scaling, local: Tensor, maxima: Tensor) -> None:
 def _check_orphans(manifest: Metadata, placed: Sequence[tuple[Place, ...]], number: dict[str, int]) -> None:
     """Raises ModelMismatch for a scale whose weight is not in the checkpoint, or is not quantized there."""
     for name, places in zip(manifest.names, placed, strict=True):
-        is_inverse = not name.endswith(_SCALE)  # else the weight may be packed, under another name
-        weight = name.removesuffix(SUFFIXES[0] if is_inverse else SUFFIXES[1])
-        if weight == name or places or (weight not in number and not is_inverse):
+        inverse, direct = map(name.removesuffix, SUFFIXES)
+        weight = direct if name.endswith(_SCALE) else inverse
+        if weight == name or places:
             continue
         if weight not in number:
+            if weight is direct:  # that of a packed weight, which has another name
+                continue
             raise ModelMismatch(f"{name} is a scale without a weight: {weight} is not in the checkpoint")
         if dtypes.is_wide(dtype := manifest.dtypes[number[weight]]):
             raise ModelMismatch(

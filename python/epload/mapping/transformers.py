@@ -47,7 +47,7 @@ def from_transformers(model: Any) -> Mapping:
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
     modules = list(model.named_modules())
-    transforms = get_model_conversion_mapping(_without_fsdp(model))
+    transforms = get_model_conversion_mapping(_stand_in_for(model))
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     _check_tensor_parallel(model, converters)
     unexpected, missing = _ignored_patterns(model, modules)
@@ -74,7 +74,7 @@ def checkpoint_form(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    stand_in = _without_fsdp(model)
+    stand_in = _stand_in_for(model)
 
     def saved_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         # Some conversions depend on the shape of the model's tensor.
@@ -143,7 +143,7 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
     return tuple(sorted(unexpected)), tuple(sorted(missing))
 
 
-def _without_fsdp(model: nn.Module) -> Any:
+def _stand_in_for(model: nn.Module) -> Any:
     """Returns a stand-in for a model, with the original classes, by which the library looks up declarations, and which
     ``fully_shard`` replaces; its modules have their paths without wrappers."""
     from transformers import PreTrainedModel
@@ -152,11 +152,12 @@ def _without_fsdp(model: nn.Module) -> Any:
     aliases = (*unwrap(model, [f"{name}." for name, _ in modules])[1], TRAINED_COPY, Rename(r"\.original_module\.", "."))
     stand_ins = dict[str, Any]()
     for name, module in modules:
-        path = strip_wrappers(f"{name}.", aliases).removesuffix(".")
-        if isinstance(module, PreTrainedModel) and path not in stand_ins:
-            original: Any = class_before_fsdp(type(module))
-            stand_ins[path] = stand_in = original.__new__(original)
-            vars(stand_in).update(config=module.config, _modules={}, _parameters={}, _buffers={})
+        if not isinstance(module, PreTrainedModel):
+            continue
+        original: Any = class_before_fsdp(type(module))
+        stand_in = original.__new__(original)
+        vars(stand_in).update(config=module.config, _modules={}, _parameters={}, _buffers={})
+        stand_ins.setdefault(strip_wrappers(f"{name}.", aliases).removesuffix("."), stand_in)
     whole = stand_ins[""]
     vars(whole)["named_modules"] = lambda: iter(stand_ins.items())
     return whole

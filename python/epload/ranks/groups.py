@@ -238,8 +238,8 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """A ProcessGroupNCCL that is made inside has no watchdog. That would end the process when a member has ended, also a minute
-    after epload has raised; and when an operation has taken too long that epload waits longer for."""
+    """A ProcessGroupNCCL that is made inside has no watchdog. The watchdog would end the process minutes after a member has
+    ended, although epload has raised, and after an operation that took longer than the timeout, although epload waits."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
         before = os.environ.pop(name, None)

@@ -3,12 +3,14 @@ over the broadcasts of the devices' own backend, such as NCCL or HCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from epload.core.attempt import Attempt
+from epload.core.regions import Regions
 from epload.errors import LoadError, message_of
 from epload.native import ops
 from epload.observe.progress import Progress
@@ -30,6 +32,26 @@ MAX_GROUPS = 12
 
 Hop = tuple[int, tuple[int, ...]]
 """A broadcast: its root and its ranks."""
+
+
+class StagedBuckets(Sink):
+    """Copies buckets from a device into the memory for a whole version."""
+
+    def __init__(self, staged: Mapping[int, Tensor], pipe: ops.Pipe | None, verify: Callable[[int, Tensor], None] | None) -> None:
+        """
+        Args:
+            staged: the memory of each bucket.
+            pipe: from the device.
+            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
+        """
+        self._staged = staged
+        self._pipe = pipe
+        self._verify = verify
+
+    def unpack(self, number: int, bucket: Tensor) -> None:
+        Regions.of_bytes(bucket, self._pipe).pack(self._staged[number])
+        if self._verify is not None:  # what stays, and not what was on the device
+            self._verify(number, self._staged[number])
 
 
 class DeviceRoute:
@@ -123,10 +145,9 @@ class DeviceRoute:
             self.groups.clear()
             raise
 
-    @property
-    def pipe(self) -> ops.Pipe | None:
-        """The pipe from the device, on a rank that keeps whole versions in host memory."""
-        return self._staging.pipe.native if self._staging.pipe is not None else None
+    def staged(self, buckets: Mapping[int, Tensor], verify: Callable[[int, Tensor], None] | None) -> Sink:
+        """Returns what takes buckets on a rank that keeps whole versions in host memory. See :class:`StagedBuckets`."""
+        return StagedBuckets(buckets, self._staging.pipe.native if self._staging.pipe is not None else None, verify)
 
     @property
     def footprint(self) -> int:

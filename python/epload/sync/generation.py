@@ -24,7 +24,7 @@ from epload.sync.changes_route import ChangesRoute
 from epload.sync.committed import CommittedTensors
 from epload.sync.device_route import DeviceRoute
 from epload.sync.devices import link_obstacle
-from epload.sync.host_route import HostRoute, StagedBuckets
+from epload.sync.host_route import HostRoute
 from epload.sync.joining import JoinMessage, find_members, join, plan_together
 from epload.sync.node_version import NodeVersion
 from epload.sync.participants import Participants, Start
@@ -344,7 +344,7 @@ class Generation:
         )
         sink: Sink = KeepsNothing() if self._sends or shards is None else shards
         if isinstance(route, DeviceRoute) and self.node_version is not None:
-            sink = StagedBuckets(self.node_version.buckets, route.pipe, context.verify if verify else None)
+            sink = route.staged(self.node_version.buckets, context.verify if verify else None)
         route.run(context, self._memory, sink, show_progress)
 
     def _shards(self, plan: ExchangePlan, tensors: list[Tensor], route: DeviceRoute | HostRoute | None = None) -> Shards:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
-
-from epload.core.regions import Regions
-from epload.native import ops
 from epload.observe.progress import Progress
 from epload.planning.streams import ExchangePlan, Members
 from epload.ranks.control import Control
@@ -20,26 +14,6 @@ from epload.transfer.shared_memory import NodeMemory
 _CHUNK_BYTES, _LONE_CHUNK_BYTES = 1 << 20, 16 << 20
 """Bytes of a message: small where nodes pass it on, so that filling a chain of them takes little time; else large, since each
 wakes threads at both ends."""
-
-
-class StagedBuckets(Sink):
-    """Copies buckets from a device into the memory for a whole version."""
-
-    def __init__(self, staged: Mapping[int, Tensor], pipe: ops.Pipe | None, verify: Callable[[int, Tensor], None] | None) -> None:
-        """
-        Args:
-            staged: the memory of each bucket.
-            pipe: from the device.
-            verify: raises LoadError if a bucket in that memory has another checksum than its bytes.
-        """
-        self._staged = staged
-        self._pipe = pipe
-        self._verify = verify
-
-    def unpack(self, number: int, bucket: Tensor) -> None:
-        Regions.of_bytes(bucket, self._pipe).pack(self._staged[number])
-        if self._verify is not None:  # what stays, and not what was on the device
-            self._verify(number, self._staged[number])
 
 
 class HostRoute:

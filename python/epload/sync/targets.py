@@ -25,7 +25,7 @@ from epload.mapping.wrappers import (
     names_added_by_adapters,
     unwrap,
 )
-from epload.model.casts import forget_casts, wait_for_copies
+from epload.model.copies import forget_casts, wait_for_copies
 from epload.model.megatron import MegatronChunks, as_module
 from epload.model.targets import Targets
 from epload.native import ops

@@ -74,7 +74,7 @@ class DeviceRing:
         elif step == "read":
             self._wait_until("unpack", wave.index - BUFFERS + 1)
             if not self._ended:
-                self._wait_for(staging.used[number], f"wave {wave.index - BUFFERS}")
+                self._wait_for(staging.used[number], f"what was in the buffer of wave {wave.index}")
                 staging.copies.wait_event(staging.used[number])
         elif step == "unpack" and not fills:
             with self._report.timed(self._phase):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from epload.core import accelerator
 from epload.model.megatron import MegatronChunks
 
 
@@ -23,8 +24,7 @@ def forget_casts(model: nn.Module) -> None:
 
 def wait_for_copies(tensors: Iterable[Tensor]) -> None:
     """Waits until the device has read the parameters that FSDP offloads to the CPU: its copies are asynchronous."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not getattr(torch, accelerator.type).is_initialized():
-        return
-    if any(isinstance(t, DTensor) and t.is_cpu and t.device_mesh.device_type != "cpu" for t in tensors):
+    if accelerator.is_in_use() and any(
+        isinstance(tensor, DTensor) and tensor.is_cpu and tensor.device_mesh.device_type != "cpu" for tensor in tensors
+    ):
         torch.accelerator.synchronize()
