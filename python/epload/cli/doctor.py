@@ -100,7 +100,13 @@ def check_limits() -> Finding:
     return "warn" if advice else "ok", f"ulimit -n {shown[0]}, ulimit -l {shown[1]}", "; ".join(advice)
 
 
-def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Finding:
+def look_up_name(address: str) -> str:
+    """Returns the name of an IPv4 address, looked up as a TCPStore does: as an IPv6 address, so that an entry of the IPv4 address
+    in ``/etc/hosts`` does not count."""
+    return socket.getnameinfo((f"::ffff:{address}", 0), socket.NI_NUMERICSERV)[0]
+
+
+def check_lookup(lookup: Callable[[str], object] = look_up_name) -> Finding:
     """Checks how long it takes to look up the name of this machine's own address."""
     address = "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -114,7 +120,7 @@ def check_lookup(lookup: Callable[[str], object] = socket.gethostbyaddr) -> Find
     text = f"the name of {address} after {seconds:.2f} s"
     if seconds < _SLOW_LOOKUP:
         return "ok", text, ""
-    hosts = f"add a line '{address} {socket.gethostname()}' to /etc/hosts"
+    hosts = f"add a line '::ffff:{address} {socket.gethostname()}' to /etc/hosts"
     return "warn", text, f"each connection to a TCPStore waits for this: {hosts}"
 
 

@@ -42,6 +42,9 @@ class Liveness:
         self._store = store
         self._beats: dict[int, tuple[bytes, float]] = {}
         """Last beat of each receiver, and the time at which it was first seen."""
+        self._overdue: set[int] = set()
+        """The receivers whose beats were overdue at the last look. It takes two to call one silent: a store that has answered no
+        one for a while may answer this process first."""
         self.lost: dict[int, Participant | None] = {}
         """The receivers that are silent, by number; None for those that have left."""
 
@@ -58,7 +61,11 @@ class Liveness:
         for (number, participant), beat in zip(by_number.items(), beats, strict=True):
             if number not in self._beats or self._beats[number][0] != beat:
                 self._beats[number] = beat, now
-            is_silent = now - self._beats[number][1] >= LEASE_SECONDS
+                self._overdue.discard(number)
+            is_overdue = now - self._beats[number][1] >= LEASE_SECONDS
+            is_silent = is_overdue and number in self._overdue
+            if is_overdue:
+                self._overdue.add(number)
             if beat == LEFT or is_silent:
                 if number not in self.lost:
                     logger.warning("engine %s takes part no more: %s has left or is silent", participant.engine, participant)

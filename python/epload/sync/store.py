@@ -37,16 +37,17 @@ PROTOCOL = 14
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
 _GREETING = "epload"
-_GREETING_SECONDS = 10.0
+_GREETING_SECONDS = 30.0
 """Maximum seconds that a store that answers may take to identify itself."""
 _MAX_CALL = timedelta(seconds=60)
 """Maximum time that a call of the sender's own connection takes."""
 _BANNER_SECONDS = 0.02
 """Seconds within which a front that is near says what it is; else it is asked again once a TCPStore has failed to connect."""
 _CONNECT_SECONDS = 3.0
-"""Limit of one attempt to connect. A TCPStore whose server ends meanwhile waits up to 2.4 times as long."""
-_CALL_SECONDS = 10.0
-"""Limit of a receiver's call of the store, unless it waits for something."""
+"""Limit of one attempt to find the sender."""
+_CALL_SECONDS = 60.0
+"""Limit of a receiver's call of the store, unless it waits for something, and of one attempt to connect a TCPStore. Both ends
+look up the names of addresses: a name server that does not answer takes 5 to 10 s each time, while the store serves no one."""
 _PAUSE_SECONDS = 0.2
 """Seconds between two attempts to connect."""
 
@@ -166,14 +167,15 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
     while True:
         try:
             # A TCPStore would write a warning each time that it cannot connect.
-            seconds = max(0.1, min(_CONNECT_SECONDS, until - time.monotonic()))
+            left = max(0.1, until - time.monotonic())
+            seconds = min(_CONNECT_SECONDS, left)
             with socket.create_connection((host, port), seconds) as connection:
                 if token:
                     authenticate(connection, token, where)
                 elif asks_for_token(connection, _BANNER_SECONDS):
                     raise _no_token(where)
             target = (LOOPBACK, tunnel(host, port, where, token)) if token else (host, port)
-            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=seconds)), timeout)
+            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=min(_CALL_SECONDS, left))), timeout)
             store.set_timeout(timedelta(seconds=_CALL_SECONDS))
             for to in {port, target[1]}:
                 keep_alive(to)

@@ -1,0 +1,67 @@
+"""Stores that answer late: a name server that does not answer holds up a TCPStore, which serves no one meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import HashStore
+
+from epload.sync import store
+from epload.sync.liveness import LEASE_SECONDS, LEFT, Liveness, Participant
+
+LATE_NAMES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <netdb.h>
+#include <unistd.h>
+typedef int function(const struct sockaddr *, socklen_t, char *, socklen_t, char *, socklen_t, int);
+int getnameinfo(const struct sockaddr *a, socklen_t an, char *h, socklen_t hn, char *s, socklen_t sn, int flags) {
+  if (!(flags & NI_NUMERICHOST)) usleep(3500000);
+  return ((function *)dlsym(RTLD_NEXT, "getnameinfo"))(a, an, h, hn, s, sn, flags | NI_NUMERICHOST);
+}
+"""
+CONNECT = """
+import sys
+from datetime import timedelta
+from epload.ranks.connection import connect_again
+from epload.sync import store
+connection = store.connect(sys.argv[1], timedelta(seconds=60))
+connect_again(connection).set("heard", "yes")
+"""
+
+
+def test_a_receiver_connects_while_names_are_looked_up_for_seconds(tmp_path: Path) -> None:
+    source, library = tmp_path / "names.c", tmp_path / "names.so"
+    source.write_text(LATE_NAMES)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, timeout=60)
+    served = store.serve("127.0.0.1:0", timedelta(seconds=60), None)
+    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [sys.executable, "-c", CONNECT, f"127.0.0.1:{served.port}"]
+    result = subprocess.run(arguments, env=environment, timeout=90, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert served.store.get("heard") == b"yes"
+
+
+def test_a_receiver_is_silent_if_two_looks_find_an_old_beat() -> None:
+    beats = HashStore()
+    liveness, receiver = Liveness(beats), Participant("engine", 0, 1, "process 1 on host", 7)
+
+    def is_lost(now: float) -> bool:
+        liveness.look([receiver], now)
+        return receiver.number in liveness.lost
+
+    beats.set("alive/7", "1")
+    assert not is_lost(100.0)
+    assert not is_lost(101 + LEASE_SECONDS), "the store may have answered nobody meanwhile"
+    beats.set("alive/7", "2")
+    assert not is_lost(103 + LEASE_SECONDS)
+    assert not is_lost(104 + 2 * LEASE_SECONDS)
+    assert is_lost(106 + 2 * LEASE_SECONDS)
+    beats.set("alive/7", "3")
+    assert not is_lost(107 + 2 * LEASE_SECONDS)
+    beats.set("alive/7", LEFT)
+    assert is_lost(108 + 2 * LEASE_SECONDS)
