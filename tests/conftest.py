@@ -11,8 +11,6 @@ import torch
 
 collect_ignore = ["npu", "vllm", "sglang", "verl", "megatron"]
 pytest.register_assert_rewrite("support")
-# A TCPStore looks up the name of each address that connects: a lost answer of a name server would take 5 s.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")

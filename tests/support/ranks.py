@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# A TCPStore looks up the name of each address that connects: a lost answer of a name server would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
