@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,24 +50,20 @@ class Outcome:
     fired: bool = False
 
 
-def leaks(folder: str, memories: int = 1, watches: int = 1) -> list[str]:
+def leaks(folder: str, memories: int = 1) -> list[str]:
     """Returns what a load must not leave behind, except sockets of groups that a failure retired (docs/reliability.md).
 
-    ``memories``: how many loaders keep a shared buffer. ``watches``: how many topologies watch the other ranks' processes.
+    ``memories``: how many loaders keep a shared buffer.
     """
     gc.collect()
     problems = [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("epload-")]
-    watched = Counter[str]()
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
-            if "[pidfd]" in target:
-                watched.update(re.findall(r"^Pid:\s+(\d+)", Path(f"/proc/self/fdinfo/{entry}").read_text(), re.MULTILINE))
         except OSError:
             continue
         if target.startswith((folder, "/dev/shm/")):
             problems.append(f"descriptor {target}")
-    problems += [f"{count} watches over process {pid}" for pid, count in watched.items() if count > watches]
     mapped = sum("memfd:epload" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return problems + ([f"{mapped} shared buffers"] if mapped > memories else [])
 
@@ -132,7 +126,7 @@ class Loads:
             time.sleep(0.02 * self._fault.moment)
         for thread in threads:
             thread.join()
-        left = leaks(self._folder, memories=1 + (kind > 0), watches=len(topologies))
+        left = leaks(self._folder, memories=1 + (kind > 0))
         for outcome in outcomes:
             outcome.leaks, outcome.fired = left, True
         return outcomes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import select
 import threading
 import time
 from collections.abc import Mapping
@@ -13,12 +12,11 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from epload.core import system_calls
 from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
 
-_LOOK_SECONDS = 1.0
-"""Between two looks at processes of which the system does not tell when they end."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at the processes."""
 _Process = tuple[int, int, str]
 """A rank, the id of its process, and the time at which that started, which together with the id is unique in its namespace."""
 
@@ -34,11 +32,7 @@ class Processes:
         """Prefixed for the rendezvous; None unless more ranks may register."""
         self._list = self._own_key = ""
         self._seen = 0
-        self._unwatched: list[_Process] = []
-        self._watched: dict[int, _Process] = {}
-        """Processes that are watched, by file descriptor."""
-        self._polled: list[_Process] = []
-        """Processes that the system does not allow to watch."""
+        self._running: list[_Process] = []
         self._next_look = 0.0
 
     def register(self, store: Store, rank: int) -> None:
@@ -67,66 +61,17 @@ class Processes:
                 self._seen = number
                 if key != self._own_key:
                     rank, pid, start = value.decode().split()
-                    self._unwatched.append((int(rank), int(pid), start))
+                    self._running.append((int(rank), int(pid), start))
 
-    def wait(self, others: Mapping[int, int], seconds: float) -> None:
-        """Sleeps until a process ends, another file descriptor is ready, or ``seconds`` have passed. For one thread.
-
-        Args:
-            others: file descriptors with the events to wait for.
-
-        Raises:
-            OSError: this process has too many open files.
-        """
-        self._find()
-        while self._unwatched:
-            self._watch(self._unwatched[-1])
-            self._unwatched.pop()
-        poll = select.poll()
-        for fd, events in {**dict.fromkeys(self._watched, select.POLLIN), **others}.items():
-            poll.register(fd, events)
-        for fd, _ in poll.poll(1e3 * max(seconds, 0.0)):
-            if fd in self._watched:
-                self._end(self._watched.pop(fd))
-                os.close(fd)
-        if self._polled and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_SECONDS
-            for process in [process for process in self._polled if _has_ended(process)]:
-                self._polled.remove(process)
-                self._end(process)
-
-    def _end(self, process: _Process) -> None:
-        self.ended = {**self.ended, process[0]: process[1]}
-
-    def _watch(self, process: _Process) -> None:
-        _, pid, start = process
-        try:
-            fd = system_calls.pidfd_open(pid)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                raise
-            if error.errno == errno.ESRCH:
-                self._end(process)
-            else:  # an old kernel, or a container that forbids it
-                self._polled.append(process)
+    def look(self) -> None:
+        """Looks which processes have ended, twice a second at most. For one thread."""
+        if time.monotonic() < self._next_look:
             return
-        if "?" in (seen := _start_time(pid), start) or seen == start:
-            self._watched[fd] = process
-        else:  # the process id has been reused
-            os.close(fd)
-            self._end(process)
-
-    def close(self) -> None:
-        """Closes its files, until :meth:`wait` is called again. Not while a thread is in that."""
-        while self._watched:
-            fd, process = self._watched.popitem()
-            os.close(fd)
-            self._unwatched.append(process)
-        self._unwatched += self._polled
-        self._polled = []
-
-    def __del__(self) -> None:
-        self.close()
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._find()
+        for process in [process for process in self._running if _has_ended(process)]:
+            self._running.remove(process)
+            self.ended = {**self.ended, process[0]: process[1]}
 
 
 def _stat(pid: int) -> list[str]:

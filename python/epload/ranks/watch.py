@@ -19,6 +19,7 @@ from epload.errors import LoadError, RankExited, message_of
 from epload.ranks import heartbeat
 from epload.ranks.connection import FAILED, NodeConnection
 from epload.ranks.failure import Failure
+from epload.ranks.processes import LOOK_SECONDS
 
 _ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
 _FIRST_BEAT = 0.5
@@ -113,11 +114,15 @@ class Watch:
         return time.monotonic() >= self._until or not any(link.unsent for link in self._node.links.values())
 
     def _listen(self, until: float) -> None:
-        """Waits for messages, ended processes and :meth:`NodeConnection.wake`; receives and sends what is there."""
+        """Waits for messages and :meth:`NodeConnection.wake`, receives and sends what is there, and looks for ended processes."""
         node = self._node
         links = {rank: link for rank, link in node.links.items() if not link.closed}
-        events = {link.fileno(): select.POLLIN | select.POLLOUT * bool(link.unsent) for link in links.values()}
-        node.processes.wait(events | {node.wake_fd: select.POLLIN}, until - time.monotonic())
+        poll = select.poll()
+        poll.register(node.wake_fd, select.POLLIN)
+        for link in links.values():
+            poll.register(link.fileno(), select.POLLIN | select.POLLOUT * bool(link.unsent))
+        poll.poll(1e3 * max(0.0, min(until - time.monotonic(), LOOK_SECONDS)))
+        node.processes.look()
         with suppress(BlockingIOError):
             os.eventfd_read(node.wake_fd)
         for rank, link in links.items():

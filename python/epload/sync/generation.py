@@ -387,7 +387,6 @@ class Generation:
         for route in (self.route, self._host_route):
             if route is not None:
                 route.groups.clear()
-        self.control.processes.close()
         del self._changes  # which refers to this generation
 
 
