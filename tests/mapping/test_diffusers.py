@@ -8,20 +8,31 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import init_empty_weights
 from click.testing import CliRunner
-from diffusers import SD3Transformer2DModel, UNet2DModel, WanTransformer3DModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    ParallelConfig,
+    SD3Transformer2DModel,
+    TensorParallelConfig,
+    UNet2DModel,
+    WanTransformer3DModel,
+)
 from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.tensor_parallel import apply_tensor_parallel
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.cli.main import main
 from support.checks import full_tensor
-from support.findings import differing, must_be_refused
+from support.findings import differing, must_be_refused, not_refused_by_all
 from support.on_ranks import on_ranks
 
 WAN: dict[str, Any] = {
@@ -39,6 +50,11 @@ SD3: dict[str, Any] = {
     "joint_attention_dim": 8, "pooled_projection_dim": 16, "out_channels": 4, "in_channels": 4, "pos_embed_max_size": 8,
 }  # fmt: skip
 """Has a persistent buffer, whose storage ``init_empty_weights`` makes in float32."""
+FLUX2: dict[str, Any] = {
+    "in_channels": 8, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
+    "joint_attention_dim": 16, "timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2),
+}  # fmt: skip
+"""Has matrices of several blocks that diffusers divides by tensor parallelism."""
 MODELS = {"wan": (WanTransformer3DModel, WAN), "unet": (UNet2DModel, UNET), "sd3": (SD3Transformer2DModel, SD3)}
 
 
@@ -171,3 +187,49 @@ def test_a_group_of_two_dtypes_is_rejected(rank: int, folder: Path) -> None:
         must_be_refused(load, "ModelMismatch", "from_pretrained keeps", "FSDP2 needs one dtype")
     else:
         load()
+
+
+def test_keys_that_from_pretrained_ignores_are_no_error(tmp_path: Path) -> None:
+    """Checkpoints of Wan 2.1 have a norm that the library's attention lacks."""
+    model = WanTransformer3DModel(**WAN)
+    state = model.state_dict() | {"blocks.0.attn2.norm_added_q.weight": torch.ones(24)}
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
+    loaded = WanTransformer3DModel(**WAN)
+    epload.load(loaded, tmp_path, progress=False)
+    assert differing(loaded.state_dict(), model.state_dict()) == []
+
+
+def test_old_names_of_attention_layers_are_those_that_from_pretrained_takes(tmp_path: Path) -> None:
+    kind, config = MODELS["unet"]
+    model = kind(**config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    old = {"to_q.": "query.", "to_k.": "key.", "to_v.": "value.", "to_out.0.": "proj_attn."}
+    renamed = {
+        re.sub(r"to_(q|k|v|out\.0)\.", lambda match: old[match[0]], name): tensor for name, tensor in load_file(file).items()
+    }
+    assert any(".proj_attn.bias" in name for name in renamed)
+    save_file(renamed, file)
+    loaded = empty(tmp_path)
+    epload.load(loaded, tmp_path, progress=False)
+    assert differing(loaded.state_dict(), model.state_dict()) == []
+    assert differing(pretrained(tmp_path, torch.float32), model.state_dict()) == []
+    epload.save(loaded, tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / file.name)) == set(model.state_dict())
+
+
+@on_ranks(2)
+def test_matrices_that_diffusers_divides_block_by_block_are_rejected(rank: int, tmp_path: Path) -> list[str]:
+    """Its tensor parallelism asks for a GPU, and calls consecutive what is not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Flux2Transformer2DModel(**FLUX2)
+    config = TensorParallelConfig(tp_degree=2, mesh=mesh)
+    config.setup(rank, 2, torch.device("cpu"), mesh=mesh)
+    with mock.patch("diffusers.hooks.tensor_parallel._SUPPORTED_TP_DEVICES", ("cpu",)):
+        apply_tensor_parallel(model, config, model._tp_plan)
+    model._parallel_config = ParallelConfig(tensor_parallel_config=config)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()} if rank == 0 else None
+    calls = (lambda: epload.load(model, state, progress=False), lambda: epload.save(model, tmp_path / "c"))
+    return [problem for call in calls for problem in not_refused_by_all(call, "ModelMismatch", "block by block")]

@@ -14,17 +14,19 @@ from epload.checkpoint.manifest import Manifest
 from epload.checkpoint.quantization import declared_quantization
 from epload.core.dtypes import FP8
 from epload.core.views import Shape
+from epload.mapping.diffusers import from_diffusers
 from epload.mapping.mapping import AnyMapping, Mapping
 from epload.mapping.megatron import from_megatron
 from epload.mapping.quantize import Quantize
 from epload.mapping.transformers import from_transformers
 from epload.mapping.wrappers import adapter_pairs, is_from_package, unwrap
+from epload.model.initialization import is_diffusers
 from epload.model.megatron import MegatronChunks
 
 
 def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mapping:
-    """Returns the mapping that ``mapping="auto"`` uses: what a transformers model declares for its architecture, else the
-    identity.
+    """Returns the mapping that ``mapping="auto"`` uses: what a model of transformers or diffusers declares for its architecture,
+    else the identity.
 
     Wrappers (torch.compile, DistributedDataParallel, PEFT) are looked through. An operation that computes values, such as
     dequantizing, is an error only when a checkpoint tensor needs it.
@@ -42,7 +44,11 @@ def from_model(model: nn.Module, names: Collection[str] | None = None) -> Mappin
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         names = [name for name, _ in tensors]
     inner, aliases, copies = unwrap(model, names)
-    mapping = from_transformers(inner) if is_from_package(inner, "transformers") else Mapping()
+    mapping = Mapping()
+    if is_from_package(inner, "transformers"):
+        mapping = from_transformers(inner)
+    elif is_diffusers(type(inner)):
+        mapping = from_diffusers(inner)
     return replace(mapping, aliases=aliases, ties=mapping.ties + copies)
 
 

@@ -135,6 +135,23 @@ def layout_of(name: str, tensor: Tensor, fsdp_axis: int | None = None, in_module
     return layout, by_group
 
 
+def check_packed(prefix: str, module: Any) -> None:
+    """Raises ModelMismatch if the tensor parallelism of diffusers has divided a matrix of this model block by block, such as gate
+    and up: its placement says that ranks have consecutive rows. ``prefix``: of the model's names."""
+    config = getattr(vars(module).get("_parallel_config"), "tensor_parallel_config", None)
+    if config is None:
+        return
+    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+
+    for name, spec in resolve_tp_shard_specs(module, module._tp_plan, 1).items():
+        if spec.block_sizes and len(spec.block_sizes) > 1 and isinstance(module.get_parameter(name), DTensor):
+            raise ModelMismatch(
+                f"{prefix}{name} is divided by the tensor parallelism of diffusers, block by block "
+                f"({', '.join(map(str, spec.block_sizes))} along dimension {spec.dim}), while its placement says that ranks have "
+                "consecutive parts; load, save or send the model without it: enable_parallelism() divides a loaded model"
+            )
+
+
 def group_rank(mesh: DeviceMesh, axis: int) -> int:
     """Returns this rank's index along an axis of a mesh in the order of the axis's process group, which torch's collectives use.
 

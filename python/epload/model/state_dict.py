@@ -55,6 +55,7 @@ def read_state(
     unsaved: list[NamedTensor] = []
     for prefix, module in modules.named:
         _check_not_offloaded(prefix[:-1] or "the model", module)
+        dtensor.check_packed(prefix, module)
         shown = prefix.replace(_CHECKPOINT_PREFIX, "")  # activation checkpointing, whose wrappers do not show in names
         hooked = module._state_dict_hooks or module._state_dict_pre_hooks
         if hooked or type(module) in own_state or not _STATE_METHODS.isdisjoint(vars(module)):

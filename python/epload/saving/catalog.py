@@ -26,6 +26,7 @@ from epload.mapping.place import Place, place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.transformers import checkpoint_form
 from epload.mapping.wrappers import TRAINED_COPY, names_added_by_adapters, unwrap
+from epload.model.initialization import is_diffusers
 from epload.model.megatron import MegatronChunks
 from epload.model.targets import Targets
 from epload.observe.render import list_keys
@@ -74,9 +75,10 @@ def catalog(
         rules = _without_copies(resolve_mapping(mapping, model, targets.index))
         own, names = _bare_names(rules, targets, shapes)
         sizes = [shapes[name] for name in own]
-        if rules.renames or rules.converts:
+        inner = unwrap(model, targets.index)[0]
+        if (rules.renames or rules.converts) and not is_diffusers(type(inner)):  # whose renames are for old checkpoints
             kinds = [(dtypes[name], shapes[name]) for name in own]
-            names, sizes = checkpoint_form(unwrap(model, targets.index)[0], dict(zip(names, kinds, strict=True)))
+            names, sizes = checkpoint_form(inner, dict(zip(names, kinds, strict=True)))
     placed = place(rules, names, sizes, shapes)
     regions = _distinct_regions(placed, targets, rules)
     _check_covered(regions, targets)
