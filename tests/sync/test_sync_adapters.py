@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -340,3 +341,52 @@ def receive_selected(rank: int, meeting: Meeting) -> None:
 
 def test_selected_base_weights_arrive_and_no_others() -> None:
     assert run([Job(2, send_selected), Job(2, receive_selected)])[0] == [[""]] * 2
+
+
+def receive_into_the_first(rank: int, meeting: Meeting, folder: str) -> list[str]:
+    """Another adapter is active for a while, and when another engine joins."""
+    model = get_peft_model(base(), CONFIGS["lora"](), adapter_name="policy")
+    model.add_adapter("reference", CONFIGS["lora"]())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".reference." in name}
+    outcomes = []
+    with receiving(meeting, model, engine=epload.EngineRank("own")) as receiver:
+        take(receiver)
+        receiver.receive_weights()
+        model.set_adapter("reference")
+        outcomes.append(outcome(receiver.commit))
+        model.set_adapter("policy")
+        receiver.commit()
+        trained("lora", 2).save_pretrained(folder, selected_adapters=["default"])
+        expected = PeftModel.from_pretrained(base(), folder, adapter_name="policy").eval()
+        assert torch.equal(model(IDS).logits, expected(IDS).logits)
+        model.set_adapter("reference")
+        meeting.say("joins")
+        outcomes.append(outcome(receiver.receive_weights))
+    assert before
+    assert_same({name: model.state_dict()[name] for name in before}, before)
+    return outcomes
+
+
+def receive_later(rank: int, meeting: Meeting) -> list[str]:
+    meeting.hear("joins")
+    with receiving(meeting, None, engine=epload.EngineRank("other")) as receiver:
+        return [outcome(partial(receiver.receive_weights, 3))]
+
+
+def send_before_and_after_a_join(rank: int, meeting: Meeting) -> list[str]:
+    model = trained("lora")
+    with torch.no_grad(), sending(meeting, model, only="adapter", timeout=20) as sender:
+        for version in (1, 2):
+            change(model, version)
+            sender.send_weights(version)
+        meeting.hear("joins")
+        time.sleep(1)
+        return [outcome(partial(sender.send_weights, 3))]
+
+
+def test_versions_fill_the_adapter_that_was_active_when_the_receiver_joined(tmp_path: Path) -> None:
+    jobs = [Job(1, send_before_and_after_a_join), Job(1, receive_into_the_first, (str(tmp_path),)), Job(1, receive_later)]
+    (sent,), ((committed, received),), (late,) = run(jobs)
+    text = "versions fill the adapter 'policy', which was active when the receiver joined, and 'reference' is active now"
+    for failure in (committed, received, *sent, *late):
+        assert text in failure

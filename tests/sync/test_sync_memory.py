@@ -97,3 +97,53 @@ def _close_uncollected(rank: int, meeting: Meeting) -> list[bool]:
 def test_a_receiver_frees_its_version_when_it_is_closed() -> None:
     """It does so at once: a version has the size of the model, and the garbage collector may come late or never."""
     assert run([Job(1, _send_until_closed), Job(1, _close_uncollected)])[1] == [[True, True]]
+
+
+QUANTIZED = epload.mapping.Quantize(weights=(r"^a\.weight$",))
+
+
+def replace_tensors(model: nn.Module) -> list[Any]:
+    """Gives a model other parameters, as a load with ``assign=True`` does. Returns references to the former."""
+    former = [weakref.ref(parameter.detach().untyped_storage()) for parameter in model.parameters()]
+    former += [weakref.ref(parameter) for parameter in model.parameters()]
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return former
+
+
+def alive(references: list[Any]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def send_replaced(rank: int, meeting: Meeting, options: dict[str, Any]) -> list[int]:
+    model, left = pair(), []
+    with sending(meeting, model, **options) as sender:
+        for version in (1, 2, 3):
+            sender.send_weights(version)
+            left.append(alive(replace_tensors(model)))
+    return left
+
+
+def receive_replaced(rank: int, meeting: Meeting, options: dict[str, Any]) -> list[int]:
+    model, left = pair(), []
+    with receiving(meeting, model if "mapping" not in options else None) as receiver:
+        for _ in range(3):
+            receiver.receive_weights()
+            if "mapping" not in options:
+                receiver.commit()
+                left.append(alive(replace_tensors(model)))
+    return left
+
+
+def pair() -> nn.ModuleDict:
+    return nn.ModuleDict({"a": nn.Linear(256, 128), "b": nn.Linear(128, 64)})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"snapshot": "host"}, {"delta": "auto"}, {"mapping": QUANTIZED}], ids=lambda o: "".join(o)
+)
+def test_tensors_that_a_model_replaces_are_freed(options: dict[str, Any]) -> None:
+    """Neither job keeps a model's tensors between versions: a trainer moves them elsewhere meanwhile."""
+    sent, received = run([Job(1, send_replaced, (options,)), Job(1, receive_replaced, (options,))])
+    assert sent == [[0, 0, 0]]
+    assert received in ([[0, 0, 0]], [[]])

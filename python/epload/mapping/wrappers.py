@@ -205,6 +205,11 @@ def adapter_file(model: nn.Module, names: Collection[str]) -> AdapterFile:
     return AdapterFile(config, {key: inner[name] for key, name in keys.items()})
 
 
+def active_adapter(model: nn.Module) -> str:
+    """Returns the names of the active adapters; empty if the model has none."""
+    return ", ".join(_active(_find_peft_model(model)[1]))
+
+
 def check_unmerged(model: nn.Module) -> None:
     """Raises ModelMismatch if an adapter is merged into the base weights."""
     for prefix, module in Modules(model).named:

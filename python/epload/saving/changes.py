@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class DeltaBase:
         relative = os.path.relpath(base, path.parent.resolve() / path.name)
         self.name = hub.at_commit(manifest.source) or Path(relative).as_posix()
         """The base in the index: a relative path, or a commit on the Hub."""
-        self._saved = saved
+        self._saved = replace(saved, tensors=[])  # which may change meanwhile
         numbers = {key: i for i, key in enumerate(_keys(manifest))}
         self._numbers = [numbers.get(key, -1) for key in _keys(saved.manifest)]
 

@@ -49,7 +49,8 @@ class QuantizedModel:
     placed: list[tuple[Place, ...]]
     """Their places."""
     targets: Targets
-    """The model's, with their dtypes, followed by a tensor for the scales that this rank needs of each weight."""
+    """The model's, with their dtypes, followed by a tensor for the scales that this rank needs of each weight; all without their
+    tensors."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class QuantizedModel:
         dtypes = list(targets.dtypes)
         for scaling in self._scalings:
             dtypes[scaling.target] = FP8
-        self.targets = replace(targets, dtypes=dtypes).with_extra(
+        self.targets = replace(targets, tensors=[], dtypes=dtypes).with_extra(
             [name for name, _ in scale_places.values()],
             [view.size for view in views],
             [self._format.scale_dtype] * len(views),

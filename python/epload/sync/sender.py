@@ -271,6 +271,8 @@ class WeightSender(Endpoint):
                 model.copies.comparison = None
                 self._leave_generation(error)
                 raise
+            finally:
+                model.tensors = []  # a trainer that moves its weights elsewhere replaces them
         report.seconds = perf_counter() - began
         return report
 

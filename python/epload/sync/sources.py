@@ -142,7 +142,7 @@ class SentModel:
             position = {number: i for i, number in enumerate(self._sent)}
             own = [tuple(position[number] for number in numbers) for numbers in holdings.targets]
             self.holdings = replace(holdings, targets=own)
-            self._last = targets, part
+            self._last = replace(targets, tensors=[]), part
             self.copies.forget()
         return targets.local()
 

@@ -19,6 +19,7 @@ from epload.mapping.place import Leftover, Place, destinations, place
 from epload.mapping.precision import below_fp32_warning
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.wrappers import (
+    active_adapter,
     adapters_in_base,
     check_same_scale,
     check_unmerged,
@@ -98,6 +99,9 @@ class ModelTarget(Target):
         self._strict = strict
         self._alone = alone
         self._filled: Targets | None = None
+        """Without its tensors, which the model may replace."""
+        self._adapter = ""
+        """The adapter that is filled."""
 
     def holdings(self, manifest: Manifest) -> Holdings:
         targets = self._reader.read()
@@ -112,7 +116,7 @@ class ModelTarget(Target):
             placed = [tuple(place for place in places if place[0] not in added) for places in placed]
         _check_ties(manifest.names, placed, targets)
         self._check_names(mapping, manifest.names, placed, targets, added, [name for name, _ in leftovers])
-        self._filled = targets
+        self._filled = replace(targets, tensors=[])
         self.devices = {tensor.device for tensor in targets.local()}
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
         return holdings_of_targets(manifest.shapes, targets, placed)
@@ -137,6 +141,7 @@ class ModelTarget(Target):
         self._check_mixing()
         if self.scope.adapter is None:
             return
+        self._adapter = self._adapter or active_adapter(self._model)
         if not mapping.only and self._mapping == "auto":
             raise ModelMismatch(
                 "the sender sends an adapter alone, for which the receiver's model has no place; pass a PeftModel with that "
@@ -150,6 +155,11 @@ class ModelTarget(Target):
             check_unmerged(self._model)
         if self.scope.adapter is not None:
             check_not_merged(self._base)
+            if self._adapter not in ("", active := active_adapter(self._model)):
+                raise ModelMismatch(
+                    f"versions fill the adapter {self._adapter!r}, which was active when the receiver joined, and {active!r} is "
+                    f"active now; call set_adapter({self._adapter!r}) before a version is received or committed"
+                )
         elif self.scope.adapters == MERGED and (path := adapters_in_base(self._model)[1]):
             raise ModelMismatch(
                 f"the sender's base weights have an adapter merged into them, and {path} of the receiver's model would apply one "
