@@ -255,15 +255,34 @@ def test_a_late_rank_hears_why_a_load_was_refused() -> None:
     assert ranks.run(3, late_to_refused_loads) == [["refused 0", "refused 1", "refused 2"]] * 3
 
 
+def kept_alive(before: list[str]) -> list[bool]:
+    """Returns for each TCP connection of this process that is not one of these descriptors whether it is kept alive."""
+    alive = []
+    for name in {*os.listdir("/proc/self/fd")}.difference(before):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.getpeername() and connection.family != socket.AF_UNIX:
+                alive.append(bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)))
+    return alive
+
+
+def connections_of_a_group(rank: int) -> list[bool]:
+    topology = epload.Topology.from_nodes([[0], [1]])
+    before = os.listdir("/proc/self/fd")
+    topology.route(0, "two_level")
+    return kept_alive(before)
+
+
+def test_connections_of_groups_are_kept_alive() -> None:
+    for alive in ranks.run(2, connections_of_a_group):
+        assert alive
+        assert all(alive)
+
+
 def test_connections_to_a_store_are_kept_alive() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = os.listdir("/proc/self/fd")
     client = connect_again(dist.TCPStore("127.0.0.1", host.port, is_master=False))
-    descriptors, alive = os.listdir("/proc/self/fd"), []
-    for name in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.getpeername()[1:2] == (host.port,):
-                alive.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
-    assert len(alive) >= 2
-    assert all(alive)
+    alive = kept_alive(before)
+    assert sum(alive) >= 2  # the host's ends of the connections are not
     client.set("key", "value")
     assert host.get("key") == b"value"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from unittest.mock import Mock
@@ -110,6 +110,34 @@ def test_an_address_that_others_reach_warns_without_a_token(caplog: pytest.LogCa
     caplog.clear()
     serve(("127.0.0.1", 0), LIMIT, "")
     assert caplog.text == ""
+
+
+def own_address() -> str:
+    """Returns an address of this machine that is not of its loopback interface; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address for documentation, to which nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False)])
+def test_a_sender_at_the_loopback_interface_is_reached_from_there_alone(host: str, is_local: bool, token: str) -> None:
+    served = serve((host, 0), LIMIT, token)
+    connect((host, served.port), LIMIT, token).set("key", "value")
+    assert served.store.get("key") == b"value"
+    if address := own_address():
+        with nullcontext() if not is_local else pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, served.port), 5).close()
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_port_in_use_is_an_error_under_torchrun_too(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent has a store, which a TCPStore at the same port would share."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agents = TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+    with pytest.raises(LoadError, match=r"cannot serve.*pass a name of the machine of its first rank, and another port"):
+        serve(("127.0.0.1", agents.port), LIMIT, token)
 
 
 def test_a_token_of_another_type_is_refused() -> None:

@@ -266,14 +266,17 @@ def connect_again(store: Store) -> Store:
         socket.create_connection((base.host, base.port), _CONNECT_SECONDS).close()
     except OSError as error:
         raise DistNetworkError(f"no connection to the store at {base.host}:{base.port}: {error}") from error
-    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
-    keep_alive(base.port)
+    with keeping_alive(base.port):
+        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
     return clone
 
 
-def keep_alive(port: int) -> None:
-    """Has the system send something from time to time on this process's connections to a port: firewalls forget those on which
-    nothing comes for minutes, as while a thread waits for a key."""
+@contextmanager
+def keeping_alive(port: int = 0) -> Iterator[None]:
+    """A context that has the system send something from time to time on the TCP connections that this process makes inside, and
+    on those that it has to a port: firewalls forget connections on which nothing comes for minutes, as between two versions."""
+    before = set(os.listdir("/proc/self/fd"))
+    yield
     if socket.getdefaulttimeout() is not None:  # which Python would give these connections, too
         return
     for name in os.listdir("/proc/self/fd"):
@@ -281,6 +284,7 @@ def keep_alive(port: int) -> None:
             fd = int(name)
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as connection:
-                    if connection.getpeername()[1:2] == (port,):
+                    is_tcp, peer = connection.family in (socket.AF_INET, socket.AF_INET6), connection.getpeername()
+                    if is_tcp and (name not in before or peer[1] == port):
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)

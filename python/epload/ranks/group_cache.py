@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from epload.core import threads
 from epload.errors import LoadError, RemoteFailure, message_of
+from epload.ranks.connection import keeping_alive
 from epload.ranks.control import Control
 from epload.ranks.groups import Backends, Group, GroupStore, abort, dispose
 
@@ -114,7 +115,8 @@ class GroupCache:
 
         def make() -> None:  # in a thread, as a wait for connections between members cannot be canceled
             try:
-                group.make(store, self._rank, timeout, backends, self._device, self._watched)
+                with keeping_alive():
+                    group.make(store, self._rank, timeout, backends, self._device, self._watched)
             except BaseException as error:
                 errors.append(error)
             ended.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 import time
@@ -19,13 +18,15 @@ from epload.core import threads
 from epload.core.log import logger
 from epload.errors import LoadError, message_of
 from epload.native.extension import _C
-from epload.ranks.connection import keep_alive
+from epload.ranks.connection import keeping_alive
 from epload.sync.token import (
     ENVIRONMENT,
     LOOPBACK,
     Relay,
     asks_for_token,
     authenticate,
+    is_loopback,
+    listen,
     resolve_token,
     serve_front,
     tunnel,
@@ -59,7 +60,7 @@ def parse_address(address: Address) -> tuple[str, int]:
         ValueError: it is none of these.
         TypeError: it is neither a str nor a pair.
     """
-    expected = f"expected an address such as 'trainer0:29600', '[fe80::1]:29600' or ('trainer0', 29600), got {address!r}"
+    expected = f"expected an address such as 'trainer0:29600', '[fd00::1]:29600' or ('trainer0', 29600), got {address!r}"
     if isinstance(address, str):
         match = _ADDRESS.fullmatch(address)
         if match is None:
@@ -111,24 +112,22 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
                 "%s is no address of this machine, on which the sender serves it: expected one that leads back here",
                 host,
             )
-        elif not token and not _is_loopback(host):
+        elif not token and not is_loopback(host):
             logger.warning(
                 "whoever can connect to %s can receive the weights, or end the sync: pass the argument token, or set %s, in both "
                 "jobs",
                 host, ENVIRONMENT,
             )  # fmt: skip
+        # A TCPStore would listen on all interfaces, and share a port with that of torchrun without an error.
+        listener = listen(host, port)
+        port = listener.getsockname()[1]
+        inner = listen(LOOPBACK, 0) if token else listener
+        target = (LOOPBACK, inner.getsockname()[1]) if token else (host, port)
+        store = TCPStore(
+            *target, None, True, min(timeout, _MAX_CALL), wait_for_workers=False, master_listen_fd=inner.detach()
+        )  # fmt: skip
         if token:
-            listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-            hidden = listener.getsockname()[1]
-            store = TCPStore(
-                LOOPBACK, hidden, None, True, min(timeout, _MAX_CALL), wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
-            front = serve_front(port, hidden, token)
-            port = front.port
-        else:
-            store = TCPStore(host, port, None, True, min(timeout, _MAX_CALL), wait_for_workers=False)
-            port = store.port
+            front = serve_front(listener, target[1], token)
     except (OSError, RuntimeError) as error:
         raise LoadError(
             f"the sender cannot serve {format_address(host, port)}: {message_of(error)}; pass a name of the machine of its first "
@@ -136,11 +135,6 @@ def serve(address: Address, timeout: timedelta, token: str | None = None) -> Ser
         ) from error
     store.set(_GREETING, _greeting())
     return ServedStore(store, port, front)
-
-
-def _is_loopback(host: str) -> bool:
-    families = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return all(ipaddress.ip_address(address).is_loopback for *_, (address, *_) in families)
 
 
 def _is_own(host: str) -> bool:
@@ -175,10 +169,9 @@ def connect(address: Address, timeout: timedelta, token: str | None = None) -> T
                 elif asks_for_token(connection, _BANNER_SECONDS):
                     raise _no_token(where)
             target = (LOOPBACK, tunnel(host, port, where, token)) if token else (host, port)
-            store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=min(_CALL_SECONDS, left))), timeout)
+            with keeping_alive():
+                store = answered(partial(TCPStore, *target, None, False, timedelta(seconds=min(_CALL_SECONDS, left))), timeout)
             store.set_timeout(timedelta(seconds=_CALL_SECONDS))
-            for to in {port, target[1]}:
-                keep_alive(to)
             break
         except (OSError, RuntimeError) as error:
             if isinstance(error, LoadError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -167,9 +168,28 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-def serve_front(port: int, store_port: int, token: str) -> Relay:
-    """Returns the sender's front: it passes on to a store on the loopback interface what comes from those that know the token.
-    It listens on all interfaces, as a TCPStore does. Raises OSError: the port cannot be bound."""
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at a port: on the loopback interface for an address of that, else on all interfaces. Raises
+    OSError: the port is in use."""
+    if is_loopback(host):
+        host = LOOPBACK if host == "localhost" else host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True for an address of the loopback interface. A machine may have its own name there, which others resolve to
+    another address."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def serve_front(listener: socket.socket, store_port: int, token: str) -> Relay:
+    """Returns the sender's front: it passes on to a store on the loopback interface what comes from those that know the token."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Pipe:
         challenge = secrets.token_bytes(_NONCE_BYTES)
@@ -182,9 +202,7 @@ def serve_front(port: int, store_port: int, token: str) -> Relay:
         writer.write(_digest(token, b"server", nonce, challenge))
         return await asyncio.open_connection(LOOPBACK, store_port)
 
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return Relay(socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both), connect)
+    return Relay(listener, connect)
 
 
 def tunnel(host: str, port: int, where: str, token: str) -> int:
@@ -206,8 +224,7 @@ def tunnel(host: str, port: int, where: str, token: str) -> int:
     key = host, port, where, token
     with _lock:
         if key not in _tunnels or _tunnels[key].ended:
-            listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
-            _tunnels[key] = Relay(listener, connect, ends_with_last=True)
+            _tunnels[key] = Relay(listen(LOOPBACK, 0), connect, ends_with_last=True)
         return _tunnels[key].port
 
 
