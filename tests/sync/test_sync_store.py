@@ -65,3 +65,32 @@ def test_a_receiver_is_silent_if_two_looks_find_an_old_beat() -> None:
     assert not is_lost(107 + 2 * LEASE_SECONDS)
     beats.set("alive/7", LEFT)
     assert is_lost(108 + 2 * LEASE_SECONDS)
+
+
+AT_EXIT = """
+import atexit, threading
+from datetime import timedelta
+from epload.ranks import groups
+from epload.sync.store import answered
+
+class Group:
+    on_devices = True
+    def abort(self):
+        print("aborted", flush=True)
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+group = Group()
+groups._at_exit()
+groups._with_devices.add(group)
+atexit.register(lambda: answered(lambda: print("left", flush=True), timedelta(seconds=5)))
+atexit.register(lambda: setattr(threading.Thread, "start", refuse))
+"""
+
+
+def test_at_exit_groups_are_aborted_and_receivers_leave_without_new_threads() -> None:
+    """Python 3.12 starts none in functions that are called at exit."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", AT_EXIT], env=environment, timeout=60, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "left\naborted\n", "")

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ class Group:
             _connect(group, device)
         self._group = group
         if self.on_devices:
+            _at_exit()
             _with_devices.add(self)
 
     def _make_backend(self, name: str, store: Store, index: int, size: int, timeout: timedelta) -> tuple[Any, Any]:
@@ -291,12 +293,25 @@ def _start(name: str, target: Callable[[], None]) -> None:
 _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-@atexit.register
-def _abort_all() -> None:
-    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows."""
-    aborting = [threading.Thread(target=group.abort, daemon=True) for group in _with_devices if group.on_devices]
-    until = time.monotonic() + _EXIT_SECONDS
-    for thread in aborting:
-        thread.start()
-    for thread in aborting:
-        thread.join(max(until - time.monotonic(), 0.0))
+class _AtExit:
+    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows. In a thread that is
+    started before: Python 3.12 starts none at exit."""
+
+    def __init__(self) -> None:
+        self._exits, self._done, self._process = threading.Event(), threading.Event(), os.getpid()
+        _start("abort-at-exit", self._run)
+        atexit.register(self._exit)
+
+    def _run(self) -> None:
+        self._exits.wait()
+        for group in list(_with_devices):
+            group.abort()
+        self._done.set()
+
+    def _exit(self) -> None:
+        self._exits.set()
+        if os.getpid() == self._process:
+            self._done.wait(_EXIT_SECONDS)
+
+
+_at_exit = cache(_AtExit)
