@@ -20,7 +20,7 @@ from epload.model.flat_state import assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
-from epload.ranks.single_flight import Call, exclusive, preparing_call
+from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 from epload.sync.running_job import RunningJob, address_of
@@ -184,6 +184,7 @@ def load_state(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     """
+    wait_for_background()
     with preparing_call(topology):
         topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
         topology.check_source(src)

@@ -11,14 +11,12 @@ from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType
 from epload.mapping.mapping import AnyMapping
 from epload.model.megatron import Model
+from epload.ranks.single_flight import add_to_background, wait_for_background
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import PendingSave
 
 MAX_SHARD_BYTES = 5 << 30
-
-_pending: PendingSave | None = None
-"""The last save that :func:`save_async` has begun in this process."""
 
 
 @on_cpu
@@ -80,7 +78,7 @@ def save(
         report = epload.save(model, "/checkpoints/step-1000")
         print(report)
     """
-    wait_for_pending()
+    wait_for_background()
     job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
     )  # fmt: skip
@@ -106,8 +104,8 @@ def save_async(
     """Saves like :func:`save`, but returns once this rank's shards are copied to host memory and the model may change again.
 
     The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
-    Another save of the process first waits for this one; a load or broadcast meanwhile is rejected. No collective is called in
-    the background. Call :meth:`PendingSave.wait` before the process ends: an interrupted save leaves the path as it was.
+    Another save, load, sync or broadcast of the process first waits for this one. No collective is called in the background. Call
+    :meth:`PendingSave.wait` before the process ends: an interrupted save leaves the path as it was.
 
     Example::
 
@@ -115,17 +113,10 @@ def save_async(
         train(model)
         print(pending.wait())
     """
-    global _pending
-    wait_for_pending()
+    wait_for_background()
     job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
     )  # fmt: skip
     job._start()
-    _pending = job
+    add_to_background(job._saving)
     return job
-
-
-def wait_for_pending() -> None:
-    """Waits until a save in the background has ended, whatever its outcome."""
-    if (pending := _pending) is not None:
-        pending._saving.exception()

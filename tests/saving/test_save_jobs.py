@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
@@ -21,14 +22,17 @@ import epload
 from epload.checkpoint.delta import BATCH_BYTES
 from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
+from epload.saving.run import PendingSave
 from measure import PeakMemory
 from support import fakedev, ranks
 from support.accelerator import DEVICE
 from support.checkpoints import assert_same, read_all
 from support.checks import all_fine, flipped, full_values, ties
 from support.failures import error_of
+from support.jobs import Job, Meeting, run
 from support.layout_cases import cases
 from support.layout_loads import meta_model, none_fails, oracle
+from support.small_syncs import receiving, sending, take
 from support.synced_models import SHAPES, build, check, values, write
 
 
@@ -216,3 +220,46 @@ def same_files(rank: int, folder: str) -> list[str]:
 @pytest.mark.parametrize("semantics", ["nccl", "hccl"])
 def test_a_model_on_a_device_writes_the_same_files(semantics: str, tmp_path: Path) -> None:
     all_fine(ranks.run(2, same_files, str(tmp_path), setup=partial(fakedev.setup, semantics)))
+
+
+def train(rank: int, meeting: Meeting, folder: str) -> list[str]:
+    """Calls that follow a save in the background, which begins later on one rank, and a version that is sent there."""
+    model, problems, original = build("fsdp", 2), list[str](), PendingSave._run
+    write(model, 1)
+
+    def run_later(save: PendingSave) -> epload.SaveReport:
+        time.sleep(0.5 * rank)
+        return original(save)
+
+    late = mock.patch.object(PendingSave, "_run", run_later)
+    with sending(meeting, model, 1, timeout=30, snapshot="host") as sender, late:
+        epload.save_async(model, f"{folder}/1")
+        sender.send_weights(1)
+        epload.save_async(model, f"{folder}/2")
+        buffer = torch.full((3,), float(rank))
+        epload.coalesced_bcast([buffer], src=1)
+        problems += [] if buffer.eq(1).all() else ["broadcast"]
+        write(model, 2)
+        sender.send_weights(2, wait=False)
+        epload.save(model, f"{folder}/3")
+        write(model, 3)
+        sender.wait()
+        epload.save_async(model, f"{folder}/4")
+        again = build("tp1", 2)
+        for name, version in (("1", 1), ("2", 1), ("3", 2), ("4", 3)):
+            epload.load(again, f"{folder}/{name}", progress=False)
+            check(again, version)
+    return problems
+
+
+def infer(rank: int, meeting: Meeting) -> None:
+    model = build("plain", 1)
+    with receiving(meeting, model, timeout=30) as receiver:
+        for version in (1, 2):
+            time.sleep(0.5)
+            take(receiver)
+            check(model, version)
+
+
+def test_calls_wait_for_what_runs_in_the_background(tmp_path: Path) -> None:
+    assert run([Job(2, train, (str(tmp_path),)), Job(1, infer)])[0] == [[], []]

@@ -1,4 +1,5 @@
-"""One load or broadcast at a time in a process. A second one, from another thread, is refused on every rank.
+"""One load, save, sync or broadcast at a time in a process. A second one, from another thread, is refused on every rank. One that
+epload runs in the background is waited for.
 
 Ranks that entered two loads in different orders would wait for one another, or exchange bytes of two checkpoints. So a thread
 that finds another in a load refuses its own, and publishes that for the ranks that are, or will be, in the same load.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from epload.core.log import logger
 from epload.errors import LoadError, call_order_error, message_of
@@ -23,6 +26,20 @@ from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
 _current: Call | None = None
+_background: list[Future[Any]] = []
+"""Calls that run in threads of their own, such as those of ``save_async``."""
+
+
+def add_to_background(call: Future[Any]) -> None:
+    """Has the calls that this thread makes next wait for one that runs in a thread of its own."""
+    _background.append(call)
+    call.add_done_callback(_background.remove)
+
+
+def wait_for_background() -> None:
+    """Waits until all calls in the background have ended, whatever their outcome. Called first in a call, so that calls take
+    their numbers in one order on all ranks."""
+    wait(list(_background))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from epload.mapping.mapping import Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, exclusive
+from epload.ranks.single_flight import Call, exclusive, wait_for_background
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, folder_path
@@ -80,6 +80,7 @@ def convert(
     began, report = perf_counter(), SaveReport(path=str(folder_path(path)))
     with ExitStack() as stack:
         if topology is not None:
+            wait_for_background()
             call = Call("convert()", topology, object(), threading.current_thread())
             stack.enter_context(exclusive(call, as_timedelta(timeout)))
             stack.enter_context(topology.control.guard())

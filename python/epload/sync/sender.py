@@ -25,7 +25,7 @@ from epload.mapping.mapping import AnyMapping
 from epload.model.megatron import Model, as_module
 from epload.ranks.contents import publish
 from epload.ranks.membership import local_network
-from epload.ranks.single_flight import Call, exclusive, preparing_call
+from epload.ranks.single_flight import Call, add_to_background, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology
 from epload.sync.endpoint import Deltas, Endpoint, Snapshots, Transports, check_choice
 from epload.sync.generation import Generation
@@ -194,6 +194,7 @@ class WeightSender(Endpoint):
         self._check_open()
         if self._sending is not None:
             raise ValueError("expected wait() to be called before the next version is sent")
+        wait_for_background()
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
@@ -212,6 +213,7 @@ class WeightSender(Endpoint):
 
         self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied))
         self._sending.add_done_callback(lambda _: may_change.set())
+        add_to_background(self._sending)
         try:
             if self._model.base_version is not None:
                 may_change.wait()
