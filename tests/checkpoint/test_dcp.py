@@ -114,6 +114,10 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Tensor]]]] = {
     "prefix": ({"ema": SMALL, "model": {"a.weight": torch.zeros(4, 3)}}, {"ema": SMALL}),
     "nested prefix": ({"app": {"ema": SMALL, "model": {"b": torch.zeros(1)}}}, {"app.ema.": SMALL}),
     "submodule": (IN_A_FLAT_DICT, {"": IN_A_FLAT_DICT}),
+    "torchtitan": (
+        {**IN_A_FLAT_DICT, "optimizer": {"state.model.norm.exp_avg": torch.ones(2)}, "train_state": {"step": torch.ones(1)}},
+        {"": IN_A_FLAT_DICT},
+    ),
     "two": ({"app": {"model": SMALL, "state_dict": OTHER}}, {"app.model": SMALL, "app.state_dict": OTHER}),
 }  # fmt: skip
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig, core_model_loading
+from transformers import EsmConfig, EsmForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, core_model_loading
 from transformers import conversion_mapping as library
 from transformers.core_model_loading import (
     Chunk,
@@ -26,7 +28,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.core_model_loading import Transpose as LibraryTranspose
+from transformers.modeling_layers import MtpModel
 
+import epload
 from epload import Mapping, ModelMismatch
 from epload.core.views import Assembly
 from epload.mapping import Rename, from_model
@@ -35,7 +39,7 @@ from epload.mapping.place import place
 from epload.mapping.resolve import resolve_mapping
 from epload.mapping.tracking import ElementTracker, track
 from epload.mapping.transformers import convert_of, rename_of
-from support.findings import differing
+from support.findings import differing, must_be_refused
 from support.mappings import Shapes, assemble, shapes_of
 from support.models import on_meta
 from support.pretrained import build
@@ -261,3 +265,28 @@ def test_rules_of_layers_that_differ_in_heads_are_equal_on_all_ranks() -> None:
         texts.add(repr(convert_of(WeightConverter(["old"], ["new"], [Moved(torch.clone)]), config)))
     (text,) = texts
     assert "[2, 4]" in text
+
+
+def test_the_first_of_the_layers_frequencies_of_esm_counts(tmp_path: Path) -> None:
+    """Its public checkpoints have one in each layer, and the model has one."""
+    sizes = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = EsmConfig(**sizes, max_position_embeddings=20, position_embedding_type="rotary", pad_token_id=1, mask_token_id=32)
+    EsmForMaskedLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    (saved,) = [name for name in state if name.endswith("inv_freq")]
+    values = state.pop(saved)
+    for layer in range(2):
+        state[f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq"] = values + layer + 1
+    save_file(state, file, {"format": "pt"})
+    expected, model = EsmForMaskedLM.from_pretrained(tmp_path), EsmForMaskedLM(config)
+    epload.load(model, tmp_path, progress=False)
+    assert differing(model.state_dict(), expected.state_dict()) == []
+    assert torch.equal(model.esm.rotary_embeddings.inv_freq, values + 1)
+
+
+def test_models_whose_layers_the_library_selects_while_it_loads_are_rejected() -> None:
+    sizes = {"vocab_size": 33, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    main = LlamaForCausalLM(LlamaConfig(**sizes, num_mtp_layers=1))
+    model = MtpModel(main, 1)
+    must_be_refused(lambda: epload.load(model, main.state_dict(), strict=False), "ModelMismatch", "MtpModel.from_pretrained")

@@ -42,6 +42,8 @@ _NAMES = {
     "pathlib PosixPath", "pathlib PurePosixPath", "pathlib._local PosixPath", "pathlib WindowsPath", "pathlib Path",
 }  # fmt: skip
 """The names that the metadata of a DCP checkpoint need."""
+_TRAINING_STATE = "optimizer", "lr_scheduler", "dataloader", "train_state"
+"""Keys of torchtitan next to the model's own names."""
 _BATCH_BYTES = 32 << 20
 _ZIP = b"PK\x03\x04"
 
@@ -208,6 +210,9 @@ def _select(
             choices = " or ".join(f"prefix={'.'.join((*at, key))!r}" for key in models)
             raise CheckpointError(f"{source} has a state dict under each of {' and '.join(models)}: pass {choices}")
         if not models and list(is_nested.values()) != [True]:
+            if not all(is_nested.values()):  # the model's names are keys, as torchtitan saves them
+                siblings += (others := [key for key in _TRAINING_STATE if is_nested.get(key)])
+                tensors = {name: keys for name, keys in tensors.items() if keys[0] not in others}
             return {name: ".".join(keys) for name, keys in tensors.items()}, siblings
         key = models[0] if models else next(iter(is_nested))
         at.append(key)

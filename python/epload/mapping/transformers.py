@@ -29,6 +29,7 @@ from epload.model.initialization import class_before_fsdp
 
 _SCALES = "_scale_inv"
 """Appended to a weight's name, the name of its scales in the library's fp8."""
+_ROTARY = re.compile("rotary_emb(eddings)?$")
 _WHOLE_WORD = r"(?!\w)"
 SUPPORTED = ("5.19", "5.24")
 """The oldest and the newest version of transformers that epload is tested with."""
@@ -46,6 +47,11 @@ def from_transformers(model: Any) -> Mapping:
 
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
+    if any(kind.__name__ == "MtpModel" for kind in type(model).__mro__):
+        raise ModelMismatch(
+            "an MtpModel takes those of a checkpoint's layers that come after the main model's, which the library selects and "
+            "renumbers while it loads; make it with MtpModel.from_pretrained(main_model), or pass a mapping"
+        )
     modules = list(model.named_modules())
     transforms = get_model_conversion_mapping(_stand_in_for(model))
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -136,8 +142,8 @@ def _ignored_patterns(model: Any, modules: Iterable[tuple[str, Any]]) -> tuple[t
     missing = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for name, module in modules:
         buffers = module._buffers
-        if "inv_freq" in buffers and name.endswith("rotary_emb"):
-            unexpected.add(r"rotary_emb\.inv_freq")  # one per layer in old checkpoints, one per model now
+        if "inv_freq" in buffers and (match := _ROTARY.search(name)):
+            unexpected.add(rf"{match[0]}\.inv_freq")  # one per layer in old checkpoints, one per model now
         if any(buffer.endswith("position_ids") for buffer in buffers):
             unexpected.add(r"(^|\.)position_ids$")  # persistent in old checkpoints
     return tuple(sorted(unexpected)), tuple(sorted(missing))
@@ -173,7 +179,9 @@ def rename_of(transform: Any) -> Rename:
 def _rename(transform: Any, names: Sequence[str]) -> list[str]:
     transform = copy.copy(transform)  # it may note what it has matched
     renamed = {name: transform.rename_source_key(name)[0] for name in sorted(names)}
-    return [renamed[name] for name in names]
+    frequencies = {new: name for name, new in reversed(renamed.items()) if new != name and new.endswith(".inv_freq")}
+    # One per layer in old checkpoints of ESM, of which the library takes the first.
+    return [name if frequencies.get(renamed[name], name) != name else renamed[name] for name in names]
 
 
 @torch.inference_mode(False)  # where composite operations arrive in one piece
