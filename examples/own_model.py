@@ -39,7 +39,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(self.norm1(x)).unflatten(-1, (-1, D)).split((HEADS, KV, KV), 2)
-        angles = torch.arange(x.shape[1])[:, None, None] * self.frequencies.repeat(2)
+        angles = torch.arange(x.shape[1], device=x.device)[
+            :, None, None
+        ] * self.frequencies.repeat(2)
         q, k = (norm(part) for norm, part in zip((self.q_norm, self.k_norm), parts, strict=False))
         turned = (torch.cat((-part[..., D // 2 :], part[..., : D // 2]), -1) for part in (q, k))
         q, k = (a * angles.cos() + b * angles.sin() for a, b in zip((q, k), turned, strict=True))
@@ -105,8 +107,9 @@ def main(checkpoint: str, folder: str) -> None:
     loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
     if dist.get_rank() == 0:
         print(report)
-        theirs = AutoModelForCausalLM.from_pretrained(folder)(tokens, labels=tokens).loss.item()
-        print(f"loss {loss:.4f}, {theirs:.4f} of transformers' model of what was saved")
+        theirs = AutoModelForCausalLM.from_pretrained(folder).to(tokens.device)
+        their_loss = theirs(tokens, labels=tokens).loss.item()
+        print(f"loss {loss:.4f}, {their_loss:.4f} of transformers' model of what was saved")
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ def main(checkpoint: str, folder: str) -> None:
 
     if dist.get_rank() == 0:
         print(report)
-        saved = AutoModelForCausalLM.from_pretrained(folder)
+        saved = AutoModelForCausalLM.from_pretrained(folder).to(tokens.device)
         again = saved(tokens, labels=tokens).loss.item()
         print(f"loss {losses[0]:.4f}, {losses[1]:.4f} when saved, {again:.4f} of the saved model")
     dist.destroy_process_group()

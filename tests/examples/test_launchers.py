@@ -56,6 +56,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (tmp_path / "bin" / name).chmod(0o755)
     return {
         **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+        "SLURM_CPUS_PER_TASK": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }  # fmt: skip
 

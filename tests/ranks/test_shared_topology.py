@@ -21,6 +21,7 @@ from torch import nn
 import epload
 from epload import HierarchicalLoader, Topology, coalesced_bcast, load
 from epload.checkpoint.base import Checkpoint
+from epload.core.log import logger
 from epload.ranks.connection import DEFAULT_TIMEOUT
 from epload.ranks.control import Control
 from epload.ranks.groups import Group, GroupStore
@@ -94,6 +95,29 @@ def failing_group(rank: int) -> None:
 
 def test_a_group_that_one_rank_cannot_make_fails_the_load_on_all() -> None:
     ranks.run(4, failing_group, limit=60)
+
+
+def group_of_a_late_rank(rank: int) -> list[str]:
+    """A rank that cannot connect for a while, as behind a firewall."""
+    original, messages = Group.make, list[str]()
+
+    def make(*args: Any, **options: Any) -> None:
+        if rank == 1:
+            time.sleep(1)
+        original(*args, **options)
+
+    with (
+        mock.patch("epload.ranks.group_cache._LATE_SECONDS", 0.3),
+        mock.patch.object(Group, "make", make),
+        mock.patch.object(logger, "warning", lambda text, *values: messages.append(text % values)),
+    ):
+        Topology.from_nodes([[0], [1]]).route(0, "two_level")
+    return messages
+
+
+def test_ranks_that_wait_for_connections_say_so() -> None:
+    for rank, (message,) in enumerate(ranks.run(2, group_of_a_late_rank)):
+        assert f"rank {rank} has waited 0 s for the connections of the process group of ranks [0, 1]" in message
 
 
 NAMES = [f"{'x' * 6000}{number}" for number in range(1500)]

@@ -10,12 +10,15 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from epload.core import threads
+from epload.core.log import logger
 from epload.errors import LoadError, RemoteFailure, message_of
 from epload.ranks.connection import keeping_alive
 from epload.ranks.control import Control
 from epload.ranks.groups import Backends, Group, GroupStore, abort, dispose
 
 _POLL_SECONDS = 0.02
+_LATE_SECONDS = 10.0
+"""Seconds without connections after which a warning says that a firewall may block them."""
 _GRACE_SECONDS = 0.5
 """Seconds that a canceled group has to end by itself."""
 Ranks = tuple[int, ...]
@@ -123,8 +126,16 @@ class GroupCache:
 
         with control.stopping(stop.set):
             threads.start("epload-group", make)
-            until = time.monotonic() + 1.25 * timeout.total_seconds() + 2
+            began = time.monotonic()
+            until, is_late = began + 1.25 * timeout.total_seconds() + 2, False
             while not ended.wait(_POLL_SECONDS):
+                if not is_late and time.monotonic() >= began + _LATE_SECONDS:
+                    is_late = True
+                    logger.warning(
+                        "rank %d has waited %.0f s for the connections of the process group of ranks %s; can their machines "
+                        "connect to one another? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface",
+                        self._rank, _LATE_SECONDS, members,
+                    )  # fmt: skip
                 if stop.is_set() or time.monotonic() >= until:
                     store.canceled = True
                     ended.wait(_GRACE_SECONDS)  # then the thread is left alone with the group
