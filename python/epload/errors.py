@@ -73,7 +73,7 @@ def call_order_error() -> LoadError:
     order: ranks cannot always tell these mistakes apart. Each logs what it saw."""
     return LoadError(
         "load() or coalesced_bcast() was called by two threads of a process at once, or in a different order on another "
-        "rank: make one call at a time, in the same order on every rank, and wait() for an epload.save_async() first "
+        "rank: make one call at a time, in the same order on every rank "
         "(EPLOAD_LOG=info shows the ranks and threads)"
     )
 

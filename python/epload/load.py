@@ -77,14 +77,14 @@ def load(
             ``from_pretrained`` does: non-persistent buffers, and parameters that ``strict=False`` leaves unfilled. A tensor that
             nothing fills is an error. ``"reset_parameters"`` calls the method of this name of the modules, which initializes
             these tensors as whole tensors, equally on all ranks; it does not touch tensors that the checkpoint has filled. It is
-            not called for outer shards and modules of Megatron-Core, because it cannot know their whole size.
+            not called for outer shards, whose whole size it cannot know, and an error for Megatron-Core's modules.
         variant: for a folder or a model on the Hub: which set of weights to load, e.g. ``"fp16"`` for
             ``model.fp16.safetensors``; by default the one without a variant.
         readers: ``"one"`` rank reads (``src`` of the options); ``"per_node"`` each node's leader reads, and nothing crosses
             nodes; ``"partitioned"`` readers take turns, and each byte is read once; ``"every"`` each rank reads what it keeps.
             ``"auto"`` is ``"one"`` if not every rank can read the checkpoint; ``"partitioned"`` if, each reading what it keeps, a
-            rank would read more than 64 MiB and all ranks together would read the checkpoint more than 1.25 times from object
-            storage, or 4 times from files; else ``"every"``.
+            rank would read more than 64 MiB, and all ranks together the checkpoint more than 1.25 times from object storage, or
+            all nodes more than 4 times from files; else ``"every"``.
         verify: whether ranks verify their shards against the checkpoint after the load. All ranks that have the checkpoint share
             the work of reading it once more.
         checksums: what the checkpoint's files are compared with before anything is changed: True for the ``checksums.json`` next
@@ -115,6 +115,7 @@ def load(
             print(report)
     """
     with preparing_call(topology):
+        wait_for_background()
         options = LoadOptions() if options is None else options
         if not isinstance(options, LoadOptions):
             raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
@@ -184,8 +185,8 @@ def load_state(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
     """
-    wait_for_background()
     with preparing_call(topology):
+        wait_for_background()
         topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
         topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():

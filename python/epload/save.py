@@ -11,7 +11,7 @@ from epload.core.default_device import on_cpu
 from epload.core.dtypes import DType
 from epload.mapping.mapping import AnyMapping
 from epload.model.megatron import Model
-from epload.ranks.single_flight import add_to_background, wait_for_background
+from epload.ranks.single_flight import add_to_background
 from epload.ranks.topology import Topology
 from epload.report import SaveReport
 from epload.saving.run import PendingSave
@@ -78,7 +78,6 @@ def save(
         report = epload.save(model, "/checkpoints/step-1000")
         print(report)
     """
-    wait_for_background()
     job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
     )  # fmt: skip
@@ -103,9 +102,10 @@ def save_async(
 ) -> PendingSave:
     """Saves like :func:`save`, but returns once this rank's shards are copied to host memory and the model may change again.
 
-    The copies are in pinned memory if the model is on a device; they take as much memory as the shards until the save has ended.
-    Another save, load, sync or broadcast of the process first waits for this one. No collective is called in the background. Call
-    :meth:`PendingSave.wait` before the process ends: an interrupted save leaves the path as it was.
+    The copies take as much host memory as the shards, until the save has ended. If the model is on a device they are in pinned
+    memory, which is kept for the next save.
+    Another save, load, sync or broadcast of the process first waits for this one. No collective of the job's groups is called in
+    the background. Call :meth:`PendingSave.wait` before the process ends: an interrupted save leaves the path as it was.
 
     Example::
 
@@ -113,10 +113,9 @@ def save_async(
         train(model)
         print(pending.wait())
     """
-    wait_for_background()
     job = PendingSave(
         model, path, mapping, names_from, dtype, max_shard_bytes, files, base, checksums, overwrite, topology, timeout
     )  # fmt: skip
     job._start()
-    add_to_background(job._saving)
+    add_to_background(job._saving, f"save_async() to {path}")
     return job

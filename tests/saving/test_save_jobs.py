@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import epload
 from epload.checkpoint.delta import BATCH_BYTES
+from epload.core.log import logger
 from epload.saving import shared
 from epload.saving.plan import SLOT_BYTES
 from epload.saving.run import PendingSave
@@ -29,6 +30,7 @@ from support.accelerator import DEVICE
 from support.checkpoints import assert_same, read_all
 from support.checks import all_fine, flipped, full_values, ties
 from support.failures import error_of
+from support.findings import not_refused_by_all
 from support.jobs import Job, Meeting, run
 from support.layout_cases import cases
 from support.layout_loads import meta_model, none_fails, oracle
@@ -227,9 +229,9 @@ def train(rank: int, meeting: Meeting, folder: str) -> list[str]:
     model, problems, original = build("fsdp", 2), list[str](), PendingSave._run
     write(model, 1)
 
-    def run_later(save: PendingSave) -> epload.SaveReport:
+    def run_later(save: PendingSave, *number: int) -> epload.SaveReport:
         time.sleep(0.5 * rank)
-        return original(save)
+        return original(save, *number)
 
     late = mock.patch.object(PendingSave, "_run", run_later)
     with sending(meeting, model, 1, timeout=30, snapshot="host") as sender, late:
@@ -263,3 +265,31 @@ def infer(rank: int, meeting: Meeting) -> None:
 
 def test_calls_wait_for_what_runs_in_the_background(tmp_path: Path) -> None:
     assert run([Job(2, train, (str(tmp_path),)), Job(1, infer)])[0] == [[], []]
+
+
+def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
+    """What is made, or called wrongly, while a save begins late on one rank; the rank that waits long says so."""
+    model, original, problems, messages = build("fsdp", 2), PendingSave._run, list[str](), list[str]()
+
+    def run_later(save: PendingSave, *number: int) -> epload.SaveReport:
+        time.sleep(0.7 * rank)
+        return original(save, *number)
+
+    with (
+        mock.patch.object(PendingSave, "_run", run_later),
+        mock.patch("epload.ranks.single_flight._PATIENCE", 0.1),
+        mock.patch.object(logger, "warning", lambda text, *values: messages.append(text % values)),
+    ):
+        first = epload.save_async(model, f"{folder}/1")
+        problems += not_refused_by_all(lambda: epload.load(model, f"{folder}/1", readers="none"), "ValueError", "readers")
+        second = epload.save_async(model, f"{folder}/2")
+        with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1):
+            problems += [] if second.done() else ["a sender was made while a save ran"]
+    first.wait(), second.wait()
+    if rank == 1 and not any(f"background: save_async() to {folder}/2" in message for message in messages):
+        problems.append(f"no warning: {messages}")
+    return problems
+
+
+def test_what_is_made_or_called_wrongly_waits_too(tmp_path: Path) -> None:
+    all_fine(ranks.run(2, calls_while_a_save_is_stuck, str(tmp_path)))

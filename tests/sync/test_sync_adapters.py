@@ -370,6 +370,7 @@ def receive_into_the_first(rank: int, meeting: Meeting, folder: str) -> list[str
 def receive_later(rank: int, meeting: Meeting) -> list[str]:
     meeting.hear("joins")
     with receiving(meeting, None, engine=epload.EngineRank("other")) as receiver:
+        meeting.say("joined")
         return [outcome(partial(receiver.receive_weights, 3))]
 
 
@@ -379,8 +380,8 @@ def send_before_and_after_a_join(rank: int, meeting: Meeting) -> list[str]:
         for version in (1, 2):
             change(model, version)
             sender.send_weights(version)
-        meeting.hear("joins")
-        time.sleep(1)
+        meeting.hear("joined")
+        time.sleep(1)  # until it waits for a version
         return [outcome(partial(sender.send_weights, 3))]
 
 

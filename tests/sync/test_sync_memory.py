@@ -146,4 +146,4 @@ def test_tensors_that_a_model_replaces_are_freed(options: dict[str, Any]) -> Non
     """Neither job keeps a model's tensors between versions: a trainer moves them elsewhere meanwhile."""
     sent, received = run([Job(1, send_replaced, (options,)), Job(1, receive_replaced, (options,))])
     assert sent == [[0, 0, 0]]
-    assert received in ([[0, 0, 0]], [[]])
+    assert received == ([[]] if "mapping" in options else [[0, 0, 0]])

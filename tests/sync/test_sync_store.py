@@ -71,7 +71,7 @@ AT_EXIT = """
 import atexit, threading
 from datetime import timedelta
 from epload.ranks import groups
-from epload.sync.store import answered
+from epload.sync.store import tell
 
 class Group:
     on_devices = True
@@ -84,7 +84,7 @@ def refuse(thread):
 group = Group()
 groups._at_exit()
 groups._with_devices.add(group)
-atexit.register(lambda: answered(lambda: print("left", flush=True), timedelta(seconds=5)))
+atexit.register(lambda: tell(lambda: print("left", flush=True), timedelta(seconds=5)))
 atexit.register(lambda: setattr(threading.Thread, "start", refuse))
 """
 

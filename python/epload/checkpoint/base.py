@@ -59,7 +59,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Names, shapes and dtypes, known without reading any tensor. Asked for often, so that it should be computed once."""
+        """Names, shapes and dtypes, known without reading any tensor. Read often: compute it once."""
 
     @abstractmethod
     def fill(self, bucket: Tensor, pieces: Sequence[Piece]) -> None:

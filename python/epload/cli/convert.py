@@ -45,7 +45,7 @@ _file = click.Path(exists=True, dir_okay=False)
     "--weights",
     multiple=True,
     metavar="PATTERN",
-    help="Quantize the weights whose names match this regular expression. The default is those of layers.",
+    help="Quantize the weights whose names match this regular expression. By default those of Linear layers and experts.",
 )
 @click.option("--prefix", default="", help="Take the model at this place in a DCP folder, such as app.model.")
 @click.option(

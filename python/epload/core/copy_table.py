@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from epload.core import dtypes
+from epload.core.placement import box_slices
 
 ALIGNMENT = 16
 """Bytes; where a slot may start in a bucket. The widest access of a device, and a multiple of the size of any element, so
@@ -142,6 +143,16 @@ class CopyTable:
 
     def _itemsize(self) -> Tensor:
         return torch.tensor(dtypes.ITEMSIZES)[self.dtype]
+
+
+def regions_on_cpu(tensors: Sequence[Tensor], copies: CopyTable) -> tuple[list[Tensor], CopyTable]:
+    """Returns the box of each row as a tensor of its own on CPU, and the rows of these: only what they name leaves a device."""
+    boxes = ((target, start, size) for target, _, _, start, size, _ in copies.boxes())
+    regions = [tensors[target][box_slices(start, size)].detach().cpu() for target, start, size in boxes]
+    table = copies.clone()
+    table.target[:] = torch.arange(len(copies))
+    table.start[:] = 0
+    return regions, table
 
 
 def byte_view(tensor: Tensor) -> Tensor:

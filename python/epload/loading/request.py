@@ -38,8 +38,8 @@ class LoadOptions:
     ranks. ``"auto"`` is ``"striped"`` for a model on a device if node sizes are equal, else ``"two_level"``. With ``"auto"``,
     buckets that do not cross nodes go through memory that a node's ranks share; each rank copies what it keeps out of it."""
     bucket_bytes: int = WAVE_BYTES
-    """The size of a bucket, 64 MiB by default. Each rank has two, except for a model on a device with ``"every"``, where there
-    are none. A rank that copies bytes from the host to a device has up to 64 MiB of pinned memory for them. If a node's ranks
+    """The size of a bucket, 64 MiB by default. Each rank has two, with ``"every"`` none. A rank that copies bytes from
+    the host to a device has up to 64 MiB of pinned memory for them, and as much on the device. If a node's ranks
     share staging buffers, this is the size of the buckets that move together, and the node has twice that (each rank, if they
     cannot share memory)."""
     direct_io: bool = True

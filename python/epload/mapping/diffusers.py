@@ -13,8 +13,8 @@ _DEPRECATED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to
 
 
 def from_diffusers(model: nn.Module) -> Mapping:
-    """Returns what the library's ``from_pretrained`` does for a model without wrappers, in its ``_fix_state_dict_keys_on_load``
-    and by ``_keys_to_ignore_on_load_unexpected``."""
+    """Returns what the library's ``from_pretrained`` does for a model without wrappers: what ``ModelMixin`` renames in
+    ``_fix_state_dict_keys_on_load``, and ``_keys_to_ignore_on_load_unexpected``."""
     renamed = [name for name, module in model.named_modules() if getattr(module, "_from_deprecated_attn_block", False)]
     paths = "|".join(map(re.escape, renamed))
     renames = [Rename(rf"^({paths})\.{old}\.", rf"\1.{new}.") for old, new in _DEPRECATED.items()] if renamed else []

@@ -47,10 +47,10 @@ def from_transformers(model: Any) -> Mapping:
 
     if not isinstance(model, PreTrainedModel):  # a single layer, for which nothing is declared
         return Mapping()
-    if any(kind.__name__ == "MtpModel" for kind in type(model).__mro__):
+    if any((kind.__module__, kind.__name__) == ("transformers.modeling_layers", "MtpModel") for kind in type(model).__mro__):
         raise ModelMismatch(
-            "an MtpModel takes those of a checkpoint's layers that come after the main model's, which the library selects and "
-            "renumbers while it loads; make it with MtpModel.from_pretrained(main_model), or pass a mapping"
+            "an MtpModel has those of a checkpoint's layers that come after the main model's, which only the library selects and "
+            "renumbers, in MtpModel.from_pretrained(main_model); pass a mapping that does so, or names_from="
         )
     modules = list(model.named_modules())
     transforms = get_model_conversion_mapping(_stand_in_for(model))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -13,6 +14,9 @@ from torch.distributed.distributed_c10d import Store
 from epload.errors import LoadError, message_of
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks import messages
+
+_BATCH = 64
+"""Contents that are fetched at once, of up to 4 MiB each."""
 
 
 def get(store: Store, key: str, timeout: timedelta) -> bytes:
@@ -42,6 +46,22 @@ def fetch(store: Store, name: str, timeout: timedelta) -> bytes:
     return get(store, f"content/{name}", timeout)
 
 
+def _fetch_all(store: Store, names: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
+    """Fetches several contents: each rank of thousands needs those of all, for which the store has one thread."""
+    if not store.has_extended_api():  # type: ignore[attr-defined]  # torch does not declare it
+        return {name: fetch(store, name, timeout) for name in names}
+    contents = {}
+    try:
+        for batch in (names[at : at + _BATCH] for at in range(0, len(names), _BATCH)):
+            keys = [f"content/{name}" for name in batch]
+            store.wait(keys, timeout)
+            for name, key, value in zip(batch, keys, store.multi_get(keys), strict=True):
+                contents[name] = messages.decode(store, key, value)
+    except RuntimeError as error:
+        raise LoadError(f"the store has not what other ranks have of the tensors: {message_of(error)}") from error
+    return contents
+
+
 def publish_holdings(store: Store, holdings: Holdings) -> list[str]:
     """Publishes a rank's holdings; returns what :func:`fetch_holdings` needs."""
     return [publish(store, part) for part in holdings.encode()]
@@ -50,12 +70,12 @@ def publish_holdings(store: Store, holdings: Holdings) -> list[str]:
 def fetch_holdings(store: Store, names: Sequence[Sequence[str]], timeout: timedelta) -> list[Holdings]:
     """Fetches the holdings of several ranks, without targets. Equal ones are fetched once and are one object, and so are their
     columns."""
-    fetch_once = cache(lambda name: fetch(store, name, timeout))
+    contents = _fetch_all(store, list(dict.fromkeys(chain.from_iterable(names))), timeout)
     class_of: dict[str, Tensor] = {}
 
     @cache
     def holdings_of(columns: str, classes: str) -> Holdings:
-        holdings = Holdings.decode(fetch_once(columns), fetch_once(classes))
+        holdings = Holdings.decode(contents[columns], contents[classes])
         return replace(holdings, class_of=class_of.setdefault(columns, holdings.class_of))
 
     return [holdings_of(*parts) for parts in names]

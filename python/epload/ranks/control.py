@@ -218,7 +218,7 @@ class Control(Rounds):
                 timed_out, ended = isinstance(error, WaitTimeout), self.processes.ended
                 others = self.heartbeats.describe(self.ranks, ended, self.doing, timed_out)
             return self.publish(prefix, describe(error, self.rank, hard, doing=self.doing, others=others))
-        except RuntimeError as lost:
+        except (RuntimeError, OSError) as lost:
             why = f"The other ranks could not be notified, as the store is lost: {message_of(lost)}"
             failure = Failure(LoadError.__name__, f"{message_of(error)}\n{why}", self.rank)
             self.notice(prefix, failure)  # those of this node can be

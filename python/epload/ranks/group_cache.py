@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -124,7 +126,7 @@ class GroupCache:
                 errors.append(error)
             ended.set()
 
-        with control.stopping(stop.set):
+        with control.stopping(stop.set), _canceling(store):
             threads.start("epload-group", make)
             began = time.monotonic()
             until, is_late = began + 1.25 * timeout.total_seconds() + 2, False
@@ -161,6 +163,16 @@ class GroupCache:
         dispose(self._groups.values())
         self._groups.clear()
         self._made.clear()
+
+
+@contextmanager
+def _canceling(store: GroupStore) -> Iterator[None]:
+    """A context that ends waits of another thread if it is interrupted."""
+    try:
+        yield
+    except BaseException:
+        store.canceled = True
+        raise
 
 
 def _current_device(backends: Backends) -> int | None:

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
@@ -34,6 +35,8 @@ _MIN_POLL, _MAX_POLL = 0.001, 0.1
 """Seconds between two checks; doubles in between."""
 _EXIT_SECONDS = 10.0
 """Maximum seconds that process exit waits for device communicators to be aborted."""
+_EXIT_THREADS = 4
+"""Threads that abort them then: NCCL's abort of a communicator may not return."""
 
 
 class GroupStore(Store):
@@ -294,24 +297,28 @@ _with_devices: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class _AtExit:
-    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows. In a thread that is
+    """Aborts groups before the device libraries are unloaded, as torch does for the groups that it knows. In threads that are
     started before: Python 3.12 starts none at exit."""
 
     def __init__(self) -> None:
-        self._exits, self._done, self._process = threading.Event(), threading.Event(), os.getpid()
-        _start("abort-at-exit", self._run)
+        self._exits, self._process, self._groups = threading.Event(), os.getpid(), list[Group]()
+        self._threads: list[Future[None]] = []
+        with suppress(LoadError):
+            for _ in range(_EXIT_THREADS):
+                self._threads.append(threads.call("abort-at-exit", self._run))
         atexit.register(self._exit)
 
     def _run(self) -> None:
         self._exits.wait()
-        for group in list(_with_devices):
-            group.abort()
-        self._done.set()
+        with suppress(IndexError):
+            while True:
+                self._groups.pop().abort()
 
     def _exit(self) -> None:
+        self._groups = list(_with_devices)
         self._exits.set()
         if os.getpid() == self._process:
-            self._done.wait(_EXIT_SECONDS)
+            wait(self._threads, _EXIT_SECONDS)
 
 
 _at_exit = cache(_AtExit)

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from epload.ranks.membership import namespace
 from epload.ranks.messages import read_if_set
 
-LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 """Seconds between two looks at the processes."""
 _Process = tuple[int, int, str]
 """A rank, the id of its process, and the time at which that started, which together with the id is unique in its namespace."""
@@ -33,14 +33,15 @@ class Processes:
         self._list = self._own_key = ""
         self._seen = 0
         self._running: list[_Process] = []
-        self._next_look = 0.0
+        self.next_look = 0.0
+        """Value of ``time.monotonic()`` before which :meth:`look` does nothing."""
 
     def register(self, store: Store, rank: int) -> None:
         """Adds this process to the machine's list. ``store``: prefixed for this rendezvous alone."""
         # Processes can watch each other if their machine and namespace of process ids are the same.
         self._list = f"on/{hashlib.blake2b(namespace('pid').encode(), digest_size=8).hexdigest()}"
         self._own_key = f"{self._list}/{store.add(self._list, 1)}"
-        store.set(self._own_key, f"{rank} {os.getpid()} {_start_time(os.getpid())}")
+        store.set(self._own_key, f"{rank} {os.getpid()} {_start_time(_stat(os.getpid()))}")
         self._store = store
 
     def close_registry(self) -> list[str]:
@@ -65,9 +66,9 @@ class Processes:
 
     def look(self) -> None:
         """Looks which processes have ended, twice a second at most. For one thread."""
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self.next_look:
             return
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self.next_look = time.monotonic() + _LOOK_SECONDS
         self._find()
         for process in [process for process in self._running if _has_ended(process)]:
             self._running.remove(process)
@@ -82,14 +83,14 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _start_time(pid: int) -> str:
-    return next(iter(_stat(pid)[19:]), "?")
+def _start_time(fields: list[str]) -> str:
+    return next(iter(fields[19:]), "?")
 
 
 def _has_ended(process: _Process) -> bool:
     _, pid, start = process
     if fields := _stat(pid):
-        return fields[0] in "ZX" or ("?" not in (start, _start_time(pid)) and _start_time(pid) != start)
+        return fields[0] in "ZX" or ("?" not in (start, seen := _start_time(fields)) and seen != start)
     try:
         os.kill(pid, 0)
     except OSError as error:

@@ -12,6 +12,7 @@ that the load under way fails too.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -21,25 +22,30 @@ from datetime import timedelta
 from typing import Any
 
 from epload.core.log import logger
-from epload.errors import LoadError, call_order_error, message_of
+from epload.errors import LoadError, call_order_error, kind_of, make_error, message_of
 from epload.ranks.topology import Topology
 
 _lock = threading.Lock()
 _current: Call | None = None
-_background: list[Future[Any]] = []
-"""Calls that run in threads of their own, such as those of ``save_async``."""
+_background: dict[Future[Any], str] = {}
+"""Calls that run in threads of their own, with what they are called."""
+os.register_at_fork(after_in_child=_background.clear)
+_PATIENCE = 10.0
+"""Seconds after which a call says for which others it waits."""
 
 
-def add_to_background(call: Future[Any]) -> None:
-    """Has the calls that this thread makes next wait for one that runs in a thread of its own."""
-    _background.append(call)
-    call.add_done_callback(_background.remove)
+def add_to_background(call: Future[Any], what: str) -> None:
+    """Has the next calls wait for one that runs in a thread of its own."""
+    _background[call] = what
+    call.add_done_callback(_background.pop)
 
 
 def wait_for_background() -> None:
     """Waits until all calls in the background have ended, whatever their outcome. Called first in a call, so that calls take
     their numbers in one order on all ranks."""
-    wait(list(_background))
+    if wait(list(_background), _PATIENCE).not_done:
+        logger.warning("waits for what runs in the background: %s", ", ".join(_background.values()))
+        wait(list(_background))
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,11 @@ class Call:
 
 
 @contextmanager
-def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
+def exclusive(call: Call, timeout: timedelta | None = None, number: int | None = None) -> Iterator[None]:
     """The context of a call, in which its control has begun a load with ``timeout``.
+
+    Args:
+        number: the load's, if it was taken before, as for a call in the background.
 
     Raises:
         LoadError: a thread of this process is in such a context already, so that this rank takes no part in the load. All ranks
@@ -76,7 +85,7 @@ def exclusive(call: Call, timeout: timedelta | None = None) -> Iterator[None]:
     global _current
     control = call.topology.control
     with _lock:
-        number = control.next_load()
+        number = control.next_load() if number is None else number
         if _current is not None:
             raise _refuse(call, number, _current)
         if call.topology.stale:
@@ -116,7 +125,8 @@ def preparing_call(topology: Topology | None) -> Iterator[None]:
         raise
     except BaseException as error:
         is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit)
-        _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))
+        if topology is not None or Topology.is_discovered():  # else the ranks that come later are told by the rendezvous
+            _refuse_next(topology, LoadError(f"{'interrupted' if is_interrupt else message_of(error)} before the call"))
         raise
 
 
@@ -124,7 +134,7 @@ def _refuse_next(topology: Topology | None, error: Exception) -> None:
     """Publishes that this rank takes no part in its next load, and why."""
     control = (topology if topology is not None else Topology.default()).control
     if control.store is not None:
-        control.refuse(control.next_load(), type(error)(f"{error} [rank {control.rank}]"))
+        control.refuse(control.next_load(), make_error(kind_of(error), f"{error} [rank {control.rank}]"))
 
 
 def _refuse(call: Call, number: int, other: Call) -> Exception:

@@ -92,6 +92,11 @@ class Topology:
             return _default
 
     @classmethod
+    def is_discovered(cls) -> bool:
+        """Returns True if :meth:`default` does not have to find the ranks any more."""
+        return _default is not None and _default.group is membership(None)[0]
+
+    @classmethod
     def from_nodes(
         cls,
         nodes: Sequence[Sequence[int]],

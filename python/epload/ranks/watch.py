@@ -19,7 +19,6 @@ from epload.errors import LoadError, RankExited, message_of
 from epload.ranks import heartbeat
 from epload.ranks.connection import FAILED, NodeConnection
 from epload.ranks.failure import Failure
-from epload.ranks.processes import LOOK_SECONDS
 
 _ULIMIT_HINT = "raise the limit on open files (ulimit -n)"
 _FIRST_BEAT = 0.5
@@ -121,7 +120,7 @@ class Watch:
         poll.register(node.wake_fd, select.POLLIN)
         for link in links.values():
             poll.register(link.fileno(), select.POLLIN | select.POLLOUT * bool(link.unsent))
-        poll.poll(1e3 * max(0.0, min(until - time.monotonic(), LOOK_SECONDS)))
+        poll.poll(1e3 * max(0.0, min(until, node.processes.next_look) - time.monotonic()))
         node.processes.look()
         with suppress(BlockingIOError):
             os.eventfd_read(node.wake_fd)
@@ -138,6 +137,9 @@ class Watch:
             prefix, _, outcome = data.partition(b" ")
             if (failure := Failure.decode(outcome)) is not None:
                 node.notice(prefix.decode(), failure, rank)
+                if node.tree.leads:  # the rank may have had no connection to the store
+                    with suppress(RuntimeError, OSError):
+                        node.publish(prefix.decode(), failure)
         else:
             node.received.setdefault(tag, {})[rank] = data
             node.news.set()

@@ -24,7 +24,7 @@ from epload.mapping.mapping import Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, exclusive, wait_for_background
+from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, folder_path
@@ -80,10 +80,7 @@ def convert(
     began, report = perf_counter(), SaveReport(path=str(folder_path(path)))
     with ExitStack() as stack:
         if topology is not None:
-            wait_for_background()
-            call = Call("convert()", topology, object(), threading.current_thread())
-            stack.enter_context(exclusive(call, as_timedelta(timeout)))
-            stack.enter_context(topology.control.guard())
+            _begin(topology, timeout, stack)
         else:
             topology = Topology([[0]], None, 0, Control(None, (0,), 0))
 
@@ -119,6 +116,15 @@ def convert(
         write_checkpoint(topology, overwrite, lambda: layout, write, lambda _: rewrite.config, copied, checksums, report)
     report.seconds = perf_counter() - began
     return report
+
+
+def _begin(topology: Topology, timeout: timedelta | float | None, stack: ExitStack) -> None:
+    """Enters the contexts of a call of several ranks."""
+    with preparing_call(topology):
+        wait_for_background()
+        limit = as_timedelta(timeout)
+    stack.enter_context(exclusive(Call("convert()", topology, object(), threading.current_thread()), limit))
+    stack.enter_context(topology.control.guard())
 
 
 def _function_of_bytes(progress: Callable[[int], object] | None) -> Callable[[int], object]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -22,7 +21,7 @@ from epload.model.flat_state import FlatState
 from epload.model.megatron import Model, as_module
 from epload.planning.holdings import Holdings, digest_of
 from epload.ranks.contents import fetch_holdings, publish_holdings
-from epload.ranks.single_flight import Call, exclusive, preparing_call
+from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.changes import DeltaBase
@@ -31,7 +30,7 @@ from epload.saving.layout import FilesLayout, lay_out
 from epload.saving.plan import WritePlan, plan_writes
 from epload.saving.source import SavedModel, read_model
 from epload.saving.writer import Wrote, check_arguments, check_equal, write_checkpoint, write_regions
-from epload.transfer.host_copies import copy_to_host
+from epload.transfer.host_copies import copy_to_host, host_memory_for
 
 
 class PendingSave:
@@ -56,6 +55,7 @@ class PendingSave:
         self._began = perf_counter()
         log.configure()
         with preparing_call(topology):
+            wait_for_background()
             self._path = folder_path(path)
             self._files = tuple(map(Path, files))
             self._timeout = as_timedelta(timeout)
@@ -100,9 +100,10 @@ class PendingSave:
         read = self._model
         with preparing_call(self._topology):
             self._model = Attempt(lambda: replace(read.value, tensors=_copy(read.value.tensors)))
+        number = self._topology.control.next_load()  # in the order of the caller's calls
 
         def run() -> SaveReport:
-            outcome = Attempt(self._run)
+            outcome = Attempt(lambda: self._run(number))
             if outcome.failure is not None:  # which nobody may wait for
                 log.logger.warning("the save to %s failed: %s", self._path, outcome.failure)
             del self._model, self._base  # which are much memory
@@ -112,7 +113,7 @@ class PendingSave:
             self._saving = threads.call("epload-save", run)
         except Exception as error:
             self._model.failure = error
-            self._run()  # on all ranks, where it raises this
+            self._run(number)  # on all ranks, where it raises this
             raise
 
     def done(self) -> bool:
@@ -127,12 +128,12 @@ class PendingSave:
         """
         return self._saving.result()
 
-    def _run(self) -> SaveReport:
-        """Saves the model. Collective. Raises LoadError, ValueError or TypeError, the same on every rank; what was at the path is
-        still there."""
+    def _run(self, number: int | None = None) -> SaveReport:
+        """Saves the model, as the call of this number. Collective. Raises LoadError, ValueError or TypeError, the same on every
+        rank; what was at the path is still there."""
         report, topology = self._report, self._topology
         call = Call("save()", topology, self, self._made_by)
-        with exclusive(call, self._timeout), topology.control.guard():
+        with exclusive(call, self._timeout, number), topology.control.guard():
             with report.timed("plan"), garbage_collection.paused():
                 holdings = self._agree()
                 planned = Attempt(lambda: self._plan(holdings))
@@ -192,8 +193,16 @@ class PendingSave:
         return layout, plan_writes(saved.manifest, layout, of_ranks, topology.rank, saved.holdings)
 
 
+_pinned: list[Tensor] = []
+"""The memory of the last save in the background, if the model is on a device: pinning it again would take longer than copying."""
+
+
 def _copy(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns copies in host memory, of which torch keeps what is pinned for the next save."""
-    copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=not t.is_cpu) for t in tensors]
+    is_kept = [(copy.shape, copy.dtype) for copy in _pinned] == [(tensor.shape, tensor.dtype) for tensor in tensors]
+    if not is_kept:
+        _pinned.clear()
+    copies = list(_pinned) if is_kept else host_memory_for(tensors)
+    if not is_kept and any(copy.is_pinned() for copy in copies):
+        _pinned.extend(copies)
     copy_to_host(tensors, copies)
     return copies

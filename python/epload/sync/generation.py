@@ -381,6 +381,7 @@ class Generation:
         memories = {self._memory, self.node_version.memory if self.node_version is not None else None}
         report.peak_staging += sum(memory.footprint for memory in memories if memory is not None)
         report.peak_staging += self._changes.footprint + (self.route.footprint if self.route is not None else 0)
+        report.peak_staging += getattr(self._pipe, "footprint", 0)
 
     def close(self) -> None:
         """Ends the generation on this rank, and frees its memory, without waiting for the garbage collector. Call it once."""

@@ -47,7 +47,7 @@ from epload.sync.participants import (
 )
 from epload.sync.report import SyncReport
 from epload.sync.scope import Scope
-from epload.sync.store import answered
+from epload.sync.store import tell
 
 TIMEOUT = timedelta(seconds=30)
 """Time without progress after which a version that is handed on has failed; then other ranks send it."""
@@ -334,8 +334,7 @@ class Holder:
         if (generation := self._generation) is not None:
             generation.control.abort(LoadError("a rank that hands on a version has left"))
         if self._thread.is_alive():
-            with suppress(RuntimeError):  # the sender's store has ended, and with it the wait
-                answered(lambda: store.set(self._key, ""), _CLOSING)
+            tell(lambda: store.set(self._key, ""), _CLOSING)  # unless the sender's store has ended, and with it the wait
             self._thread.join(_CLOSING.total_seconds())
 
     @on_cpu

@@ -27,11 +27,12 @@ from epload.errors import LoadError, WaitTimeout, message_of
 from epload.ranks.contents import fetch, publish
 from epload.ranks.membership import local_network
 from epload.ranks.messages import read_if_set
+from epload.ranks.single_flight import wait_for_background
 from epload.ranks.topology import Topology
 from epload.sync.liveness import LEFT, Liveness
 from epload.sync.liveness import Participant as Participant
 from epload.sync.scope import Scope
-from epload.sync.store import answered
+from epload.sync.store import answered, tell
 
 T = TypeVar("T")
 _BEAT_SECONDS = 2.0
@@ -71,6 +72,8 @@ def engine_of(topology: Topology | None, node: str, timeout: timedelta) -> tuple
     """Returns this rank of the engine that a topology is, by default the job, and its node. Collective over its ranks."""
     topology = topology if topology is not None else Topology.default(timeout=timeout)
     control, ranks, machine = topology.control, topology.ranks, local_network()
+    if control.store is not None:
+        wait_for_background()
     with control.load(timeout):
         name, machines = control.agree(
             "joining a sync", None, [secrets.token_hex(4), machine],
@@ -273,8 +276,7 @@ class ReceiverRendezvous:
         self._thread.join(_BEAT_SECONDS)
         if self._ended:
             return
-        with suppress(RuntimeError):
-            answered(lambda: self._beats.set(self._key, LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
+        tell(lambda: self._beats.set(self._key, LEFT), timedelta(seconds=_BEAT_SECONDS))  # type: ignore[arg-type]
 
 
 Engines = dict[str, list[Participant]]

@@ -42,7 +42,7 @@ class SyncReport(TransferReport):
     pulled: int = 0
     """Bytes that a receiver copied out of the device memory of senders on its machine, or that were copied out of a sender's."""
     not_pulled: str = ""
-    """Why receivers on a sender's machine did not, where some had their tensors on devices like the sender's."""
+    """Why receivers on a sender's machine did not copy from its device memory, though their tensors were on such devices."""
 
     @property
     def _moved_bytes(self) -> int:

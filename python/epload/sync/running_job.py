@@ -51,6 +51,7 @@ class RunningJob(ReceivedCheckpoint):
         self._model = model
         self._target: _LoadTarget | None = None
         self._receiver: WeightReceiver | None = None
+        self._is_canceled = False
         self._address = format_address(*parse_address(address))
         self._timeout = as_timedelta(timeout)
         self._opened: tuple[Manifest, bool] | None = None
@@ -94,6 +95,8 @@ class RunningJob(ReceivedCheckpoint):
         assert self._opened is not None
         manifest, verify = self._opened
         self._target = target = _LoadTarget(self._model, manifest, holdings, tensors)
+        if self._is_canceled:
+            target.cancel()
         engine = EngineRank(name, topology.ranks.index(topology.rank), len(topology.ranks))
         node = str(topology.nodes.index(topology.node))
         with WeightReceiver(
@@ -108,11 +111,13 @@ class RunningJob(ReceivedCheckpoint):
         return report.wire_bytes + report.pulled, f"version {report.version}, from {report.senders} ranks of {source}"
 
     def cancel(self) -> bool:
+        self._is_canceled = True
         target, receiver = self._target, self._receiver
-        if target is None or receiver is None:
+        is_filled = target is not None and target.cancel()
+        if receiver is None:  # if the other thread makes it just now, no version comes into the tensors any more
             return False
         generation = receiver._generation
-        if target.cancel() and generation is not None:
+        if is_filled and generation is not None:
             generation.control.abort(LoadError("the load was canceled"))
             return True
         receiver._leave()  # the sender counts on it no more, whatever the other thread waits for

@@ -117,6 +117,7 @@ class WeightSender(Endpoint):
         check_choice("transport", transport, Transports)
         if not isinstance(receivers, int) or isinstance(receivers, bool) or receivers < 1:
             raise ValueError(f"expected receivers to be the number of receiving ranks, at least 1, got {receivers!r}")
+        wait_for_background()
         self.topology = topology if topology is not None else Topology.default(timeout=self._timeout)
         through_host = transport == "host"
         self._model = SentModel(
@@ -162,7 +163,12 @@ class WeightSender(Endpoint):
             )
             port, self._served = next(filter(None, ports)), served.value
             store = Attempt(lambda: connect((host, port), self._timeout, token) if self._served is None else self._served.store)
-            control.agree("connecting to the sync's store", store.failure)
+            try:
+                control.agree("connecting to the sync's store", store.failure)
+            except BaseException:
+                if self._served is not None:
+                    self._served.close()
+                raise
         return store.value, port
 
     # ---- sending ----
@@ -194,16 +200,20 @@ class WeightSender(Endpoint):
         self._check_open()
         if self._sending is not None:
             raise ValueError("expected wait() to be called before the next version is sent")
-        wait_for_background()
         began = perf_counter()
         report = SyncReport(version=version, verify=self._verify)
         with report.timed("plan"), garbage_collection.paused(), preparing_call(self.topology):
+            wait_for_background()
             failure = Attempt(self._model.read).failure
+            if not wait and failure is None and self._model.base_version is not None:
+                # The thread has the caller's stream of one device only.
+                for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
+                    torch.accelerator.current_stream(device).synchronize()
+        if failure is not None and self._model.is_read_together:
+            raise failure
         if wait:
             return self._send(report, began, failure)
-        if failure is None and self._model.base_version is not None:  # the thread has the caller's stream of one device only
-            for device in {tensor.device for tensor in self._model.tensors if not tensor.is_cpu}:
-                torch.accelerator.current_stream(device).synchronize()
+        number = self.topology.control.next_load()  # in the order of the caller's calls
         may_change, interrupted = threading.Event(), threading.Event()
 
         def copied() -> None:
@@ -211,9 +221,13 @@ class WeightSender(Endpoint):
                 raise LoadError("interrupted before the weights were copied")
             may_change.set()
 
-        self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied))
+        try:
+            self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied, number))
+        except Exception as error:
+            self._send(report, began, error, number=number)  # on all ranks, where it raises this
+            raise
         self._sending.add_done_callback(lambda _: may_change.set())
-        add_to_background(self._sending)
+        add_to_background(self._sending, f"send_weights({version}, wait=False)")
         try:
             if self._model.base_version is not None:
                 may_change.wait()
@@ -236,9 +250,18 @@ class WeightSender(Endpoint):
         return sending.result()
 
     def _send(
-        self, report: SyncReport, began: float, failure: Exception | None, copied: Callable[[], None] = lambda: None
+        self,
+        report: SyncReport,
+        began: float,
+        failure: Exception | None,
+        copied: Callable[[], None] = lambda: None,
+        number: int | None = None,
     ) -> SyncReport:
-        """``copied``: called when the model may change."""
+        """
+        Args:
+            copied: called when the model may change.
+            number: of the call, if it was taken before.
+        """
         topology, model = self.topology, self._model
 
         def begins(in_full: bool) -> list[Tensor] | None:
@@ -246,7 +269,7 @@ class WeightSender(Endpoint):
             copied()
             return tensors
 
-        with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout):
+        with exclusive(Call("send_weights()", topology, self, self._creator), self._timeout, number):
             try:
                 with report.timed("plan"):
                     with topology.control.guard():
@@ -267,8 +290,9 @@ class WeightSender(Endpoint):
                     model.copies.forget()
                     why = message_of(committed.failure)
                     report.warnings.append(f"the next version is sent in full: the copy of this one has failed: {why}")
-                if self._first:
-                    self._offer(report.version, self._generation)
+                offered = Attempt(partial(self._offer, report.version, self._generation) if self._first else lambda: None)
+                if offered.failure is not None:
+                    report.warnings.append(f"engines do not hand this version on: {message_of(offered.failure)}")
             except BaseException as error:  # receivers may have left the generation
                 model.copies.comparison = None
                 self._leave_generation(error)

@@ -100,6 +100,11 @@ class SentModel:
         self._rule = quantize_rule(mapping)
         self._quantized: QuantizedModel | None = None
 
+    @property
+    def is_read_together(self) -> bool:
+        """True if a failure to read a version is the same on all ranks, as they quantize it together."""
+        return self._rule is not None
+
     def read(self) -> None:
         """Reads a version. Reshards FSDP2 modules. Collective if weights are quantized.
 

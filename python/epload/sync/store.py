@@ -38,7 +38,7 @@ PROTOCOL = 14
 Address = str | tuple[str, int]
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>[0-9]+)")
 _GREETING = "epload"
-_GREETING_SECONDS = 30.0
+_GREETING_SECONDS = 60.0
 """Maximum seconds that a store that answers may take to identify itself."""
 _MAX_CALL = timedelta(seconds=60)
 """Maximum time that a call of the sender's own connection takes."""
@@ -212,12 +212,21 @@ def answered(call: Callable[[], T], timeout: timedelta) -> T:
     Raises:
         LoadError: it takes longer than ``timeout``.
     """
-    try:
-        answer = threads.call("epload-store", call)
-    except LoadError:  # Python 3.12 starts none at exit, when a receiver says that it leaves, which needs no answer
-        return call()
+    answer = threads.call("epload-store", call)
     if not wait([answer], timeout.total_seconds()).done:
         raise LoadError(
             f"the sender's store has not answered within {timeout.total_seconds():.0f} s; is the trainer's first rank stopped?"
         )
     return answer.result()
+
+
+def tell(call: Callable[[], object], timeout: timedelta) -> None:
+    """Makes a call of the store that needs no answer, and waits for it at most for ``timeout``, whatever becomes of it. At exit,
+    when Python 3.12 starts no threads, it is made in this one."""
+    with suppress(RuntimeError):
+        try:
+            answer = threads.call("epload-store", call)
+        except LoadError:
+            call()
+            return
+        wait([answer], timeout.total_seconds())

@@ -117,6 +117,8 @@ class ModelTarget(Target):
         _check_ties(manifest.names, placed, targets)
         self._check_names(mapping, manifest.names, placed, targets, added, [name for name, _ in leftovers])
         self._filled = replace(targets, tensors=[])
+        if self.scope.adapter is not None:
+            self._adapter = active_adapter(self._model)
         self.devices = {tensor.device for tensor in targets.local()}
         self.warnings = list(filter(None, [below_fp32_warning(targets)]))
         return holdings_of_targets(manifest.shapes, targets, placed)
@@ -141,7 +143,6 @@ class ModelTarget(Target):
         self._check_mixing()
         if self.scope.adapter is None:
             return
-        self._adapter = self._adapter or active_adapter(self._model)
         if not mapping.only and self._mapping == "auto":
             raise ModelMismatch(
                 "the sender sends an adapter alone, for which the receiver's model has no place; pass a PeftModel with that "

@@ -172,9 +172,8 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens at a port: on the loopback interface for an address of that, else on all interfaces. Raises
     OSError: the port is in use."""
     if is_loopback(host):
-        host = LOOPBACK if host == "localhost" else host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        family, *_, (own, *_) = min(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))  # IPv4, if it has both
+        return socket.create_server((str(own), port), family=family, backlog=_BACKLOG)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)

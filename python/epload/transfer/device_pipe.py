@@ -29,8 +29,8 @@ class DevicePipe:
         with near(device):
             self.native = ops.device_pipe(device, threads, piece)
             """The pipe as the ops take it."""
-        self.footprint = 2 * threads * piece
-        """Bytes of pinned memory. As much is taken on the device, for what does not cross straight to its tensor."""
+        self.footprint = 2 * 2 * threads * piece
+        """Bytes of pinned memory, and as many on the device, for what does not cross straight to its tensor."""
 
     @staticmethod
     def of(device: torch.device, ranks: int) -> DevicePipe:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epload.core import dtypes
 from epload.core.columns import column
+from epload.core.copy_table import regions_on_cpu
 from epload.core.regions import Regions
 from epload.errors import LoadError
 from epload.native import ops
@@ -122,13 +123,13 @@ class Shards(Sink):
         if not planned.targets:
             return
         self.finish()
-        copies, table = planned.copies, planned.copies.clone()
-        tensors = [self.tensors[target].cpu() for target in planned.targets]
+        regions, table = regions_on_cpu([self.tensors[target] for target in planned.targets], planned.copies)
         if what == "packed":  # a narrower bucket holds what the tensors become
-            packed = dict(zip(copies.target.tolist(), map(dtypes.from_code, copies.dtype.tolist()), strict=True))
-            tensors = [tensor.to(packed[i]).to(tensor.dtype) for i, tensor in enumerate(tensors)]
-        table.target[:] = torch.tensor([dtypes.code(tensor.dtype) for tensor in tensors])[copies.target]
-        if not torch.equal(ops.digest_bucket(bucket.cpu(), table.rows), ops.digest_tensors(tensors, copies.rows)):
+            packed = map(dtypes.from_code, planned.copies.dtype.tolist())
+            regions = [region.to(dtype).to(region.dtype) for region, dtype in zip(regions, packed, strict=True)]
+        digests = ops.digest_tensors(regions, table.rows)
+        table.target[:] = torch.tensor([dtypes.code(region.dtype) for region in regions])
+        if not torch.equal(ops.digest_bucket(bucket.cpu(), table.rows), digests):
             raise LoadError(
                 f"{self._who} {what} {self._plan.describe([number])}, but the bucket and the tensors differ: the memory of this "
                 "machine changes bits, or the tensors were changed meanwhile"

@@ -18,6 +18,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.manifest import Manifest
 from epload.core import dtypes
 from epload.core.columns import column, from_raw, to_raw
+from epload.core.copy_table import regions_on_cpu
 from epload.errors import LoadError
 from epload.native import ops
 from epload.observe.render import list_first
@@ -40,14 +41,11 @@ def digest_shards(plan: LoadPlan, verifiers: Sequence[int], tensors: Sequence[Te
     """
     rows: dict[int, list[Tensor]] = {rank: [] for rank in verifiers}
     for number, bucket in enumerate(plan.buckets):
-        copies = bucket.copies.clone()
-        if len(copies):
-            targets = [bucket.targets[t] for t in copies.renumber_targets()]
-            shards = [tensors[t] if tensors[t].is_cpu else tensors[t].cpu() for t in targets]
-            digests = ops.digest_tensors(shards, copies.rows)
-            # The verifier needs the dtype of the shard instead of its number, and not the position in it.
-            copies.target[:] = column([dtypes.code(tensors[t].dtype) for t in targets])[copies.target]
-            copies.start[:] = 0
+        if len(bucket.copies):
+            regions, copies = regions_on_cpu([tensors[t] for t in bucket.targets], bucket.copies)
+            digests = ops.digest_tensors(regions, copies.rows)
+            # The verifier needs the dtype of the shard instead of its number.
+            copies.target[:] = column([dtypes.code(region.dtype) for region in regions])
             of_bucket = torch.full((len(copies), 1), number, device="cpu")
             rows[verifiers[number % len(verifiers)]].append(torch.cat([of_bucket, copies.rows, digests[:, None]], 1))
     return {rank: _encode(of_rank) for rank, of_rank in rows.items()}

@@ -20,7 +20,7 @@ from epload.integrations.sglang.model import SglangModel, copies_weights
 class SglangModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Each worker reads from the checkpoint what its part of the model keeps, and nothing else.
 
-    ``--model-loader-extra-config '{"verify": true}'`` proves the result against the checkpoint. With ``"strict": false``,
+    ``--model-loader-extra-config '{"verify": true}'`` verifies the result against the checkpoint. With ``"strict": false``,
     parameters that the checkpoint lacks are no error; they are none by default for a quantized model. What SGLang loads later,
     with ``update_weights_from_disk``, it loads as with ``--load-format auto``.
     """

@@ -109,8 +109,9 @@ class EngineUpdates:
         self._agree("receive", check)
         self._failure, self.version = None, version
         # SGLang's settings, which load_weights reads, are those of the context.
-        self._thread = Thread(target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True)
-        self._thread.start()
+        thread = Thread(target=contextvars.copy_context().run, args=(receive,), name="epload-sglang", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _check(self, version: int, options: dict[str, Any]) -> None:
         """Raises ValueError if no version can be received."""

@@ -21,7 +21,7 @@ LOAD_FORMAT = "epload"
 class EploadModelLoader(BaseModelLoader):  # type: ignore[misc]
     """Each worker reads from the checkpoint what its part of the model keeps, and nothing else.
 
-    ``--model-loader-extra-config '{"verify": true}'`` proves the result against the checkpoint. With ``"strict": false``,
+    ``--model-loader-extra-config '{"verify": true}'`` verifies the result against the checkpoint. With ``"strict": false``,
     parameters that the checkpoint lacks are no error; they are none by default for a quantized model.
     """
 

@@ -321,7 +321,7 @@ class VllmModel(EngineModel):
                 raise LoadError(
                     f"vLLM processes {count(len(layers), 'layer')} after loading, whose weights take {show_bytes(nbytes)} on "
                     f"{self.device} until then, for which there is no room; put the KV cache to sleep, lower "
-                    "gpu_memory_utilization, or replace stage='none' by stage='host', which processes one layer at a time"
+                    "gpu_memory_utilization, or replace stage='none' by stage='host', which processes 1 GiB at a time"
                 ) from error
             parameters, buffers = info.kernel_tensors
             before = parameters | buffers
