@@ -330,6 +330,8 @@ class LocalClient:
 
 
 class FailingSender:
+    topology = None
+
     def send_weights(self, version: int) -> None:
         for thread in threading.enumerate():
             if thread.name == "epload-vllm":

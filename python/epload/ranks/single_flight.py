@@ -44,7 +44,7 @@ def wait_for_background() -> None:
     """Waits until all calls in the background have ended, whatever their outcome. Called first in a call, so that calls take
     their numbers in one order on all ranks."""
     if wait(list(_background), _PATIENCE).not_done:
-        logger.warning("waits for what runs in the background: %s", ", ".join(_background.values()))
+        logger.warning("waits for what runs in the background: %s", ", ".join(list(_background.values())))
         wait(list(_background))
 
 

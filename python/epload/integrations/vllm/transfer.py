@@ -45,6 +45,7 @@ from epload.errors import LoadError
 from epload.integrations.engine.model import EngineModel
 from epload.mapping.mapping import AnyMapping
 from epload.observe.render import count, show_bytes
+from epload.ranks.single_flight import preparing_call
 from epload.sync.endpoint import Deltas, Stages
 from epload.sync.receiver import WeightReceiver
 from epload.sync.sender import WeightSender
@@ -190,7 +191,8 @@ class EploadTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: i
         if not self.is_sender:
             self._sender.send_weights(self._version)
             return
-        getattr(self.client, self._start)()
+        with preparing_call(self._sender.topology):  # which tells the other ranks if it fails
+            getattr(self.client, self._start)()
         received = self._update_engines()
         try:
             self._sender.send_weights(self._version)
