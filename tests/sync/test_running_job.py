@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,17 @@ def hold_slowly(rank: int, meeting: Meeting) -> None:
         serve(rank, meeting, 1)
 
 
-def interrupted(rank: int, meeting: Meeting) -> bool:
-    """Loads, is interrupted, and fills the model in another way; returns whether that is what it holds later."""
+def interrupted(rank: int, meeting: Meeting, connects: bool) -> bool:
+    """Loads, is interrupted, and fills the model in another way; returns whether that is what it holds later.
+
+    Args:
+        connects: whether it is interrupted while it connects to the job.
+    """
+
+    def connect_slowly(*args: Any, **options: Any) -> epload.WeightReceiver:
+        meeting.say("handing on")
+        time.sleep(1)
+        return epload.WeightReceiver(*args, **options)
 
     def send_signal() -> None:
         meeting.hear("handing on")
@@ -143,18 +153,25 @@ def interrupted(rank: int, meeting: Meeting) -> bool:
 
     model = make(3)
     threading.Thread(target=send_signal, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        load(meeting, model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(5)
-    time.sleep(4)
+    slow = mock.patch("epload.sync.running_job.WeightReceiver", connect_slowly) if connects else nullcontext()
+    with many_waves():  # also for what goes on
+        with pytest.raises(KeyboardInterrupt), slow:
+            load(meeting, model, timeout=8)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(5)
+        for thread in threading.enumerate():
+            if thread.name == "epload-receive":
+                thread.join(60)
+                assert not thread.is_alive()
     meeting.say("loaded-0")
     return all((parameter == 5).all() for parameter in model.parameters())
 
 
-def test_nothing_changes_the_model_after_a_load_that_was_interrupted() -> None:
-    assert jobs.run([Job(1, send, (1, 1)), Job(1, hold_slowly), Job(1, interrupted)])[2] == [True]
+@pytest.mark.parametrize("connects", [False, True])
+def test_nothing_changes_the_model_after_a_load_that_was_interrupted(connects: bool) -> None:
+    holder = Job(1, serve, (1,)) if connects else Job(1, hold_slowly)
+    assert jobs.run([Job(1, send, (1, 1)), holder, Job(1, interrupted, (connects,))])[2] == [True]
 
 
 def load_late(rank: int, meeting: Meeting) -> bool:
