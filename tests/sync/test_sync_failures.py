@@ -25,11 +25,12 @@ from epload.ranks.single_flight import Call
 from epload.sync import changes_route, participants, store
 from epload.sync.committed import CommittedTensors
 from epload.sync.generation import Generation
+from epload.sync.targets import ModelTarget
 from epload.transfer.engine import Engine
 from support import fakedev
 from support.accelerator import DEVICE
 from support.jobs import Job, Meeting, run
-from support.small_syncs import attempt, many_waves, names_culprit, outcome, receiving, sending, take, trainer
+from support.small_syncs import attempt, kill_self, many_waves, names_culprit, outcome, receiving, sending, take, trainer
 from support.sync_jobs import engine, send_model
 from support.synced_models import build, check, write
 
@@ -380,3 +381,39 @@ def test_a_model_that_changes_after_an_interrupt_is_no_version() -> None:
     for error in (failed, text):
         assert "interrupted before the weights were copied" in error
     assert version == 4
+
+
+def die_while_reading(rank: int, meeting: Meeting) -> None:
+    dying = mock.patch.object(ModelTarget, "holdings", side_effect=lambda *_: kill_self())
+    with many_waves(), dying, receiving(meeting, build("plain", 1), engine=epload.EngineRank("dying")) as receiver:
+        receiver.receive_weights()
+
+
+def receive_beside(rank: int, meeting: Meeting) -> list[str]:
+    model = build("plain", 1)
+    with many_waves(), receiving(meeting, model, engine=epload.EngineRank("living")) as receiver:
+        outcomes = [outcome(partial(receiver.receive_weights, version)) for version in (1, 2)]
+        receiver.commit()
+    check(model, 2)
+    return outcomes
+
+
+def send_beside(rank: int, meeting: Meeting) -> tuple[list[str], float]:
+    model = build("fsdp", 2)
+    with many_waves(), sending(meeting, model, 2, timeout=60) as sender:
+        began, outcomes = time.monotonic(), []
+        for version in (1, 2):
+            write(model, version)
+            outcomes.append(outcome(partial(sender.send_weights, version)))
+        return outcomes, time.monotonic() - began
+
+
+def test_nobody_waits_for_an_engine_that_dies_before_it_takes_part() -> None:
+    """It dies after it has said that it is ready, and before others know its process."""
+    sent, _, ((failed, received),) = run([Job(2, send_beside), Job(1, die_while_reading, dying=(0,)), Job(1, receive_beside)])
+    for (first, second), seconds in sent:
+        assert re.search("rank 0 of engine dying .* has left or is silent", first)
+        assert second == ""
+        assert seconds < 30
+    assert "has left or is silent" in failed
+    assert received == ""

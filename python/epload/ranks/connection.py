@@ -68,6 +68,8 @@ class NodeConnection:
         self.stops: list[Callable[[], None]] = []
         """Functions that end what waits in :meth:`stopping`; this rank then moves data."""
         self.processes = Processes()
+        self.check_others: Callable[[], None] = lambda: None
+        """Called now and then in rounds; raises LoadError if a rank on another machine will not come."""
         self.tree = Tree([[member] for member in ranks], rank)
         self.links: dict[int, Link] = {}
         """Links to the other ranks of this rank's node, if it leads that; else to the leader."""

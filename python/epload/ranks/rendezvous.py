@@ -38,6 +38,7 @@ def rendezvous(
     reduce: Callable[[dict[int, Any]], Any],
     within: str = "",
     name_of_store: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Control, Any]:
     """Makes a control for ``ranks``, all of which call this.
 
@@ -49,6 +50,7 @@ def rendezvous(
         failure, view, reduce: those of :meth:`Control.agree`.
         within: ranks of one machine with different texts are in different nodes of the control.
         name_of_store: tells it from others in which the same numbers are ranks; "" for the job's.
+        check: called now and then while this rank waits for others; raises LoadError if one will not come.
 
     Returns:
         The control, and the first rank's decision.
@@ -70,7 +72,7 @@ def rendezvous(
         except DistNetworkError as error:
             raise LoadError(f"topology: the store is lost: {message_of(error)} (seen by rank {rank})") from error
         control = Control(PrefixStore(number, shared), ranks, rank, f"{name}/{number}")
-        control.timeout = timeout
+        control.timeout, control.check_others = timeout, check
 
         def close_and_decide(views: dict[int, Any]) -> Any:
             _close(shared, number)
@@ -92,6 +94,7 @@ def rendezvous(
             _close(shared, number)
             raise
         control.end()
+        control.check_others = lambda: None
         return control, decision
     finally:
         lock.release()

@@ -230,6 +230,7 @@ class Rounds(NodeConnection):
         """Raises an error if the round has failed."""
         if self.known_failure() is not None:
             raise RemoteFailure("another rank failed")
+        self.check_others()
         # A rank that has read the decision of the last round may end before this one has read it.
         if self.processes.ended and self._read() is None:
             raise RankExited(*min(self.processes.ended.items()))

@@ -48,11 +48,11 @@ class Endpoint:
         """True if the present generation is that of a version that starts."""
         return self._generation is not None and self._generation.number == start.generation
 
-    def _join(self, start: Start, timeout: timedelta, *args: Any) -> None:
+    def _join(self, start: Start, timeout: timedelta, *args: Any, **options: Any) -> None:
         """Takes the arguments of :class:`Generation` from ``participants`` on. Raises LoadError: the same on every rank."""
         self._drop_generation()
         node_version, self._node_version = self._node_version, None
-        self._generation = Generation(self._store, timeout, start.generation, *args, node_version=node_version)
+        self._generation = Generation(self._store, timeout, start.generation, *args, node_version=node_version, **options)
 
     def _drop_generation(self) -> None:
         if self._generation is not None:

@@ -66,6 +66,7 @@ class Generation:
         failure: Exception | None = None,
         *,
         node_version: NodeVersion | None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -77,6 +78,7 @@ class Generation:
             holdings: this rank's of the manifest's tensors.
             failure: why this rank cannot take part; raised on all.
             node_version: of the generation before.
+            check: called now and then until all ranks have come; raises LoadError if one will not.
 
         Raises:
             LoadError, ValueError: as :func:`~epload.sync.joining.join`, or a receiver needs what no sender has.
@@ -96,7 +98,7 @@ class Generation:
         """The device's, for the next version."""
         with self._explained():
             ranks = participants.senders + len(participants.receivers)
-            self.control, self._messages = join(store, timeout, number, ranks, rank, message, holdings, failure)
+            self.control, self._messages = join(store, timeout, number, ranks, rank, message, holdings, failure, check)
             self._own, self._sends = self._messages[rank], rank < participants.senders
             assert manifest is not None
             self._declared = manifest.dtypes

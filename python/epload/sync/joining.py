@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ def join(
     message: JoinMessage,
     holdings: Holdings,
     failure: Exception | None,
+    check: Callable[[], None],
 ) -> tuple[Control, list[JoinMessage]]:
     """Joins a generation; the arguments are those of :class:`~epload.sync.generation.Generation`, and ``ranks`` is their number.
     Collective. Returns the control of the generation, and the messages of all ranks.
@@ -58,7 +59,7 @@ def join(
     message = message._replace(holdings=publish_holdings(store, holdings), targets=targets)
     name = f"generation/{number}"
     control, views = rendezvous(
-        PrefixStore(name, store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank, message.node, name
+        PrefixStore(name, store), tuple(range(ranks)), rank, timeout, failure, message, _by_rank, message.node, name, check
     )
     return control, [JoinMessage(node, verify, DeviceAccess(*access), *rest) for node, verify, access, *rest in views]
 

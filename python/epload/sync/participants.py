@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -357,6 +357,15 @@ class SenderRendezvous:
             heard = self._liveness.look([*in_order(engines), *in_order(self._required), *others], now)
             self.require({participant.engine: [participant] for participant in heard} | self._required)
         return engines, {name: ranks for name, ranks in self._alive(engines).items() if len(ranks) == ranks[0].size}
+
+    def check(self, receivers: Sequence[Participant]) -> None:
+        """Raises LoadError if one of the receivers that are to take part has left or is silent. Looks now and then."""
+        if (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + _BEAT_SECONDS
+        self._liveness.look(receivers, now)
+        if lost := [receiver for receiver in receivers if receiver.number in self._liveness.lost]:
+            raise LoadError(f"{lost[0]} has left or is silent")
 
     def require(self, engines: Engines) -> None:
         """Says that engines, as far as they are alive, must be ready for the next version, too."""

@@ -279,7 +279,9 @@ class WeightSender(Endpoint):
                         node = f"sender {local_network()} {topology.nodes.index(topology.node)}"
                         message = JoinMessage(node, self._verify, model.access)
                         rank = topology.ranks.index(topology.rank)
-                        self._join(start, self._timeout, participants, rank, message, model.manifest, model.holdings)
+                        check = partial(self._rendezvous.check, self._receivers) if self._rendezvous else lambda: None
+                        own = rank, message, model.manifest, model.holdings
+                        self._join(start, self._timeout, participants, *own, check=check)
                         self._basis = model.basis
                 assert self._generation is not None
                 show_progress = self._progress and self._first
