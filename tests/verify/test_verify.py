@@ -90,7 +90,12 @@ def just_read(_: FileCheckpoint, bucket: Tensor, pieces: Any) -> Tensor:
     return bucket[pieces[0].bucket_offset :]
 
 
-def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
+def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype, verifiers: int) -> list[str]:
+    with mock.patch("epload.loading.run._MOST_VERIFIERS", verifiers):
+        return flipped_in_shard_by(rank, path, state, dtype)
+
+
+def flipped_in_shard_by(rank: int, path: Path, state: State, dtype: torch.dtype) -> list[str]:
     problems = []
     # Where each rank reads a dict, nothing is there yet after "read".
     for way, source in [*product(WAYS, [path]), *product(WAYS[:-1], [state])]:
@@ -105,10 +110,11 @@ def flipped_in_shard(rank: int, path: Path, state: State, dtype: torch.dtype) ->
     return problems
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter is converted when it is read again
-def test_a_bit_that_flips_in_a_shard_is_found_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "verifiers"), [(torch.float32, 64), (torch.bfloat16, 3)])
+def test_a_bit_that_flips_in_a_shard_is_found_and_named(dtype: torch.dtype, verifiers: int, tmp_path: Path) -> None:
+    """bfloat16 is converted when it is read again."""
     save_file(state_for(1), tmp_path / "model.safetensors")
-    all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1), dtype))
+    all_fine(ranks.run(4, flipped_in_shard, tmp_path / "model.safetensors", state_for(1), dtype, verifiers))
 
 
 TWO_LEVEL, STRIPED = [("one", "two_level"), ("per_node", "two_level")], [("one", "striped"), ("partitioned", "striped")]

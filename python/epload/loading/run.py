@@ -27,6 +27,9 @@ from epload.report import LoadReport
 from epload.transfer.local import Local
 from epload.verify.digests import digest_shards, verify_digests
 
+_MOST_VERIFIERS = 64
+"""Ranks that verify, to each of which each rank sends digests through the job's store."""
+
 
 def run_load(resources: Resources, request: Request, load: AgreedLoad, report: LoadReport, show_progress: bool) -> None:
     """Carries out a load. Collective. Raises LoadError; tensors may have been materialized and partly written."""
@@ -97,6 +100,7 @@ def _prove(control: Control, load: AgreedLoad, verifiers: Sequence[int], local: 
     Args:
         verifiers: ranks that have the checkpoint.
     """
+    verifiers = verifiers[:: -(-len(verifiers) // _MOST_VERIFIERS)]
     messages = control.exchange("the digests", digest_shards(load.plan, verifiers, local.tensors))
     inputs = load.inputs
 
