@@ -35,6 +35,8 @@ _RESUMED_SECONDS = 10.0
 """Seconds that such a rank then waits for the others to begin another load."""
 _GIVE_UP_SECONDS = 1.0
 """Less than ranks wait for another one before they give a call up, whatever their timeout."""
+_EXIT_SECONDS = 0.1
+"""Seconds from when a process's connections end until it has ended itself."""
 _LOOK_SECONDS = 0.1
 """Minimum seconds between two questions to the store whether a rank has failed, from a thread that moves data."""
 
@@ -219,10 +221,18 @@ class Control(Rounds):
                 others = self.heartbeats.describe(self.ranks, ended, self.doing, timed_out)
             return self.publish(prefix, describe(error, self.rank, hard, doing=self.doing, others=others))
         except (RuntimeError, OSError) as lost:
-            why = f"The other ranks could not be notified, as the store is lost: {message_of(lost)}"
+            text = f"{text}\n" if (text := self._describe_ended()) else ""
+            why = f"{text}The other ranks could not be notified, as the store is lost: {message_of(lost)}"
             failure = Failure(LoadError.__name__, f"{message_of(error)}\n{why}", self.rank)
             self.notice(prefix, failure)  # those of this node can be
             return failure
+
+    def _describe_ended(self) -> str:
+        """Says which rank of this machine has ended, perhaps with the store that it served just now; empty if none has."""
+        time.sleep(_EXIT_SECONDS)
+        self.processes.look(at_once=True)
+        ended = self.processes.ended
+        return str(RankExited(*min(ended.items()))) if ended else ""
 
     def _wait_for_failure(self, seconds: float) -> Failure | None:
         """Returns the failure of the present attempt, if one is known or published within some seconds."""
@@ -313,8 +323,7 @@ class Control(Rounds):
                 if not decision:
                     raise (published or Failure.of(error, self.rank)).error() from None
             except DistNetworkError as lost:
-                ended = self.processes.ended.items()
-                why = f"; {RankExited(*min(ended))}" if ended else ""
+                why = f"; {text}" if (text := self._describe_ended()) else ""
                 raise LoadError(f"{what}: the store is lost: {message_of(lost)} (seen by rank {self.rank}){why}") from lost
             load, attempt, step = self.at
             self.succeeded, self.at = last, (load, attempt, step + 1)

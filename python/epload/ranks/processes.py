@@ -27,7 +27,7 @@ class Processes:
     def __init__(self) -> None:
         self.ended: Mapping[int, int] = {}
         """Process id of each rank whose process has ended."""
-        self._lock = threading.Lock()
+        self._lock, self._looking = threading.Lock(), threading.Lock()
         self._store: Store | None = None
         """Prefixed for the rendezvous; None unless more ranks may register."""
         self._list = self._own_key = ""
@@ -64,15 +64,17 @@ class Processes:
                     rank, pid, start = value.decode().split()
                     self._running.append((int(rank), int(pid), start))
 
-    def look(self) -> None:
-        """Looks which processes have ended, twice a second at most. For one thread."""
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + _LOOK_SECONDS
-        self._find()
-        for process in [process for process in self._running if _has_ended(process)]:
-            self._running.remove(process)
-            self.ended = {**self.ended, process[0]: process[1]}
+    def look(self, at_once: bool = False) -> None:
+        """Looks which processes have ended: twice a second at most, unless ``at_once``. Thread-safe."""
+        with self._looking:
+            if time.monotonic() < self.next_look and not at_once:
+                return
+            self.next_look = time.monotonic() + _LOOK_SECONDS
+            if not at_once:
+                self._find()
+            for process in [process for process in self._running if _has_ended(process)]:
+                self._running.remove(process)
+                self.ended = {**self.ended, process[0]: process[1]}
 
 
 def _stat(pid: int) -> list[str]:
