@@ -268,7 +268,7 @@ def test_calls_wait_for_what_runs_in_the_background(tmp_path: Path) -> None:
 
 
 def calls_while_a_save_is_stuck(rank: int, folder: str) -> list[str]:
-    """What is made, or called wrongly, while a save begins late on one rank; the rank that waits long says so."""
+    """Makes a sender, and calls load wrongly, while a save begins late on one rank; the rank that waits long says so."""
     model, original, problems, messages = build("fsdp", 2), PendingSave._run, list[str](), list[str]()
 
     def run_later(save: PendingSave, *number: int) -> epload.SaveReport:
