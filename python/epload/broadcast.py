@@ -17,7 +17,7 @@ from epload.model.devices import check_backend, check_stream
 from epload.native import ops
 from epload.planning.algorithms import Algorithm
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, exclusive, inside_load, preparing_call, wait_for_background
+from epload.ranks.single_flight import Call, exclusive, inside_load
 from epload.ranks.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -68,9 +68,6 @@ def coalesced_bcast(
     """
     topology = topology if topology is not None else Topology.default()
     call, inside = Call("coalesced_bcast()", topology), inside_load(topology)
-    if not inside:
-        with preparing_call(topology):
-            wait_for_background()
     with nullcontext() if inside else exclusive(call):
         try:
             _broadcast(list(tensors), src, topology, bucket_bytes, algorithm, stream, check, watched=not inside)

@@ -20,7 +20,7 @@ from epload.model.flat_state import assign
 from epload.model.initialization import InitMissing
 from epload.model.megatron import Model
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
-from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 from epload.sync.running_job import RunningJob, address_of
@@ -115,7 +115,6 @@ def load(
             print(report)
     """
     with preparing_call(topology):
-        wait_for_background()
         options = LoadOptions() if options is None else options
         if not isinstance(options, LoadOptions):
             raise TypeError(f"expected options to be epload.LoadOptions, got {options!r}")
@@ -186,7 +185,6 @@ def load_state(
         )
     """
     with preparing_call(topology):
-        wait_for_background()
         topology = topology if topology is not None else Topology.default(timeout=as_timedelta(timeout))
         topology.check_source(src)
     with exclusive(Call("load_state()", topology), as_timedelta(timeout)), topology.control.guard():

@@ -31,7 +31,7 @@ from epload.model.megatron import Model
 from epload.observe.render import count, list_keys
 from epload.planning.schedule import WAVE_BYTES, Algorithms, Readers
 from epload.ranks.membership import uninitialized_warning
-from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
+from epload.ranks.single_flight import Call, exclusive
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import LoadReport
 
@@ -138,8 +138,6 @@ class HierarchicalLoader:
             LoadError, ValueError, TypeError: as :func:`epload.load`.
         """
         self.topology.check_group()
-        with preparing_call(self.topology):
-            wait_for_background()
         with exclusive(Call("load()", self.topology, self, self._made_by), self._timeout):
             try:
                 with self._control.guard():

@@ -41,8 +41,8 @@ def add_to_background(call: Future[Any], what: str) -> None:
 
 
 def wait_for_background() -> None:
-    """Waits until all calls in the background have ended, whatever their outcome. Called first in a call, so that calls take
-    their numbers in one order on all ranks."""
+    """Waits until all calls in the background have ended, whatever their outcome. Called before a call that takes its number
+    itself, so that calls take their numbers in one order on all ranks."""
     if wait(list(_background), _PATIENCE).not_done:
         logger.warning("waits for what runs in the background: %s", ", ".join(list(_background.values())))
         wait(list(_background))
@@ -73,10 +73,10 @@ class Call:
 
 @contextmanager
 def exclusive(call: Call, timeout: timedelta | None = None, number: int | None = None) -> Iterator[None]:
-    """The context of a call, in which its control has begun a load with ``timeout``.
+    """The context of a call, in which its control has begun a load with ``timeout``, once none is left in the background.
 
     Args:
-        number: the load's, if it was taken before, as for a call in the background.
+        number: the load's, if it was taken before, as for a call in the background, which does not wait for others.
 
     Raises:
         LoadError: a thread of this process is in such a context already, so that this rank takes no part in the load. All ranks
@@ -84,6 +84,9 @@ def exclusive(call: Call, timeout: timedelta | None = None, number: int | None =
     """
     global _current
     control = call.topology.control
+    if number is None:
+        with preparing_call(call.topology):
+            wait_for_background()
     with _lock:
         number = control.next_load() if number is None else number
         if _current is not None:

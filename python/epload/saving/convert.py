@@ -24,7 +24,7 @@ from epload.mapping.mapping import Renames, apply_renames, renames_of
 from epload.mapping.quantize import Quantize
 from epload.planning.holdings import digest_of
 from epload.ranks.control import Control
-from epload.ranks.single_flight import Call, exclusive, preparing_call, wait_for_background
+from epload.ranks.single_flight import Call, exclusive, preparing_call
 from epload.ranks.topology import Topology, as_timedelta
 from epload.report import SaveReport
 from epload.saving.folder import NewFolder, folder_path
@@ -121,7 +121,6 @@ def convert(
 def _begin(topology: Topology, timeout: timedelta | float | None, stack: ExitStack) -> None:
     """Enters the contexts of a call of several ranks."""
     with preparing_call(topology):
-        wait_for_background()
         limit = as_timedelta(timeout)
     stack.enter_context(exclusive(Call("convert()", topology, object(), threading.current_thread()), limit))
     stack.enter_context(topology.control.guard())
