@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -15,12 +17,15 @@ from torch.distributed.tensor import Shard
 import epload
 from epload import LocalModules, Mapping, OuterShard
 from epload.mapping import Concatenate, Convert, Rename, Stack
+from support import jobs
+from support.checkpoints import assert_same
 from support.checks import as_bytes, full_values, local_of
 from support.findings import must_be_refused
 from support.fused_experts import EXPERTS, HIDDEN, WIDTH, Fused, checkpoint, fused, store
 from support.models import mesh, on_meta
 from support.on_ranks import on_ranks
 from support.shards import torch_chunk
+from support.small_syncs import receiving, sending, take
 
 SOURCES = r"experts\.(?P<index>\d+)\.gate$", r"experts\.(?P<index>\d+)\.up$"
 FUSED = Mapping(converts=(Convert(SOURCES, ("experts.gate_up",), (Stack(0), Concatenate(1))),))
@@ -88,6 +93,48 @@ def test_fsdp_over_tensors_that_are_one_ranks_experts(rank: int, tmp_path: Path)
             expected = fused().chunk(ep)[at_ep].chunk(fsdp, dim)[at_fsdp]
             check(f"ep {ep} x fsdp {fsdp} on dim {dim}", model.experts.gate_up, expected.contiguous())
             check("norm", model.norm, torch_chunk(checkpoint()["norm"], 6, 0)[rank])
+
+
+def planned(model: Any, ep: Any) -> Any:
+    """VeOmni's parallel plan says of a model what the caller of a load says of others."""
+    model._fqn2spec_info = {"experts.gate_up": SimpleNamespace(placement=Shard(0), para_mesh=ep)}
+    return model
+
+
+def save_and_send(rank: int, meeting: jobs.Meeting, folder: Path, plans: bool) -> None:
+    on = mesh(("fsdp", 2), ("ep", 2))
+    model = on_meta(partial(Fused, EXPERTS // 2))
+    fully_shard(model.experts, mesh=on["fsdp"], shard_placement_fn=lambda parameter: Shard(1))
+    runs, options = loader(4), {} if plans else {"outer_shards": [OuterShard("gate_up", on["ep"])]}
+    runs.load(planned(model, on["ep"]) if plans else model, folder / "fused.safetensors", **options)
+    wrapped: Any = torch.compile(model)
+    epload.save(wrapped, folder / "saved", topology=runs.topology)
+    with sending(meeting, wrapped) as sender:
+        sender.send_weights(1)
+
+
+def receive(rank: int, meeting: jobs.Meeting, folder: Path) -> None:
+    model = Fused(EXPERTS)
+    with receiving(meeting, model) as receiver:
+        take(receiver)
+    expected = load_file(folder / "fused.safetensors")
+    assert_same(model.state_dict(), expected)
+    assert_same(load_file(folder / "saved/model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_what_was_loaded_as_a_shard_is_saved_and_sent_as_one(tmp_path: Path, plans: bool) -> None:
+    store(tmp_path)
+    jobs.run([jobs.Job(4, save_and_send, (tmp_path, plans)), jobs.Job(1, receive, (tmp_path,))])
+
+
+@on_ranks(2, store)
+def test_modules_that_each_rank_numbers_from_0_are_not_saved_as_replicas(rank: int, tmp_path: Path) -> None:
+    model = Listed(range(rank * 6, rank * 6 + 6), "local")
+    local = [LocalModules(r"experts\.(\d+)\.", first=rank * 6)]
+    loader(2).load(model, tmp_path / "model.safetensors", local_modules=local)
+    text = "save different tensors"
+    must_be_refused(lambda: epload.save(model, tmp_path / "saved", topology=loader(2).topology), "ValueError", text)
 
 
 HELD = (range(5), range(5, 6), range(6, 12), range(12, 12))

@@ -353,6 +353,16 @@ def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
     must_be_refused(partial(load, model, WEIGHT), "ModelMismatch", "0.weight, ", " is partitioned ", "load_checkpoint")
 
 
+def test_what_is_marked_as_a_part_is_not_saved_as_a_replica(tmp_path: Path) -> None:
+    """DeepSpeed and Megatron-Core keep one rank's experts, or rows, in plain tensors with attributes."""
+    for attribute, value in (("tensor_model_parallel", True), ("group_name", "ep_size_4")):
+        model = linear()
+        setattr(model[0].weight, attribute, value)
+        must_be_refused(partial(epload.save, model, tmp_path / "c"), "ModelMismatch", "0.weight is marked as one rank's part")
+        setattr(model[0].weight, attribute, False if attribute == "tensor_model_parallel" else "ep_size_1")
+        epload.save(model, tmp_path / attribute)
+
+
 def test_weights_without_memory_are_not_saved(tmp_path: Path) -> None:
     """A trainer frees the storage of what it has copied elsewhere."""
     model = linear()

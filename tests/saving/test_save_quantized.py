@@ -179,6 +179,24 @@ def test_a_dequantized_model_is_no_longer_declared_as_quantized(tmp_path: Path) 
     epload.save(model, tmp_path / "bf16")
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
     assert model.config.quantization_config  # the model's own stays
+    model.is_quantized = True  # as where layers quantize their weights in each forward pass
+    epload.save(model, tmp_path / "online")
+    assert "quantization_config" in json.loads((tmp_path / "online" / "config.json").read_text())
+
+
+def test_a_quantization_that_a_part_declares_is_not_declared_by_what_was_dequantized(tmp_path: Path) -> None:
+    """Engines read the declaration of the text model, and another key, too."""
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text = small | {"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2}
+    vision = small | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "projection_dim": 8}
+    settings = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=3)
+    model = transformers.LlavaForConditionalGeneration(settings)
+    model.config.compression_config = model.config.text_config.quantization_config = {"quant_method": "fp8"}
+    epload.save(model, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "compression_config" not in saved
+    assert "quantization_config" not in saved["text_config"]
+    assert saved["text_config"]["vocab_size"] == 32
 
 
 def test_what_is_quantized_already_is_not_declared_otherwise(tmp_path: Path) -> None:

@@ -111,3 +111,66 @@ def test_files_are_those_of_save_pretrained(kind: str, saved: Path, tmp_path: Pa
         configs = [json.loads((where / "config.json").read_text()) for where in (folder, tmp_path)]
         assert configs[0] == configs[1]
         assert (folder / "generation_config.json").exists() == (tmp_path / "generation_config.json").exists()
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .sizes import HIDDEN
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * HIDDEN
+        return output
+"""
+
+
+def test_a_models_own_code_is_saved_with_it(tmp_path: Path) -> None:
+    """``save_pretrained`` copies it, and ``from_pretrained`` of a folder that names code but lacks it fails."""
+    random("llama", 1).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/own_model.py").write_text(CODE)
+    (tmp_path / "theirs/sizes.py").write_text("HIDDEN = 3")
+    settings = json.loads((tmp_path / "theirs/config.json").read_text())
+    settings |= {"model_type": "own", "auto_map": {"AutoConfig": "own_model.OwnConfig"}}
+    settings["auto_map"]["AutoModelForCausalLM"] = "own_model.OwnModel"
+    (tmp_path / "theirs/config.json").write_text(json.dumps(settings))
+    read = partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+    model, ids = read(tmp_path / "theirs"), torch.arange(12).reshape(2, 6)
+    epload.save(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "again")
+    folders = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "again")]
+    assert folders[0].keys() == folders[1].keys() >= {"own_model.py", "sizes.py"}
+    assert all(folders[0][name] == folders[1][name] for name in folders[0] if not name.endswith(".safetensors"))
+    assert torch.equal(read(tmp_path / "ours")(ids).logits, model(ids).logits)
+
+
+def test_what_is_of_the_load_or_the_process_is_not_saved(tmp_path: Path) -> None:
+    """The name of the file that a model was loaded from, and how generation is compiled."""
+    model = random("llama", 1)
+    model.config.transformers_weights = "consolidated.safetensors"
+    model.generation_config.compile_config = transformers.CompileConfig()
+    epload.save(model, tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours")
+    assert differing(again, model) == []
+    assert again.generation_config.compile_config is None
+
+
+def test_a_tied_embedding_has_its_own_name_with_names_from(tmp_path: Path) -> None:
+    """As ``save_pretrained`` names it, whichever name the checkpoint of names_from has first."""
+    settings = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, tie_word_embeddings=True
+    )
+    model = transformers.LlamaForCausalLM(settings)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs/model.safetensors")
+    names = {"lm_head.weight": torch.zeros(32, 16)} | expected
+    epload.save(model, tmp_path / "ours", names_from=names)
+    assert_same(load_file(tmp_path / "ours/model.safetensors"), expected)

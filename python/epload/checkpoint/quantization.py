@@ -64,13 +64,22 @@ def quantization_of(config: Any) -> Quantization | None:
     return declared_quantization(section) if section is not None else None
 
 
+_SECTIONS = "quantization_config", "compression_config", "quantization"
+
+
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the part of a ``config.json`` or ``hf_quant_config.json`` that declares a quantization; None if there is none."""
     for section in (config, config.get("text_config")):
-        for key in ("quantization_config", "compression_config", "quantization"):
+        for key in _SECTIONS:
             if isinstance(section, Mapping) and isinstance(declared := section.get(key), Mapping):
                 return declared
     return None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a ``config.json`` that declares none."""
+    config = {key: value for key, value in config.items() if key not in _SECTIONS}
+    return config | ({"text_config": without_quantization(text)} if isinstance(text := config.get("text_config"), dict) else {})
 
 
 def quantized_with(names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]) -> dict[str, str]:

@@ -14,8 +14,9 @@ from torch import nn
 from epload.checkpoint.checksums import AnyChecksums as AnyChecksums
 from epload.mapping.mapping import AnyMapping
 from epload.mapping.precision import AnyDTypes, DTypes, requested_dtypes
+from epload.mapping.wrappers import unwrap
 from epload.model.devices import requested_device
-from epload.model.expert_parallel import LocalModules, OuterShard, Parts
+from epload.model.expert_parallel import LocalModules, OuterShard, Parts, describe_parts
 from epload.model.initialization import InitMissing
 from epload.model.megatron import MegatronChunks, Model, as_module
 from epload.planning.algorithms import ALGORITHMS
@@ -157,4 +158,6 @@ def describe_model(model: Model, parts: Parts) -> tuple[Any, Parts]:
     no model is returned as it is, and refused by :meth:`Request.check`."""
     with suppress(TypeError, ValueError):
         model = as_module(model)
-    return model, (*parts, LocalModules("")) if isinstance(model, MegatronChunks) else parts
+    if isinstance(model, MegatronChunks):
+        return model, (*parts, LocalModules(""))
+    return model, describe_parts(unwrap(model, ())[0], parts) if isinstance(model, nn.Module) else parts

@@ -117,8 +117,9 @@ class Mapping:
     base_model_prefix: str = ""
     """Path of the base model inside a model with a head. Checkpoint keys may have or lack this prefix."""
     ties: tuple[tuple[str, str], ...] = ()
-    """Pairs of model names that share one value. A checkpoint tensor for one of them also fills the other, unless the
-    checkpoint has a tensor for the other. Applies even if parallelizing the model has made two tensors of them."""
+    """Pairs of model names that share one value, the one under which it is saved first. A checkpoint tensor for one of them also
+    fills the other, unless the checkpoint has a tensor for the other. Applies even if parallelizing the model has made two
+    tensors of them."""
     aliases: tuple[Rename, ...] = ()
     """Renames of the model's names, for wrappers (torch.compile, DDP, PEFT) that add to them. Rules apply to the result."""
     required: bool = True

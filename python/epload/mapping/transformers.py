@@ -62,7 +62,7 @@ def from_transformers(model: Any) -> Mapping:
         tuple(rename_of(transform) for transform in transforms if transform not in converters),
         tuple(chain.from_iterable(_with_scales(converter, model, names) for converter in converters)),
         model.base_model_prefix,
-        tuple((getattr(model, "all_tied_weights_keys", None) or {}).items()),
+        tuple((source, copy) for copy, source in (getattr(model, "all_tied_weights_keys", None) or {}).items()),
         required=False,
         ignore_unexpected=unexpected,
         ignore_missing=missing,

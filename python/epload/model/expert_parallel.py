@@ -1,12 +1,14 @@
 """Expert parallelism that a model does not describe itself: this rank's tensors are a shard of something larger, or it has
-modules for its experts only. The caller describes both when loading."""
+modules for its experts only. The caller describes both when loading, and what is loaded is saved and sent as it says."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from epload.core.patterns import check_expressions
@@ -88,6 +90,26 @@ class LocalModules:
 
 Parts = Sequence[OuterShard | LocalModules]
 """All that a caller says of one model. For each tensor the first outer shard and the first local modules that match apply."""
+
+_described: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+
+
+def describe_parts(model: nn.Module, parts: Parts) -> Parts:
+    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before, or else the
+    shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
+
+    The plan sets ``model._fqn2spec_info``, which has each name's ``placement`` and, for a shard, its ``para_mesh``.
+    """
+    if parts:
+        _described[model] = parts
+    elif not (parts := _described.get(model, ())) and (plan := getattr(model, "_fqn2spec_info", None)):
+        sharded: dict[tuple[DeviceMesh, int], list[str]] = {}
+        for name, spec in plan.items():
+            if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
+                sharded.setdefault((spec.para_mesh, dim), []).append(name)
+        patterns = {key: rf"(^|\.)({'|'.join(map(re.escape, names))})$" for key, names in sharded.items()}
+        parts = tuple(OuterShard(pattern, *key) for key, pattern in patterns.items())
+    return parts
 
 
 def outer_shard(parts: Parts, name: str) -> OuterShard | None:

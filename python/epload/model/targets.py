@@ -205,6 +205,8 @@ def collect(
             targets.index[global_name(expert_parallel, name) or name] = by_id[id(tensor)] = owner
             continue
         fsdp_axis, outer = fsdp_axes.get(id(tensor)), outer_shard(expert_parallel, name)
+        if not filled and outer is None and not isinstance(model, MegatronChunks):
+            _check_whole(name, local)
         key = (tensor.shape, local.shape, sharding, fsdp_axis, outer)
         if key not in layouts:
             layouts[key] = len(targets.layouts)
@@ -248,6 +250,17 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
         raise ModelMismatch(
             f"{pair[0]} and {pair[1]} share part of their memory, so that filling one would overwrite the other; "
             "clone() one of them, or keep it out of the state dict"
+        )
+
+
+def _check_whole(name: str, tensor: Tensor) -> None:
+    """Raises ModelMismatch for a tensor that is read, and that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one
+    rank's part of a larger one, which its shape does not say."""
+    group = str(getattr(tensor, "group_name", ""))
+    if getattr(tensor, "tensor_model_parallel", False) or (group.startswith("ep_size_") and group != "ep_size_1"):
+        raise ModelMismatch(
+            f"{name} is marked as one rank's part of a larger tensor, as by DeepSpeed or Megatron-Core, and ranks would be taken for "
+            "replicas: save it with the library that divided it, or describe it when loading (LoadOptions.outer_shards)"
         )
 
 

@@ -129,11 +129,11 @@ def _bare_names(rules: Mapping, targets: Targets, names: Collection[str]) -> tup
     """Returns a name of each target that has one among ``names``, and the name without wrappers; of tied ones the name that
     others are tied to, under which libraries save it."""
     own_names = [name for name in targets.index if name in names]
-    tied = {name for name, _ in rules.ties}
+    copies = {name for _, name in rules.ties}
     chosen: dict[int, tuple[str, str]] = {}
     for own, bare in zip(own_names, apply_renames(rules.aliases, own_names), strict=True):
         number = targets.index[own]
-        if number not in chosen or (chosen[number][1] in tied and bare not in tied):
+        if number not in chosen or (chosen[number][1] in copies and bare not in copies):
             chosen[number] = own, bare
     ordered = [chosen[number] for number in sorted(chosen)]
     return [own for own, _ in ordered], [bare for _, bare in ordered]

@@ -12,7 +12,7 @@ from epload.checkpoint.base import Checkpoint
 from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.finding import read_config
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.quantization import quantized_with
+from epload.checkpoint.quantization import quantized_with, without_quantization
 from epload.core import dtypes as dtype_names
 from epload.core.views import Shape
 from epload.errors import ModelMismatch
@@ -100,7 +100,8 @@ def megatron_config(names_from: Any, dtype: torch.dtype) -> dict[str, bytes]:
     config = read_config(names_from)
     if not config:
         return {}
-    config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    left_out = "torch_dtype", "transformers_weights"
+    config = {key: value for key, value in without_quantization(config).items() if key not in left_out}
     return {CONFIG: json.dumps(config | {"dtype": dtype_names.name(dtype)}, indent=2).encode()}
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from epload.checkpoint.file_sets import CONFIG
 from epload.checkpoint.manifest import Manifest
-from epload.checkpoint.quantization import quantized_with
+from epload.checkpoint.quantization import quantized_with, without_quantization
 from epload.core import dtypes as dtype_names
 from epload.mapping.mapping import AnyMapping, Mapping, quantize_rule
 from epload.mapping.precision import left_in_fp32
@@ -108,7 +110,7 @@ def _config_files(
     inner: Any, manifest: Manifest, dtype: torch.dtype | None, quantized: QuantizedModel | None
 ) -> dict[str, bytes]:
     """Returns ``config.json`` and ``generation_config.json`` of a model of transformers or diffusers, as ``save_pretrained``
-    writes them; of another one that is quantized a ``config.json`` that declares it. ``manifest``: of the tensors before they are
+    writes them, with code that is not the library's; of another one that is quantized a ``config.json`` that declares it. ``manifest``: of the tensors before they are
     quantized."""
     declared = {} if quantized is None else {"quantization_config": quantized.quantization_config}
     if is_diffusers(type(inner)):
@@ -117,10 +119,11 @@ def _config_files(
     if not is_from_package(inner, "transformers") or not hasattr(inner, "config"):
         return {CONFIG: json.dumps(declared, indent=2).encode()} if declared else {}
     config = copy.deepcopy(inner.config)
+    matrices = [own for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1]
+    dequantized = quantized is None and not getattr(inner, "is_quantized", False) and all(map(dtype_names.is_wide, matrices))
     if quantized is not None:
         config.quantization_config = quantized.quantization_config
-    elif all(dtype_names.is_wide(own) for own, shape in zip(manifest.dtypes, manifest.shapes, strict=True) if len(shape) > 1):
-        vars(config).pop("quantization_config", None)  # of a checkpoint that was dequantized
+    vars(config).pop("transformers_weights", None)  # the name of the file that it was loaded from
     config.architectures = [class_before_fsdp(type(inner)).__name__]
     floats = Counter[torch.dtype]()
     for saved, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
@@ -128,8 +131,24 @@ def _config_files(
             floats[saved] += prod(shape)
     if floats:  # that of the model, as save_pretrained has it, and not of what is kept in float32
         config.dtype = dtype_names.name(dtype or floats.most_common(1)[0][0])
-    files = {CONFIG: config.to_json_string(use_diff=True).encode()}
+    files = _code_files(inner, config)
+    described = json.loads(config.to_json_string(use_diff=True))
+    described = without_quantization(described) if dequantized else described
+    files[CONFIG] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
     generation = getattr(inner, "generation_config", None)
     if generation is not None and inner.can_generate():
-        files["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
+        files["generation_config.json"] = generation.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
     return files
+
+
+def _code_files(inner: Any, config: Any) -> dict[str, bytes]:
+    """Returns the files of the code that defines a model, or its configuration, and is not the library's. Notes it in the
+    configuration."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    cls = class_before_fsdp(type(inner))
+    with TemporaryDirectory() as folder:
+        for custom in (cls.__new__(cls), config):
+            if getattr(custom, "_auto_class", None) is not None:
+                custom_object_save(custom, folder, config=config)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

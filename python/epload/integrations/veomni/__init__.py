@@ -11,16 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import epload
 from epload.integrations.veomni.converted import ConvertedCheckpoint
-from epload.loading.request import LoadOptions
 from epload.mapping.mapping import Mapping, Rename
 from epload.mapping.resolve import from_model
 from epload.mapping.wrappers import BASE_LAYER, PEFT_ALIASES, strip_wrappers, wrapper_aliases
-from epload.model.expert_parallel import OuterShard
 from epload.model.modules import Modules
 
 _log = logging.getLogger(__name__)
@@ -67,8 +64,6 @@ def rank0_load_and_broadcast_weights(
         )
     options: dict[str, Any] = {"readers": "one", "progress": False, "strict": False}
     options |= {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LOAD}
-    rare: LoadOptions = options.get("options") or LoadOptions()
-    options["options"] = replace(rare, outer_shards=rare.outer_shards or _planned_shards(model))
     tied = _find_tied_embeddings(model)
     converted = _converted(model, weights_path)
     options.setdefault("mapping", _mapping(model, bool(kwargs.get("is_peft_model")), converted is not None, tied))
@@ -136,18 +131,6 @@ def _rename(name: str, renames: dict[str, str]) -> str:
         if count:
             return renamed
     return name
-
-
-def _planned_shards(model: nn.Module) -> list[OuterShard]:
-    """Returns the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
-
-    The plan sets ``model._fqn2spec_info``, which has each name's ``placement`` and, for a shard, its ``para_mesh``.
-    """
-    sharded: dict[tuple[DeviceMesh, int], list[str]] = {}
-    for name, spec in getattr(model, "_fqn2spec_info", {}).items():
-        if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:
-            sharded.setdefault((spec.para_mesh, dim), []).append(name)
-    return [OuterShard(f"^({'|'.join(map(re.escape, names))})$", mesh, dim) for (mesh, dim), names in sharded.items()]
 
 
 def _find_tied_embeddings(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
