@@ -202,6 +202,8 @@ def test_links_to_files_are_followed(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "blob")
     path = tmp_path / "model.safetensors"
     path.symlink_to("blob")
+    for other, target in (("loop", "loop"), ("long", "x" * 300)):  # beside it, which are nobody's
+        (tmp_path / other).symlink_to(target)
     assert_same(read_all(Checkpoint.open(tmp_path)), STATE)
     assert os.get_blocking(LocalFile(path).fd)
     for target in ("nowhere", path.name):

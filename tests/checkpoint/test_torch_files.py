@@ -323,6 +323,14 @@ def test_compressed_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert_same(read_all(Checkpoint.open(tmp_path / "other")), state)
     archive(tmp_path / "other" / "m.bin", START + b"N" * (1 << 20) + b".", zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", 1 << 20)
+    torch.save({"bomb": torch.zeros(5 << 18)}, tmp_path / "bomb.bin")
+    with (
+        zipfile.ZipFile(tmp_path / "bomb.bin") as stored,
+        zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in stored.infolist():
+            packed.writestr(entry.filename, stored.read(entry))
+    must_raise(CheckpointError, "it unpacks to 5[0-9]* bytes, expected at most", Checkpoint.open, tmp_path / "packed.bin")
     text = f"its pickle has {(1 << 20) + 3} bytes, expected at most"
     must_raise(CheckpointError, text, Checkpoint.open, tmp_path / "other")
 

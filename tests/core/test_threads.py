@@ -39,3 +39,19 @@ def test_no_step_runs_after_an_interrupt() -> None:
     assert len(ended) == count - 1 < 20
     time.sleep(0.1)
     assert len(begun) == count
+
+
+class Panic(BaseException):
+    """No Exception, like what a library in Rust raises."""
+
+
+def test_what_is_no_exception_reaches_the_caller() -> None:
+    both, caller = threading.Barrier(2, timeout=30), threading.current_thread()
+
+    def step() -> None:
+        both.wait()
+        if threading.current_thread() is not caller:
+            raise Panic
+
+    with pytest.raises(Panic):
+        threads.run_all("steps", [step, step], 2)

@@ -111,11 +111,13 @@ class DeltaIndex(Index):
             path = self.base.removeprefix(hub.SCHEME)
             if path.startswith("/") or "://" in path or "\0" in path or not path:
                 raise ValueError(f"expected the base as a relative path, or a model on the Hub, got {self.base[:200]!r}")
-            if not self.files or not all(is_plain(name) for name, _ in self.files):
+            if not self.files or not all(map(is_plain, [*self.config, *(name for name, _ in self.files)])):
                 raise ValueError("expected plain names of files in the folder")
+            if any(name.endswith(file_sets.WRITTEN) for name in self.config):
+                raise ValueError("expected files of a configuration next to the changes")
             if sum(prod(shape) * dtype.itemsize for dtype, shape, _ in self.tensors.values()) >= 1 << 62:
                 raise ValueError("more bytes than a checkpoint can have")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointError(
                 f"{file}: not the index of a folder with changes ({type(error).__name__}: {str(error)[:200]}); copy the folder "
                 "again, or read it with the version of epload that has written it"

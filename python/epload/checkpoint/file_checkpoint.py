@@ -147,10 +147,12 @@ def _fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     covered = sum(prod(size) for _, size in boxes)
     if covered < prod(shape):
         return f"has chunks for only {covered} of its {prod(shape)} elements: files are missing, or it was not saved whole"
-    ordered = sorted(boxes)
+    # Along the dim that is divided most: all begin at 0 along another.
+    dim = max(range(len(shape)), key=lambda d: len({start[d] for start, _ in boxes}), default=0)
+    ordered = sorted(boxes, key=lambda box: box[0][dim : dim + 1])
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
-            if shape and b[0][0] >= a[0][0] + a[1][0]:
+            if shape and b[0][dim] >= a[0][dim] + a[1][dim]:
                 break  # as are all after it
             if intersect(a, b) is not None:
                 return f"has chunks at {list(a[0])} and {list(b[0])} that overlap"

@@ -148,7 +148,7 @@ class LocalStore(ByteStore):
 
     def names(self, standard: Sequence[str] = ()) -> list[str]:
         with os.scandir(self.path) as entries:
-            return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
+            return sorted(f"{entry.name}/" if os.path.isdir(entry) else entry.name for entry in entries)
 
     def path_of(self, name: str) -> str:
         return f"{self._address}/{name}" if self._address else str(self.path / name)

@@ -114,6 +114,8 @@ class Manifest:
         locations = self.locations
         if locations is None or [index, *map(_layout, files)] != [locations.index, *map(_layout, locations.files)]:
             return None
+        if self.in_object_storage and source != self.source:  # an ETag, or a time, tells only versions of one object apart
+            return None
         return self.with_provenance([source, [index, *files], self.ignored])
 
     def nbytes_of(self) -> list[int]:

@@ -125,6 +125,8 @@ class ObstoreClient:
             raise PermissionError("access is denied (403)") from error
         except errors.UnauthenticatedError as error:
             raise PermissionError("the credentials are missing or not valid (401)") from error
+        except errors.NotSupportedError as error:
+            raise PermissionError("the server does not send parts of files (HTTP Range)") from error
         except errors.BaseError as error:
             raise _described(str(error).lower()) from error
 

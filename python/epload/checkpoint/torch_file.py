@@ -31,6 +31,8 @@ _MAX_LEGACY_BYTES = 100_000_000
 """Limit of the pickles at the beginning of a file of the format before torch 1.6."""
 _MAX_PICKLE_BYTES = 1_000_000_000
 """Limit of a pickle that torch loads: one that is compressed may claim any size."""
+_MAX_RATIO = 16
+"""Limit of the bytes that a compressed archive takes, above a pickle, over those of the file."""
 _LEGACY_PICKLES = 5
 """Number of pickles that a file of the format before torch 1.6 begins with."""
 
@@ -43,8 +45,11 @@ def check_pickles(stream: BinaryIO) -> None:
     if is_archive:
         with zipfile.ZipFile(stream) as archive:
             nbytes = max((e.file_size for e in archive.infolist() if e.filename.endswith("data.pkl")), default=0)
+            unpacked = sum(e.file_size for e in archive.infolist() if not _is_stored(e))
         if nbytes > _MAX_PICKLE_BYTES:
             raise Suspicious(f"its pickle has {nbytes} bytes, expected at most {_MAX_PICKLE_BYTES}")
+        if unpacked > (most := _MAX_PICKLE_BYTES + _MAX_RATIO * stream.seek(0, os.SEEK_END)):
+            raise Suspicious(f"it unpacks to {unpacked} bytes, expected at most {most}")
         stream.seek(0)
         read_pickle(torch._C.PyTorchFileReader(stream).get_record("data.pkl"))  # the same pickle as torch.load finds
     else:

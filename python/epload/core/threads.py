@@ -103,6 +103,8 @@ def run_all(name: str, steps: Sequence[Callable[[], T]], count: int) -> list[T]:
                 helpers.append(call(name, work))
         work()
         wait(helpers)
+        for helper in helpers:
+            helper.result()  # which raises only what is no Exception, as a client's panic
     except BaseException as interrupt:
         failures[-1] = interrupt
         wait(helpers)

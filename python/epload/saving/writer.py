@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from epload.checkpoint.file_sets import CHECKSUMS, CONFIG, DELTA
+from epload.checkpoint.file_sets import CHECKSUMS, CONFIG, WRITTEN
 from epload.core.attempt import Attempt
 from epload.core.buffers import as_memoryview
 from epload.core.columns import batches
@@ -61,7 +61,7 @@ def check_arguments(topology: Topology, max_shard_bytes: int, files: Sequence[Pa
     for name, count in names.items():
         if count > 1:
             raise ValueError(f"expected files= of different names, got {count} called {name}")
-        if name == DELTA or name.endswith((".safetensors", ".safetensors.index.json")):
+        if name.endswith(WRITTEN):
             raise ValueError(f"expected files= without {name}: the tensors of the checkpoint are written, and no others")
 
 
