@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 import epload
 from epload import CheckpointError, HierarchicalLoader, LoadError, Topology
@@ -24,6 +23,7 @@ from support import ranks
 from support.on_ranks import on_ranks
 from support.readers import saved
 from support.small_model import BUCKET, NODES, State, meta_net, state_for, wrong
+from support.tensor_classes import Halved, Opaque, Requantized, Wrapped
 
 
 def freed(tensor: Tensor) -> Tensor:
@@ -38,45 +38,6 @@ UNUSABLE: dict[str, Callable[[], Tensor]] = {
 }
 
 
-class Wrapped(Tensor):
-    """Stands for another tensor, as a weight does that FSDP casts to float8 before it is gathered."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
-        )
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner)
-        unwrapped, options = tree_map_only(cls, cls.whole, (args, kwargs or {}))
-        return func(*unwrapped, **options)
-
-    def whole(self) -> Tensor:
-        """Returns the tensor for operations that the class does not know."""
-        return self.inner
-
-
-class Halved(Wrapped):
-    """Keeps half of its elements' values, and hands out the whole values, as a quantized weight does."""
-
-    def whole(self) -> Tensor:
-        return self.inner * 2
-
-
-class Opaque(Wrapped):
-    """Knows no operation that reads its elements."""
-
-    def whole(self) -> Tensor:
-        raise NotImplementedError
-
-
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
 
@@ -89,6 +50,11 @@ def test_a_tensor_that_hands_out_copies_is_refused() -> None:
         with pytest.raises(epload.ModelMismatch, match=r"1\.weight is a Halved, which hands out copies of its elem"):
             epload.load(net, state, verify=verify, progress=False)
     assert torch.equal(net[0].weight, before)
+    net[1].weight = nn.Parameter(Requantized(torch.tensor([[1.0, 0.5, 3.0], [2.0, 7.0, 8.0]])), requires_grad=False)
+    kept = net[1].weight.inner.clone()
+    with pytest.raises(epload.ModelMismatch, match=r"1\.weight is a Requantized, which hands out copies"):
+        epload.load(net, {}, strict=False, progress=False)
+    assert torch.equal(net[1].weight.inner, kept)
     net[1].weight = nn.Parameter(Wrapped(torch.ones(2, 3)), requires_grad=False)
     epload.load(net, state, progress=False)
     assert torch.equal(net[1].weight.inner, state["1.weight"])

@@ -17,6 +17,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 import epload
 from campaigns.census import judge
@@ -228,3 +229,22 @@ def test_what_peft_trains_as_a_copy_is_quantized_as_the_module_itself(tmp_path: 
     )
     assert_same(saved[0], base[0])
     assert saved[1] == base[1]
+
+
+@pytest.mark.parametrize("fails", ["mxfp4", "not serializable", "converted"])
+def test_weights_in_a_layout_that_only_the_library_knows_are_not_saved(fails: str, tmp_path: Path) -> None:
+    """On a GPU, the experts of a model in MXFP4 are objects of Triton, which no state dict has."""
+    quantizer: Any = object.__new__(Mxfp4HfQuantizer if fails == "mxfp4" else FineGrainedFP8HfQuantizer)
+    quantizer.quantization_config, quantizer.pre_quantized = transformers.FineGrainedFP8Config(), True
+    model = build("llama")
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    if fails != "mxfp4":
+        epload.save(model, tmp_path / "serializable")
+    if fails == "not serializable":
+        quantizer.is_serializable = False
+    elif fails == "converted":
+        quantizer.get_weight_conversions = lambda: [None]
+    with epload.WeightSender(model, ("127.0.0.1", 0), receivers=1, timeout=20) as sender:
+        for call in (partial(epload.save, model, tmp_path / "saved"), partial(sender.send_weights, 1)):
+            must_raise(epload.ModelMismatch, "keeps its weights as .*HfQuantizer has packed them", call)
+    assert not (tmp_path / "saved").exists()

@@ -21,7 +21,7 @@ from epload.core.copy_table import CopyTable
 from epload.planning.waves import Wave
 from epload.ranks.groups import Group
 from epload.sync.device_route import DeviceRoute
-from epload.sync.devices import DeviceAccess, link_obstacle
+from epload.sync.devices import DeviceAccess, link_obstacle, share_memory
 from epload.transfer.shards import Shards
 from support import fakedev, ranks
 from support.accelerator import DEVICE
@@ -31,6 +31,7 @@ from support.jobs import Job, Meeting, run
 from support.small_syncs import attempt, many_waves, receiving, take
 from support.sync_jobs import receive, send
 from support.synced_models import build, check
+from support.tensor_classes import Halved
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -45,6 +46,16 @@ def test_which_ranks_reach_each_other_from_their_devices() -> None:
         ("", (), "rank 1 has tensors elsewhere"),
     ):
         assert link_obstacle([first, DeviceAccess(kind=kind, identity=identity)]).startswith(expected)
+
+
+def test_memory_that_does_not_hold_the_values_is_not_shared() -> None:
+    """Dequantized copies are freed after the op that would publish their memory."""
+    for tensor, text in (
+        (Halved(torch.ones(2)), "hands out copies"),
+        (torch.zeros(2, dtype=torch.complex64).conj(), "conjugated"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            share_memory([torch.ones(2), tensor])
 
 
 def never_connects(rank: int, meeting: Meeting, dies: bool) -> tuple[bool, bool]:

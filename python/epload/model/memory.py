@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epload.core.copy_table import copy_row
 from epload.native import ops
 
 _MAX_COMPARED_ELEMENTS = 1 << 20
@@ -83,21 +82,15 @@ def wraps_tensors(kind: type[Tensor]) -> bool:
 
 
 def keeps_writes(tensor: Tensor) -> bool:
-    """Returns True if an op of epload that writes to a tensor changes it. A class may hand ops a copy of its elements, such as
-    dequantized ones, and the copy would be filled. Tries it with the first element, which then gets its own bytes back."""
-    if tensor.is_meta or not tensor.numel():
+    """Returns True if an op of epload that writes to a tensor changes it, and one that reads it later reads its memory. A class
+    may hand each argument of an op a copy of its elements, such as dequantized ones, which is freed after the op."""
+    if tensor.is_meta or not tensor.numel() or not wraps_tensors(type(tensor)):
         return True
-    dims = tensor.dim()
-    row = torch.tensor([copy_row(dims, 0, 0, tensor.dtype, [0] * dims, [1] * dims, [1] * dims)], device="cpu")
-    element, read = torch.empty(2, tensor.dtype.itemsize, dtype=torch.uint8, device=tensor.device).unbind()
     try:
-        ops.pack(element, [tensor], row)
-        ops.unpack(~element, [tensor], row)
-        ops.pack(read, [tensor], row)
-        ops.unpack(element, [tensor], row)
+        first, second = ops.describe_memory([tensor, tensor])[:, 0].tolist()
     except (RuntimeError, ValueError, NotImplementedError, TypeError):
         return False
-    return torch.equal(read, ~element)
+    return bool(first and first == second)
 
 
 def poison(tensor: Tensor) -> None:

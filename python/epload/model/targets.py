@@ -224,7 +224,7 @@ def collect(
         targets.index |= {alias: targets.index[name] for alias, name in model.tied_names().items()}
     _check_overlap([(targets.names[i], with_memory[id(targets.tensors[i])]) for i in by_memory.values()])
     for name, local in zip(targets.names, targets.local() if filled else (), strict=filled):
-        if memory.wraps_tensors(type(local)) and not memory.keeps_writes(local):
+        if not memory.keeps_writes(local):
             raise ModelMismatch(
                 f"{name} is a {type(local).__name__}, which hands out copies of its elements, so that it cannot be filled in "
                 "place; load the weights before they are wrapped or quantized"
@@ -254,13 +254,13 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Raises ModelMismatch for a tensor that is read, and that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one
-    rank's part of a larger one, which its shape does not say."""
+    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one rank's part of a
+    larger one, which its shape does not say."""
     group = str(getattr(tensor, "group_name", ""))
     if getattr(tensor, "tensor_model_parallel", False) or (group.startswith("ep_size_") and group != "ep_size_1"):
         raise ModelMismatch(
-            f"{name} is marked as one rank's part of a larger tensor, as by DeepSpeed or Megatron-Core, and ranks would be taken for "
-            "replicas: save it with the library that divided it, or describe it when loading (LoadOptions.outer_shards)"
+            f"{name} is marked as one rank's part of a larger tensor, as by DeepSpeed or Megatron-Core, and would be taken for a "
+            "replica: save it with the library that divided it, or describe it when loading (LoadOptions.outer_shards)"
         )
 
 

@@ -110,8 +110,8 @@ def _config_files(
     inner: Any, manifest: Manifest, dtype: torch.dtype | None, quantized: QuantizedModel | None
 ) -> dict[str, bytes]:
     """Returns ``config.json`` and ``generation_config.json`` of a model of transformers or diffusers, as ``save_pretrained``
-    writes them, with code that is not the library's; of another one that is quantized a ``config.json`` that declares it. ``manifest``: of the tensors before they are
-    quantized."""
+    writes them, with code that is not the library's; of another one that is quantized a ``config.json`` that declares it.
+    ``manifest``: of the tensors before they are quantized."""
     declared = {} if quantized is None else {"quantization_config": quantized.quantization_config}
     if is_diffusers(type(inner)):
         described = {**json.loads(inner.to_json_string()), "_class_name": class_before_fsdp(type(inner)).__name__}

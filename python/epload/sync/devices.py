@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epload.model.devices import backends_of
+from epload.model.memory import keeps_writes
 from epload.native import ops
 from epload.planning.pulls import Reach
 from epload.planning.streams import Members
@@ -116,6 +117,8 @@ def share_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[str], list[int
     """See ``ops.share_memory``. Raises RuntimeError also for tensors whose memory does not hold their values."""
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         raise RuntimeError("one of its tensors is to be conjugated or negated when it is read (Tensor.resolve_conj)")
+    if any(not keeps_writes(tensor) for tensor in tensors):
+        raise RuntimeError("one of its tensors hands out copies of its elements")
     return ops.share_memory([tensor.detach() for tensor in tensors])
 
 

@@ -223,16 +223,14 @@ class WeightSender(Endpoint):
 
         try:
             self._sending = threads.call("epload-send", lambda: self._send(report, began, failure, copied, number))
-        except Exception as error:
-            self._send(report, began, error, number=number)  # on all ranks, where it raises this
-            raise
-        self._sending.add_done_callback(lambda _: may_change.set())
-        add_to_background(self._sending, f"send_weights({version}, wait=False)")
-        try:
+            self._sending.add_done_callback(lambda _: may_change.set())
+            add_to_background(self._sending, f"send_weights({version}, wait=False)")
             if self._model.base_version is not None:
                 may_change.wait()
-        except BaseException:
+        except BaseException as error:
             interrupted.set()
+            if self._sending is None and isinstance(error, Exception):
+                self._send(report, began, error, number=number)  # on all ranks, where it raises this
             raise
         return None
 
