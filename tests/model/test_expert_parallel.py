@@ -109,6 +109,8 @@ def save_and_send(rank: int, meeting: jobs.Meeting, folder: Path, plans: bool) -
     runs.load(planned(model, on["ep"]) if plans else model, folder / "fused.safetensors", **options)
     wrapped: Any = torch.compile(model)
     epload.save(wrapped, folder / "saved", topology=runs.topology)
+    if not plans:
+        epload.save(nn.ModuleDict({"text": model}), folder / "outer", topology=runs.topology)
     with sending(meeting, wrapped) as sender:
         sender.send_weights(1)
 
@@ -120,6 +122,8 @@ def receive(rank: int, meeting: jobs.Meeting, folder: Path) -> None:
     expected = load_file(folder / "fused.safetensors")
     assert_same(model.state_dict(), expected)
     assert_same(load_file(folder / "saved/model.safetensors"), expected)
+    if (outer := folder / "outer/model.safetensors").exists():
+        assert_same({name.removeprefix("text."): tensor for name, tensor in load_file(outer).items()}, expected)
 
 
 @pytest.mark.parametrize("plans", [False, True])
@@ -239,6 +243,7 @@ def test_pipeline_stages(rank: int, tmp_path: Path) -> None:
         nodes = epload.Topology.from_nodes([[0, 1], [2, 3]])
         stage = epload.HierarchicalLoader(nodes, readers=readers, bucket_bytes=700, progress=False)
         options = {"local_modules": [LocalModules("")], "dtype": {r"^layers\.[34]": torch.float64}}  # of one stage
+        options["mapping"] = Mapping(ties=(("embed.weight", "head.weight"),) * (rank // 2))  # which only the last one declares
         report = stage.load(model, tmp_path / "all.safetensors", **options)
         for name, tensor in model.state_dict().items():
             part = whole[name].chunk(2)[rank % 2]

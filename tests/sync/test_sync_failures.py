@@ -417,3 +417,39 @@ def test_nobody_waits_for_an_engine_that_dies_before_it_takes_part() -> None:
         assert seconds < 30
     assert "has left or is silent" in failed
     assert received == ""
+
+
+def send_after_a_failure(rank: int, meeting: Meeting) -> str:
+    model = build("plain", 1)
+    with sending(meeting, model, timeout=TIMEOUT) as sender:
+        write(model, 1)
+        sender.send_weights(1)
+        meeting.hear("waits")
+        model.to("meta")
+        text = outcome(partial(sender.send_weights, 2))
+        model.to_empty(device="cpu")
+        write(model, 2)
+        sender.send_weights(2)
+    return text
+
+
+def receive_after_a_failure(rank: int, meeting: Meeting) -> str:
+    model = build("plain", 1)
+    with receiving(meeting, model, timeout=TIMEOUT) as receiver:
+        take(receiver)
+        meeting.say("waits")
+        text = outcome(partial(receiver.receive_weights, 2))
+        assert not receiver.sender_has_ended()
+        take(receiver, 2)
+        check(model, 2)
+        while not receiver.sender_has_ended():
+            time.sleep(0.05)
+    return text
+
+
+def test_a_sender_that_cannot_read_its_model_tells_those_that_wait_for_the_version() -> None:
+    """They may do nothing else until then, as an engine that a trainer has made wait."""
+    (sent,), (received,) = run([Job(1, send_after_a_failure), Job(1, receive_after_a_failure)])
+    assert "is on meta; give the model storage first" in sent
+    assert received.startswith("the sender canceled version 2: ")
+    assert "is on meta" in received

@@ -15,6 +15,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3MoeCon
 
 from support.jobs import Meeting
 from support.pretrained import fsdp, published, save_random
+from support.recordings import poison, same_bits, tensors_of
 
 os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
 
@@ -110,6 +111,20 @@ def make_draft(model: Any, config: Any) -> tuple[nn.Module, Any]:
     return draft, draft_config
 
 
+def start_engine(folder: Path, tensor_parallel: int) -> tuple[nn.Module, Any]:
+    """The same with the folder's weights, which vLLM has processed, as in a worker that serves."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model, config = make_engine(folder, tensor_parallel)
+    record_metadata_for_reloading(model)
+    with set_current_vllm_config(config):
+        model.load_weights(iter(published(folder).items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model, config
+
+
 def make_engine(
     folder: Path, tensor_parallel: int, dtype: str = "float32", expert_parallel: bool = True, **arguments: Any
 ) -> tuple[nn.Module, Any]:
@@ -194,3 +209,17 @@ class Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update")
+
+
+def differences(model: Any, config: Any, weights: dict[str, torch.Tensor], model_config: Any = None) -> list[str]:
+    """Names of parameters and buffers that vLLM's own layer-wise reload leaves with other values."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    poison(model)
+    with set_current_vllm_config(config), torch.device("cpu"):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(model, model_config or config.model_config)
+    return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, before[name])]

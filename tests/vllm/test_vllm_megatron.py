@@ -1,4 +1,4 @@
-"""Megatron-Core's ranks send versions to vLLM's own model classes, against vLLM's load_weights on the same checkpoints."""
+"""Megatron-Core's ranks send versions to vLLM's own model classes, against vLLM's own reload of the same checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import make_engine
+from engine import differences, start_engine
 
 import epload
 from support.jobs import Job, Meeting, run
 from support.pretrained import published
-from support.recordings import poison, same_bits, tensors_of
+from support.recordings import poison, tensors_of
 from support.small_syncs import receiving, take
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron"))
@@ -25,18 +25,19 @@ WORKERS = 2
 
 def serve(rank: int, meeting: Meeting, folder: Path) -> list[list[str]]:
     """Returns the tensors that differ from what vLLM's own loader makes, for each version."""
+    from epload.integrations.vllm import VllmModel
+
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    model, _ = make_engine(folder / "1", WORKERS)
+    model, config = start_engine(folder / "1", WORKERS)
+    with pytest.raises(epload.ModelMismatch, match=r"changes its weights after loading them .* VllmModel"):
+        epload.EngineModel(model).sync_target(strict=True)
     differing = []
-    with receiving(meeting, epload.EngineModel(model), timeout=100) as receiver, torch.no_grad():
+    with receiving(meeting, VllmModel(model, config, torch.device("cpu")), timeout=100) as receiver, torch.no_grad():
         for version in VERSIONS:
             poison(model)
             take(receiver, version)
-            received = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-            assert not any(tensor.isnan().any() for tensor in received.values())
-            poison(model)
-            model.load_weights(iter(published(folder / str(version)).items()))
-            differing.append([name for name, own in tensors_of(model).items() if not same_bits(own, received[name])])
+            assert not any(tensor.isnan().any() for tensor in tensors_of(model).values())
+            differing.append(differences(model, config, published(folder / str(version))))
     return differing
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine import CONFIGS, calls, make_checkpoint, make_draft, make_engine, make_trainer
+from engine import CONFIGS, calls, differences, make_checkpoint, make_draft, make_engine, make_trainer
 
 import epload
 from support import ranks
@@ -149,20 +149,6 @@ def read_values_after_loading() -> None:
         return loaded
 
     LlamaForCausalLM.load_weights = load_and_read
-
-
-def differences(model: Any, config: Any, weights: dict[str, torch.Tensor], model_config: Any = None) -> list[str]:
-    """Names of parameters and buffers that vLLM's own layer-wise reload leaves with other values."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-    poison(model)
-    with set_current_vllm_config(config), torch.device("cpu"):
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(weights.items()))
-        finalize_layerwise_reload(model, model_config or config.model_config)
-    return [name for name, tensor in tensors_of(model).items() if not same_bits(tensor, before[name])]
 
 
 CASES = [

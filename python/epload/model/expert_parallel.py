@@ -95,14 +95,17 @@ _described: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def describe_parts(model: nn.Module, parts: Parts) -> Parts:
-    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before, or else the
-    shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
+    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before of the model or a
+    part of it, or else the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
 
     The plan sets ``model._fqn2spec_info``, which has each name's ``placement`` and, for a shard, its ``para_mesh``.
     """
     if parts:
         _described[model] = parts
-    elif not (parts := _described.get(model, ())) and (plan := getattr(model, "_fqn2spec_info", None)):
+        return parts
+    described = (_described.get(module) for module in (model.modules() if _described else ()))
+    parts = next(filter(None, described), ())
+    if not parts and (plan := getattr(model, "_fqn2spec_info", None)):
         sharded: dict[tuple[DeviceMesh, int], list[str]] = {}
         for name, spec in plan.items():
             if (dim := getattr(spec.placement, "dim", None)) is not None and spec.para_mesh is not None:

@@ -375,6 +375,14 @@ class WeightReceiver(Endpoint):
 
     # ---- ending ----
 
+    def sender_has_ended(self) -> bool:
+        """Returns True if the sender was closed, or has died: versions of a new one need a new receiver, at the same address, too."""
+        try:
+            self._rendezvous.last()
+        except LoadError:
+            return True
+        return False
+
     def _drop_generation(self) -> None:
         self._discard()
         if self._generation is not None:

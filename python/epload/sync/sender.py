@@ -307,8 +307,14 @@ class WeightSender(Endpoint):
         control, model = self.topology.control, self._model
         is_new = self._generation is None or self._basis != model.basis
         message = [version, model.digest, is_new] if failure is None else None
-        if control.agree("reading the model", failure, message, _check_same_model):
-            self._drop_generation()
+        try:
+            if control.agree("reading the model", failure, message, _check_same_model):
+                self._drop_generation()
+        except BaseException as error:
+            if self._rendezvous is not None:  # receivers may wait for this version, and do nothing else
+                self._rendezvous.announce(version)
+                self._cancel(version, error, self._rendezvous)
+            raise
         start = Attempt(lambda: self._gather(version, self._rendezvous) if self._rendezvous else None)
         decision = control.agree(
             "waiting for receivers", start.failure, start.result, lambda views: views[control.ranks[0]], patience=2
@@ -337,12 +343,15 @@ class WeightSender(Endpoint):
             key = f"{version} {secrets.token_hex(8)}" if self._model.base_version is not None else ""
             start = Start(self._generations, participants.publish(self._store), key=key)
         except BaseException as error:
-            reason = message_of(error).removeprefix(f"version {version}: ")
-            rendezvous.start(Start(failed=f"the sender canceled version {version}: {reason}"))
+            self._cancel(version, error, rendezvous)
             raise
         rendezvous.start(start)
         self._unacknowledged = len(receivers)
         return start
+
+    def _cancel(self, version: int, error: BaseException, rendezvous: SenderRendezvous) -> None:
+        reason = message_of(error).removeprefix(f"version {version}: ")
+        rendezvous.start(Start(failed=f"the sender canceled version {version}: {reason}"))
 
     def _offer(self, version: int, generation: Generation) -> None:
         """Lets engines that have a version hand it on to those that join."""

@@ -30,6 +30,7 @@ from epload.planning.holdings import Holdings, holdings_of_targets
 from epload.sync.arrival import TensorLayout, layout_of
 from epload.sync.targets import Target
 
+_PROCESS = "process_weights_after_loading"
 BATCH_BYTES = 1 << 30
 """Maximum bytes of several groups of parameters that an engine processes at once."""
 
@@ -68,8 +69,15 @@ class EngineModel:
         return parameters | dict(self.model.named_buffers(remove_duplicate=False))
 
     def sync_target(self, strict: bool) -> EngineTarget:
-        """See :class:`~epload.sync.targets.TargetProvider`. Raises ModelMismatch: vLLM balances experts among its ranks."""
+        """See :class:`~epload.sync.targets.TargetProvider`. Raises ModelMismatch: vLLM balances experts among its ranks, or an engine
+        may have brought weights into the layout of a kernel, where what ``load_weights`` would copy does not belong."""
         for name, module in self.model.named_modules():
+            processing = (getattr(part, _PROCESS, None) for part in (module, getattr(module, "quant_method", None)))
+            if type(self) is EngineModel and any(processing):
+                raise ModelMismatch(
+                    f"the engine changes its weights after loading them ({name or type(module).__name__} has {_PROCESS}); pass "
+                    "epload.integrations.vllm.VllmModel(model, vllm_config, device), or epload.integrations.sglang.SglangModel"
+                )
             if getattr(module, "eplb_state", None) is not None:
                 raise ModelMismatch(
                     f"vLLM moves experts of {name or type(module).__name__} while it runs (enable_eplb), and weights would go "

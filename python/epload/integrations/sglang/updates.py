@@ -26,7 +26,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import _un
 from sglang.srt.runtime_context import get_exec, get_parallel
 
 from epload.core.log import logger
-from epload.errors import LoadError
+from epload.errors import LoadError, message_of
 from epload.integrations.sglang.model import SglangModel, check_updatable
 from epload.sync.receiver import WeightReceiver
 
@@ -104,6 +104,7 @@ class EngineUpdates:
                 receiver = self._connect(arguments, [runner.model for runner in runners], device)
                 logger.info("%s", receiver.receive_weights(version))
             except BaseException as error:
+                logger.warning("version %d was not received: %s", version, message_of(error))
                 self._failure = error
 
         self._agree("receive", check)
@@ -140,8 +141,8 @@ class EngineUpdates:
             raise ValueError("expected an engine without --hicache-storage-backend, which keeps what the old weights computed")
 
     def _connect(self, arguments: dict[str, Any], models: list[Any], device: torch.device) -> WeightReceiver:
-        """Returns the receiver, a new one if arguments are others or the version before could not be received."""
-        if self._receiver is not None and self._arguments != arguments:
+        """Returns the receiver, a new one if arguments are others, or the trainer has been started again."""
+        if self._receiver is not None and (self._arguments != arguments or self._receiver.sender_has_ended()):
             self._receiver.close()
             self._receiver = None
         if self._receiver is None:

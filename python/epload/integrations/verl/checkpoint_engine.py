@@ -117,8 +117,10 @@ class EploadCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._receiver is None:
             self._receiver = WeightReceiver(None, self._address, engine=self._engine, **self._options)
         self._receiver.receive_weights()
+        # verl gives engines handles of the largest tensors, which those of CPU memory are not.
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         for name, tensor in self._receiver.tensors():
-            yield name, tensor
+            yield name, tensor.to(device)
 
     def close(self) -> None:
         """Leaves, and frees memory."""

@@ -41,6 +41,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
 
+from epload.core.log import logger
 from epload.errors import LoadError
 from epload.integrations.engine.model import EngineModel
 from epload.mapping.mapping import AnyMapping
@@ -123,6 +124,9 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         receiver = self._connected()
         _check_awake()
+        if receiver.staged is None and self._info.stage != "none" and not receiver.partially_updated:
+            logger.warning("an update of the weights ends in which no version was received: they stay as they are")
+            return  # else vLLM could not begin another
         receiver.commit()
 
     def shutdown(self) -> None:
