@@ -144,6 +144,17 @@ def new_folder(path: Path, overwrite: bool) -> NewFolder:
 
 
 @pytest.mark.parametrize("exists", [True, False])
+def test_a_mount_point_is_refused_before_anything_is_written(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "mounted"
+    path.mkdir()
+    if exists:
+        (path / "file").touch()
+    with mock.patch.object(Path, "is_mount", lambda self: self == path):
+        must_raise(ValueError, "is a mount point", epload.save, {"w": torch.ones(2)}, path, overwrite=True)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("exists", [False, True])
 def test_a_folder_that_is_being_deleted_cannot_appear(exists: bool, tmp_path: Path) -> None:
     """A rank has noticed a failure and deletes files, while the first rank completes the folder."""
     path = old(tmp_path / "c") if exists else tmp_path / "c"

@@ -29,7 +29,7 @@ def serve(rank: int, meeting: Meeting, folder: Path) -> list[list[str]]:
 
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     model, config = start_engine(folder / "1", WORKERS)
-    with pytest.raises(epload.ModelMismatch, match=r"changes its weights after loading them .* VllmModel"):
+    with pytest.raises(epload.ModelMismatch, match=r"changes its weights after loading them .*VllmModel"):
         epload.EngineModel(model).sync_target(strict=True)
     differing = []
     with receiving(meeting, VllmModel(model, config, torch.device("cpu")), timeout=100) as receiver, torch.no_grad():

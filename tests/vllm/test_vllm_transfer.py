@@ -20,7 +20,7 @@ import epload
 from support import ranks
 from support.jobs import Job, Meeting, run
 from support.pretrained import published
-from support.recordings import copy_regions, manifest_of, poison, same_bits, tensors_of
+from support.recordings import copy_regions, manifest_of, same_bits
 from support.small_syncs import outcome
 
 VERSIONS = (1, 2)

@@ -95,8 +95,8 @@ _described: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def describe_parts(model: nn.Module, parts: Parts) -> Parts:
-    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before of the model or a
-    part of it, or else the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
+    """Notes what a caller says of a model without wrappers. Returns that; if it is nothing, what was said before of the model or
+    a part of it, or else the shards that VeOmni's parallel plan made before FSDP did, one for each mesh and dim.
 
     The plan sets ``model._fqn2spec_info``, which has each name's ``placement`` and, for a shard, its ``para_mesh``.
     """

@@ -223,14 +223,19 @@ def collect(
     if isinstance(model, MegatronChunks):
         targets.index |= {alias: targets.index[name] for alias, name in model.tied_names().items()}
     _check_overlap([(targets.names[i], with_memory[id(targets.tensors[i])]) for i in by_memory.values()])
-    for name, local in zip(targets.names, targets.local() if filled else (), strict=filled):
+    if filled:
+        _check_keeps_writes(targets)
+    check_patterns(expert_parallel, targets.names)
+    return targets
+
+
+def _check_keeps_writes(targets: Targets) -> None:
+    for name, local in zip(targets.names, targets.local(), strict=True):
         if not memory.keeps_writes(local):
             raise ModelMismatch(
                 f"{name} is a {type(local).__name__}, which hands out copies of its elements, so that it cannot be filled in "
                 "place; load the weights before they are wrapped or quantized"
             )
-    check_patterns(expert_parallel, targets.names)
-    return targets
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -254,8 +259,8 @@ def _check_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_whole(name: str, tensor: Tensor) -> None:
-    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one rank's part of a
-    larger one, which its shape does not say."""
+    """Raises ModelMismatch for a tensor that DeepSpeed's AutoTP or MoE, or a model of Megatron-Core, marks as one rank's part of
+    a larger one, which its shape does not say."""
     group = str(getattr(tensor, "group_name", ""))
     if getattr(tensor, "tensor_model_parallel", False) or (group.startswith("ep_size_") and group != "ep_size_1"):
         raise ModelMismatch(

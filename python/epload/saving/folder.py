@@ -50,6 +50,8 @@ class NewFolder:
         path, layout = self.path, self.layout
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ValueError(f"{path} is no folder; pass the path of a folder to save to")
+        if path.is_mount():
+            raise ValueError(f"{path} is a mount point, which no other folder can take the place of; pass a folder inside it")
         replaces = path.exists() and any(path.iterdir())
         if replaces and not self._overwrite:
             raise ValueError(

@@ -33,8 +33,8 @@ class ModelReader:
         """Returns the model's targets. Reshards FSDP2 modules.
 
         Raises:
-            ModelMismatch: see :func:`epload.model.targets.collect`; or Megatron has not gathered the parameters; or only transformers
-                knows how a quantized model is saved.
+            ModelMismatch: see :func:`epload.model.targets.collect`; or Megatron has not gathered the parameters; or only
+                transformers knows how a quantized model is saved.
             ValueError: a tensor is on meta, or tensors are on several accelerators.
         """
         if isinstance(self.model, MegatronChunks):
@@ -58,8 +58,8 @@ class ModelReader:
 
 
 def _check_quantizer(model: Any) -> None:
-    """Raises ModelMismatch for a model of transformers whose quantized weights are not what its checkpoints have: they may be in the
-    layout of a kernel, or no tensors."""
+    """Raises ModelMismatch for a model of transformers whose quantized weights are not what its checkpoints have: they may be in
+    the layout of a kernel, or no tensors."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or not getattr(model, "is_quantized", False):
         return

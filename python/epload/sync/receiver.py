@@ -104,7 +104,8 @@ class WeightReceiver(Endpoint):
             raise ValueError("expected stage='host' without a target: full tensors are made out of the memory for a version")
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
-        self._stage = stage
+        self.stage = stage
+        """Where a version arrives."""
         self._target = make_target(target, mapping, strict)
         if engine is None:
             engine, node = engine_of(topology, node, self._timeout)
@@ -143,7 +144,8 @@ class WeightReceiver(Endpoint):
         An engine that joins late, or has missed a version, immediately receives the version that other engines have with
         ``stage="host"``, from these engines. It receives the next version from the sender.
 
-        With ``stage="host"`` or ``"device"``, the target is not touched; a previous version that was not committed is discarded.
+        With ``stage="host"`` or ``"device"``, the target's values are not touched; modules of FSDP2 are resharded, and must not
+        run meanwhile. A previous version that was not committed is discarded.
         With ``stage="none"``, the target holds the version when this returns.
 
         Args:
@@ -173,7 +175,7 @@ class WeightReceiver(Endpoint):
             if found is None:
                 return None
             number, offer = found
-            report = SyncReport(version=offer.version, verify=self._verify, stage=self._stage, from_engines=True)
+            report = SyncReport(version=offer.version, verify=self._verify, stage=self.stage, from_engines=True)
             if (ready := self._joining.get_ready(number)) is None:
                 continue
             received = holds = False
@@ -204,7 +206,7 @@ class WeightReceiver(Endpoint):
                 self._rendezvous.join_again()  # it may also have been taken for dead
                 self._drop_generation()
                 return None
-        report = SyncReport(version=announced, verify=self._verify, stage=self._stage)
+        report = SyncReport(version=announced, verify=self._verify, stage=self.stage)
         try:
             self._take_part(version, start, participants, report)
         finally:
@@ -229,7 +231,7 @@ class WeightReceiver(Endpoint):
 
     def _join_generation(self, start: Start, participants: Participants) -> None:
         before, manifest = self._joined_holdings, Attempt(lambda: self._read_manifest(participants))
-        stages = self._stage == "host"
+        stages = self.stage == "host"
         device = accelerator_of({device for device in self._target.devices if not (stages and device.type == "cpu")})
         # What could not be opened is not tried again before the ranks have formed another generation.
         self._drop_generation()
@@ -264,7 +266,7 @@ class WeightReceiver(Endpoint):
 
     def _receive(self, version: int | None, start: Start, report: SyncReport) -> None:
         """Receives the announced version into the node's memory, tensors of its own or the target."""
-        generation, in_place = self._generation, self._stage == "none"
+        generation, in_place = self._generation, self.stage == "none"
         assert generation is not None
         tensors = Attempt(lambda: self._tensors_to_fill(version, report.version, generation.device))
 
@@ -288,9 +290,9 @@ class WeightReceiver(Endpoint):
         asked for, or the tensors are not on the device that the generation needs them on."""
         if version is not None and version != announced:
             raise LoadError(f"engine {self.engine.name} expected version {version}, but the sender announced {announced}")
-        if self._stage == "host":
+        if self.stage == "host":
             return None
-        if self._stage == "device":
+        if self.stage == "device":
             self._arrival = Arrival(self._holdings, self._target.layouts())
             tensors = self._arrival.tensors
         else:
@@ -315,7 +317,7 @@ class WeightReceiver(Endpoint):
             LoadError: with ``verify=True``, the target does not hold what has arrived.
             OutOfMemoryError, or what an engine raises: the target is partially updated. Call ``commit()`` again.
         """
-        if self._stage == "none":
+        if self.stage == "none":
             return
         generation, version = self._staged_version()
 
@@ -376,7 +378,7 @@ class WeightReceiver(Endpoint):
     # ---- ending ----
 
     def sender_has_ended(self) -> bool:
-        """Returns True if the sender was closed, or has died: versions of a new one need a new receiver, at the same address, too."""
+        """Returns True if the sender was closed, or has died: a new one needs a new receiver, also at the same address."""
         try:
             self._rendezvous.last()
         except LoadError:

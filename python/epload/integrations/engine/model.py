@@ -69,8 +69,8 @@ class EngineModel:
         return parameters | dict(self.model.named_buffers(remove_duplicate=False))
 
     def sync_target(self, strict: bool) -> EngineTarget:
-        """See :class:`~epload.sync.targets.TargetProvider`. Raises ModelMismatch: vLLM balances experts among its ranks, or an engine
-        may have brought weights into the layout of a kernel, where what ``load_weights`` would copy does not belong."""
+        """See :class:`~epload.sync.targets.TargetProvider`. Raises ModelMismatch: vLLM balances experts among its ranks, or an
+        engine may have brought weights into the layout of a kernel, where what ``load_weights`` copies does not belong."""
         for name, module in self.model.named_modules():
             processing = (getattr(part, _PROCESS, None) for part in (module, getattr(module, "quant_method", None)))
             if type(self) is EngineModel and any(processing):

@@ -124,7 +124,7 @@ class EploadWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         receiver = self._connected()
         _check_awake()
-        if receiver.staged is None and self._info.stage != "none" and not receiver.partially_updated:
+        if receiver.staged is None and receiver.stage != "none" and not receiver.partially_updated:
             logger.warning("an update of the weights ends in which no version was received: they stay as they are")
             return  # else vLLM could not begin another
         receiver.commit()
