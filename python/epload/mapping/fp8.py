@@ -161,6 +161,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Format:
     if len(groups) != 1 or list(groups[0].get("targets") or ()) != ["Linear"]:
         raise ValueError('expected one entry in config_groups, with targets ["Linear"], to quantize weights')
     _expect(config, "kv_cache_scheme", None)
+    _expect(config, "transform_config", None, {})
     _expect(groups[0], "output_activations", None)
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
     if inputs is not None:

@@ -324,7 +324,7 @@ def _scale_of(manifest: Metadata, number: dict[str, int], weight: int, into: Seq
     if not scales:
         raise ModelMismatch(
             f"{name} is {dtypes.name(manifest.dtypes[weight])} in the checkpoint and {dtypes.name(into[0])} in the model, but "
-            f"its scale {name}{SUFFIXES[0]} is not in the checkpoint"
+            f"its scale {name}{SUFFIXES[0]} is not in the checkpoint; epload.convert(renames=) gives scales other names"
         )
     if (narrow := next((dtype for dtype in into if not dtypes.is_wide(dtype)), None)) is not None:
         raise ModelMismatch(f"cannot dequantize {name} to {dtypes.name(narrow)}, its dtype in the model")

@@ -105,7 +105,7 @@ class WeightReceiver(Endpoint):
         if engine is not None and topology is not None:
             raise ValueError("expected topology= or engine=, got both")
         self.stage = stage
-        """Where a version arrives."""
+        """Says where a version arrives; see the argument."""
         self._target = make_target(target, mapping, strict)
         if engine is None:
             engine, node = engine_of(topology, node, self._timeout)
